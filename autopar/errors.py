@@ -1,17 +1,18 @@
-"""What autopar raises at a user's mistake: one class per cause, each a `ValueError`.
+"""Define the errors that autopar raises for a user's mistakes: one class per cause, each a `ValueError`.
 
-A message names the offending value, the rule it breaks and the way out; where the mistake has a
-place in the user's code, `at` says it. Below it a traceback, and the command line, say where the
-documentation explains the class. Nothing here imports anything.
+A message names the rule, the offending value, the way out and, if known, the place in the user's code. Tracebacks and
+the command line add a note with the page of the documentation about the class. This module imports nothing.
 """
 
 
 class AutoparError(ValueError):
-    """The root of every error that a user can cause and mend."""
+    """The base class of all errors that a user can cause and fix."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        public = next(one for one in type(self).__mro__ if one.__module__ == __name__)  # not a subclass of elsewhere
+        public = next(
+            one for one in type(self).__mro__ if one.__module__ == __name__
+        )  # not a subclass defined elsewhere
         self.add_note(f"More on this: docs/troubleshooting.md#{public.__name__.lower()}")
 
 
@@ -20,7 +21,7 @@ class MeshError(AutoparError):
 
 
 class ClusterError(AutoparError):
-    """A cluster that cannot be, or whose devices are of a kind that is not known."""
+    """A cluster that is inconsistent, or whose kind of device is unknown."""
 
 
 class HardwareError(AutoparError):
@@ -32,7 +33,7 @@ class PinError(AutoparError):
 
 
 class OptionError(AutoparError, TypeError):
-    """An option that there is not, or a value that is not of its kind."""
+    """An option that does not exist, or a value of the wrong kind."""
 
 
 class BudgetError(AutoparError):
@@ -40,11 +41,11 @@ class BudgetError(AutoparError):
 
 
 class MicrobatchError(AutoparError):
-    """A step whose batch cannot be split over time as asked for."""
+    """A step whose batch cannot be split into the requested microbatches."""
 
 
 class ScheduleError(AutoparError):
-    """A pipeline schedule that is unknown, not defined for the numbers asked for, or not legal."""
+    """A pipeline schedule that is unknown, not defined for the requested numbers, or not legal."""
 
 
 class TimeLimitError(AutoparError):
@@ -60,7 +61,7 @@ class PlanFileError(AutoparError):
 
 
 class ExportError(AutoparError):
-    """A plan that an exported file cannot say, or a step that it cannot be exported for."""
+    """A plan that an exported file cannot express, or a step that it cannot be exported for."""
 
 
 class PlanMismatchError(AutoparError):
@@ -68,7 +69,7 @@ class PlanMismatchError(AutoparError):
 
 
 class CheckpointError(AutoparError):
-    """A checkpoint that cannot be written, is not there, is damaged, or holds another program's state."""
+    """A checkpoint that cannot be written, is missing or damaged, or holds another program's state."""
 
 
 class EffectError(AutoparError):
@@ -80,7 +81,7 @@ class TargetError(AutoparError):
 
 
 class PlotError(AutoparError):
-    """A picture that cannot be drawn: matplotlib is missing, or its file cannot be written."""
+    """A plot that cannot be drawn: matplotlib is missing, or the file cannot be written."""
 
 
 class StepSignatureError(AutoparError):
@@ -88,35 +89,35 @@ class StepSignatureError(AutoparError):
 
 
 class RuleError(AutoparError):
-    """A sharding rule of a user's that cannot be read, or does not fit the operation it is for."""
+    """A user's sharding rule that cannot be parsed or does not fit its operation."""
 
 
 class CollectiveError(AutoparError):
-    """A collective of a user's that cannot be registered, priced or run, or that a plan names and nobody registered."""
+    """A user's collective that cannot be registered, priced or run, or that a plan names but is not registered."""
 
 
 class VerifyError(AutoparError):
-    """A plan that cannot be held against XLA's program: wheels are missing, or XLA refuses it."""
+    """A plan that cannot be compared with XLA's program: wheels are missing, or XLA rejects it."""
 
 
 class ProcessError(AutoparError):
-    """Processes that differ in what they must share, or one of them that died or hangs."""
+    """Processes that disagree on what they must share, or a process that died or hangs."""
 
 
 class BatchError(AutoparError):
-    """A process's part of a batch that cannot be laid out by the plan."""
+    """A process's part of a batch that does not match the plan's sharding."""
 
 
 class SearchError(AutoparError):
-    """Vectors, ids, queries, a number of neighbours or a filter that an index cannot take."""
+    """Vectors, ids, queries, a number of neighbours or a filter that an index does not accept."""
 
 
 class SearchWarning(UserWarning):
-    """An index does not find as much as was asked for."""
+    """An index with fewer results or lower recall than requested."""
 
 
 class IndexFileError(AutoparError):
-    """A saved index that cannot be written, is not there, is damaged, or is of another version."""
+    """A saved index that cannot be written, is missing or damaged, or is of another version."""
 
 
 class InferenceError(AutoparError):
@@ -124,4 +125,4 @@ class InferenceError(AutoparError):
 
 
 class ModelError(AutoparError):
-    """A model's folder whose configuration is not supported, whose tensors are not what it says, or with no tokenizer."""
+    """A model folder with an unsupported configuration, tensors that do not match it, or no tokenizer."""

@@ -343,7 +343,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
         ("numbers.constraints/operand", [0], "`numbers.constraints.operand` has 1 entries for 2 records"),
         ("numbers.constraints/operand", 0, "its field `numbers.constraints.operand` must be a list"),
         ("numbers.constraints/at", [], "its field `numbers.constraints.at` is unknown"),
-        ("constraints.1.node", 7, "its field `numbers.constraints.node[1]` stands in its record too"),
+        ("constraints.1.node", 7, "its field `numbers.constraints.node[1]` is also in its record"),
         ("numbers.carried", ..., "its field `numbers.carried` is missing"),
         (
             "numbers.collectives/source.2",

@@ -1,4 +1,4 @@
-"""The only door to JAX's internals: `jax._src`, `jax.extend`, `jaxlib`.
+"""Wrap JAX's internals: only this package imports `jax._src`, `jax.extend` and `jaxlib`.
 
 In: JAX objects of any supported version.
 Out: one interface to them; PartitionSpecs; executables and a compilation cache on disk.

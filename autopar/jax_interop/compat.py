@@ -1,6 +1,6 @@
-"""Traced functions and their equations, by JAX's internals, whatever differs between JAX 0.10 and 0.12.
+"""Access jaxprs and equations through JAX's internals, with one interface for JAX 0.10 to 0.12.
 
-In: jaxprs, equations, types of arrays. Out: plain accessors that `trace` and `execute` use.
+In: jaxprs, equations, avals. Out: accessors and builders for the front end and the runtime.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.system.source_paths import portable_path
 
 Literal = _core.Literal
 
-#: Primitives that only call another jaxpr: parameter that holds it.
+#: Primitives that only call another jaxpr, with the parameter that holds it.
 INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -39,7 +39,7 @@ INLINED = {
     "eval_jaxpr": "call_jaxpr",
 }
 
-#: Collectives that a `vmap` with an `axis_name` leaves behind, and what each is over dims that are there.
+#: Collectives that `vmap` with an `axis_name` leaves in a trace, with the equivalent reduction over positional dims.
 _OVER_ROWS: dict[str, Callable[..., Any]] = {
     "psum": lambda value, axes: jax.lax.reduce_sum(value, axes),
     "psum_invariant": lambda value, axes: jax.lax.reduce_sum(value, axes),
@@ -51,21 +51,21 @@ _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths(
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, Sequence[Any]]:
-    """(jaxpr, constants) of what a trace or a call parameter holds.
+    """The (jaxpr, constants) of a trace or of a call parameter.
 
-    Up to 0.11 that is a `ClosedJaxpr` around a `Jaxpr`; from 0.12 a `Jaxpr` that carries `.consts`.
+    Up to JAX 0.11 that is a `ClosedJaxpr` around a `Jaxpr`; from 0.12 it is a `Jaxpr` with `.consts`.
     """
     return getattr(closed, "jaxpr", closed), tuple(getattr(closed, "consts", ()))
 
 
 def constant_vars(jaxpr: Any) -> Sequence[Any]:
-    """Variables that the constants of `open_jaxpr` are bound to."""
+    """The variables that the constants of `open_jaxpr` are bound to."""
     return jaxpr.constvars
 
 
 def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
-    """The jaxpr that an equation merely calls, and on what; None where it does something of its own."""
-    if equation.primitive.name == "custom_linear_solve":  # lowered, it is nothing but its solver
+    """The jaxpr that an equation merely calls, and its operands; None if the equation is an operation of its own."""
+    if equation.primitive.name == "custom_linear_solve":  # it lowers to its solver
         lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
         before = lengths.matvec + lengths.vecmat
         return jaxprs.solve, [*operands[before : before + lengths.solve], *operands[sum(lengths) :]]
@@ -85,7 +85,7 @@ def called(equation: Any, operands: Sequence[Any]) -> tuple[Any, Sequence[Any]] 
 
 
 def _over_rows(equation: Any) -> Any | None:
-    """A collective over the rows of a `vmap` alone, which names their dims by number: a reduction, and lowered as one."""
+    """The reduction that replaces a collective over the positional dims of a `vmap`; None for other collectives."""
     axes, groups = equation.params["axes"], equation.params.get("axis_index_groups")
     if groups is not None or not all(isinstance(axis, int) for axis in axes):
         return None
@@ -97,8 +97,10 @@ def _over_rows(equation: Any) -> Any | None:
 
 
 def _masked_gather(equation: Any) -> Any | None:
-    """A gather that fills in for what is out of bounds as it is lowered: a gather, then a mask. Between the two what
-    a split table leaves unreduced may be scattered; behind the mask XLA sums it whole."""
+    """A gather with fill mode as its lowering, a gather and a mask; None for other gathers.
+
+    The unreduced result of a split table can then be reduce-scattered before the mask; after it XLA would all-reduce it.
+    """
     params, result = equation.params, equation.outvars[0].aval
     fills = params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
     if not fills or jax.numpy.issubdtype(result.dtype, jax.dtypes.extended):
@@ -110,21 +112,21 @@ def _masked_gather(equation: Any) -> Any | None:
 
 
 def _standing_at(closed: Any, equation: Any) -> Any:
-    """A jaxpr that an equation is replaced by, each part of it at the equation's line."""
+    """A jaxpr that replaces an equation, with all its equations at the source line of that equation."""
     place = equation.source_info.traceback
     parts = [part.replace(source_info=part.source_info.replace(traceback=place)) for part in closed.eqns]
-    if isinstance(closed, _core.Jaxpr):  # from JAX 0.12 on, a jaxpr holds its constants
+    if isinstance(closed, _core.Jaxpr):  # from JAX 0.12 on
         return closed.replace(eqns=parts)
     return closed.replace(jaxpr=closed.jaxpr.replace(eqns=parts))
 
 
 def is_traced() -> bool:
-    """Whether JAX is tracing or transforming a function right here."""
+    """Whether JAX is currently tracing or transforming a function."""
     return not _core.trace_state_clean()
 
 
 def scan_counts(equation: Any) -> tuple[int, int]:
-    """Of a `scan`, how many operands are constants, and how many its carry."""
+    """The numbers of constants and of carries among the operands of a `scan`."""
     params = equation.params
     if "num_carry" in params:  # up to JAX 0.11
         return params["num_consts"], params["num_carry"]
@@ -133,21 +135,21 @@ def scan_counts(equation: Any) -> tuple[int, int]:
 
 
 def barred_operands(equation: Any) -> tuple[bool, ...]:
-    """Of a `checkpoint`, the operands that the compiler must not know for what was computed before."""
+    """Which operands of a `checkpoint` need a barrier that prevents common subexpression elimination."""
     given = equation.params["prevent_cse"]
     barred = given if isinstance(given, tuple) else (given,) * len(equation.invars)
     return tuple(b and equation.params["differentiated"] for b in barred)
 
 
 def as_typed(value: Any, aval: Any) -> Any:
-    """A value, perhaps a literal, with the dtype of an aval, weak or not: a loop's carry keeps its type."""
+    """A value, perhaps a literal, converted to the dtype and weak type of an aval, as a loop's carry requires."""
     if isinstance(value, jax.Array) and (value.dtype, value.weak_type) == (aval.dtype, aval.weak_type):
         return value
     return _lax._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
 
 
 def programs_in(equation: Any) -> Iterator[Any]:
-    """The jaxprs that an equation holds."""
+    """Yield the jaxprs in an equation's parameters."""
     for parameter in equation.params.values():
         for item in parameter if isinstance(parameter, tuple | list) else (parameter,):
             jaxpr = open_jaxpr(item)[0]
@@ -156,20 +158,20 @@ def programs_in(equation: Any) -> Iterator[Any]:
 
 
 def as_function(closed: Any) -> Callable[..., Sequence[Any]]:
-    """A jaxpr as the function that it was traced from."""
+    """A function that evaluates a jaxpr."""
     jaxpr, constants = open_jaxpr(closed)
     return lambda *args: _core.eval_jaxpr(jaxpr, constants, *args)
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An array or a Python scalar without the data, and without a place. Python scalars stay weakly typed."""
+    """The shape and dtype of an array or a Python scalar, without sharding. Python scalars stay weakly typed."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
     weak = getattr(leaf, "weak_type", isinstance(leaf, bool | int | float | complex))
     return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype, weak_type=weak)
 
 
 def itemsize(aval: Any) -> float:
-    """Bytes per element; typed PRNG keys count their raw words."""
+    """Bytes per element; a typed PRNG key counts its raw words."""
     dtype = aval.dtype
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return 4.0 * max(1, _prod(getattr(dtype._impl, "key_shape", (2,))))
@@ -184,19 +186,19 @@ def _prod(sizes: Sequence[int]) -> int:
 
 
 def stacked(aval: Any, length: int) -> Any:
-    """The type of so many values of a type, along a new first dim."""
+    """The aval of `length` values stacked along a new first dim."""
     return _core.ShapedArray((length, *aval.shape), aval.dtype, weak_type=aval.weak_type)
 
 
 def name_stack_of(equation: Any) -> Any:
-    """The equation's name stack, an object that adds to another and reads as `jvp(Model)/layer`."""
+    """The name stack of an equation; it can be added to another, and its text is e.g. `jvp(Model)/layer`."""
     return equation.source_info.name_stack
 
 
 def user_source(equation: Any) -> str:
-    """`models/gpt.py:12 (function)` of the innermost frame in the user's own code, the file as `portable_path` names it.
+    """The innermost frame of the user's code as `models/gpt.py:12 (function)`, with the file's `portable_path`.
 
-    Frames of installed libraries are passed over; where all frames are libraries', the innermost.
+    Frames of installed libraries are skipped; if there are no others, it is the innermost of these.
     """
     frames = list(_source_info.user_frames(equation.source_info.traceback))
     own = [frame for frame in frames if not frame.file_name.startswith(_LIBRARY_FOLDERS)]
@@ -208,15 +210,15 @@ def user_source(equation: Any) -> str:
 
 @contextmanager
 def equation_context(traceback: Any, name_stack: Any, manager: Any) -> Iterator[None]:
-    """Run what is inside as if it stood where the traced equation stood, so that module names and
-    source lines reach the compiled program."""
+    """Run the `with` block in the context of a traced equation, so that module names and source lines reach the compiled
+    program."""
     stack = _source_info.current_name_stack() + name_stack
     with _source_info.user_context(traceback, name_stack=stack), manager:
         yield
 
 
 def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
-    """Run one equation's primitive on operands, some of its parameters changed; always a sequence of results."""
+    """Bind an equation's primitive to operands, with some parameters changed. Always returns a sequence of results."""
     parameters = equation.primitive.get_bind_params(equation.params | changed)
     if isinstance(parameters, tuple):  # up to 0.9 and for some primitives: (functions, parameters)
         functions, parameters = parameters
@@ -226,10 +228,11 @@ def bind(equation: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any
 
 
 def primitive_of(name: str, function: Callable[..., jax.Array], *, result: Callable[..., Any]) -> Any:
-    """A primitive that stands as one equation in a trace, and is what a function makes of it when it is lowered.
+    """Define a primitive that is one equation in a trace and lowers to a function.
 
     Args:
-        function: of arrays and static parameters, to one array. result: types of the arrays -> that of the result.
+        function: lowering, from arrays and static parameters to one array.
+        result: function from the avals of the arrays to that of the result.
     """
 
     def type_of(*avals: Any, **_: Any) -> Any:
@@ -244,7 +247,7 @@ def primitive_of(name: str, function: Callable[..., jax.Array], *, result: Calla
 
 
 def triton_options(num_warps: int, num_stages: int) -> Any | None:
-    """What has Pallas compile a kernel for a GPU by Triton, which JAX 0.12 calls deprecated; None where it is gone."""
+    """Pallas compiler parameters for Triton, which JAX 0.12 deprecates; None if JAX no longer has them."""
     try:
         triton = importlib.import_module("jax.experimental.pallas.triton")
     except ImportError:
@@ -253,8 +256,7 @@ def triton_options(num_warps: int, num_stages: int) -> Any | None:
 
 
 def drawn_bits(equation: Any) -> Any | None:
-    """How the random bits of one key are drawn, as a closed jaxpr of the key: for each place of the result, from its
-    position. None where it is not from one key."""
+    """The jaxpr that draws the random bits of an equation from its key; None for an array of keys."""
     key, shape, width = equation.invars[0].aval, equation.params["shape"], equation.params["bit_width"]
     if key.shape:
         return None
@@ -263,19 +265,19 @@ def drawn_bits(equation: Any) -> Any | None:
 
 
 def scan_of(length: int) -> Any:
-    """The equation of a `lax.scan` of so many trips that does nothing."""
+    """The equation of an empty `lax.scan` of `length` iterations."""
     counts = jax.ShapeDtypeStruct((length,), "int32")
     closed = jax.make_jaxpr(lambda xs: jax.lax.scan(lambda carry, x: (carry, x), (), xs))(counts)
     return open_jaxpr(closed)[0].eqns[0]
 
 
 def scan_with_length(equation: Any, length: int) -> Any:
-    """The equation of a `scan`, of so many trips."""
+    """The equation of a `scan` with its trip count changed to `length`."""
     return equation.replace(params={**equation.params, "length": length})
 
 
 def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """The jaxpr of a function of arrays with these types: `.invars`, `.eqns`, `.outvars`."""
+    """The jaxpr of a function for arguments with these avals: `.invars`, `.eqns`, `.outvars`."""
     jaxpr, constants = open_jaxpr(jax.make_jaxpr(function)(*map(shape_struct, avals)))
     assert not constants
     return jaxpr
@@ -287,7 +289,7 @@ def placed_as(equation: Any, other: Any) -> Any:
 
 
 def ordered_effects(equation: Any) -> bool:
-    """Whether an equation has an effect that must keep its order among others."""
+    """Whether an equation has an ordered effect."""
     return any(
         "ordered" in str(effect).lower() and "unordered" not in str(effect).lower() for effect in equation.effects
     )
@@ -299,7 +301,7 @@ def trace(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def raw_struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype as XLA sees them: typed PRNG keys are their words."""
+    """The shape and dtype of an aval in XLA, where typed PRNG keys are their raw words."""
     struct = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.eval_shape(jax.random.key_data, struct)
@@ -307,8 +309,10 @@ def raw_struct(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def retyped(value: Any, struct: jax.ShapeDtypeStruct) -> Any:
-    """A value as another was typed: the words of a PRNG key as the key, weakly typed or not. None is made of zeros,
-    for what has no elements."""
+    """A value converted to the type of `struct`: raw words to a PRNG key, else by dtype and weak type.
+
+    None becomes zeros, for types without elements.
+    """
     if value is None:
         value = jax.numpy.zeros(raw_struct(struct).shape, raw_struct(struct).dtype)
     if jax.numpy.issubdtype(struct.dtype, jax.dtypes.prng_key):
@@ -317,7 +321,7 @@ def retyped(value: Any, struct: jax.ShapeDtypeStruct) -> Any:
 
 
 def meshes_named(jaxpr: Any) -> list[tuple[str, Any]]:
-    """Every mesh that a program itself names, in a `with_sharding_constraint` or a `shard_map`, and where."""
+    """The place and mesh of every `with_sharding_constraint` and `shard_map` in a program."""
     found: list[tuple[str, Any]] = []
     for equation in jaxpr.eqns:
         sharding = equation.params.get("sharding") if equation.primitive.name == "sharding_constraint" else None
@@ -325,14 +329,14 @@ def meshes_named(jaxpr: Any) -> list[tuple[str, Any]]:
             found.append((f"`with_sharding_constraint` at {user_source(equation)}", sharding.mesh))
         elif equation.primitive.name == "shard_map":
             found.append((f"`shard_map` at {user_source(equation)}", equation.params["mesh"]))
-            continue  # inside, the mesh's axes are of another type
+            continue  # inside, the mesh has other axis types
         for inner in programs_in(equation):
             found += meshes_named(inner)
     return found
 
 
 def placed_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """`shape_struct`, with the sharding where it is one over a mesh."""
+    """Like `shape_struct`, with the sharding if it is a `NamedSharding` over a non-empty mesh."""
     struct, sharding = shape_struct(leaf), getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.axis_names:
         return struct

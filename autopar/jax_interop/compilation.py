@@ -1,6 +1,6 @@
-"""Lowered and compiled programs, by JAX's internals: compiled for devices that are absent, in a thread, from a folder.
+"""Compile programs through JAX's internals: for absent devices, in a thread, with a cache folder.
 
-In: lowered programs, jitted functions. Out: compiled ones; keys of what they depend on.
+In: lowered programs, jitted functions. Out: compiled programs; keys of the settings that they depend on.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ from autopar.jax_interop.compat import open_jaxpr
 
 
 def module_bytes(lowered: jax.stages.Lowered) -> bytes:
-    """A lowered program as MLIR bytecode, with module names and source lines: another process of the
-    same JAX compiles it by `compile_module`."""
+    """A lowered program as MLIR bytecode with module names and source lines.
+
+    Another process with the same JAX version compiles it with `compile_module`.
+    """
     out = io.BytesIO()
     module: Any = lowered.compiler_ir("stablehlo")
     module.operation.write_bytecode(out)
@@ -40,16 +42,19 @@ def module_bytes(lowered: jax.stages.Lowered) -> bytes:
 
 
 def kept_inputs(lowered: jax.stages.Lowered) -> tuple[int, ...]:
-    """Positions of the inputs, all arguments' leaves in order, that a lowered program still takes."""
+    """Positions of the inputs (leaves of all arguments, in order) that a lowered program uses."""
     inner: Any = lowered._lowering
     return tuple(sorted(inner.compile_args["kept_var_idx"]))
 
 
 def compile_module(module: bytes, devices: Sequence[Any], more: Mapping[str, Any] | None = None) -> Any:
-    """Compile for devices, real or absent, with the options that `jax.jit` compiles with, and more of XLA's.
+    """Compile for real or absent devices with the options of `jax.jit`.
+
+    Args:
+        more: further XLA compiler options.
 
     Returns:
-        XLA's executable: `.hlo_modules()`, `.get_compiled_memory_stats()`.
+        XLA's executable, with `.hlo_modules()` and `.get_compiled_memory_stats()`.
     """
     client = devices[0].client
     assignment = np.array(devices, dtype=object).reshape(1, -1)
@@ -60,13 +65,16 @@ def compile_module(module: bytes, devices: Sequence[Any], more: Mapping[str, Any
         return _compiler.backend_compile_and_load(client, parsed, _xla_client.DeviceList(tuple(devices)), options, [])
 
 
-#: What has at most so many elements is a key, or a few: not the random bits of an array.
+#: Largest number of elements of a few PRNG keys; random bits of an array have more.
 _FEW = 64
 
 
 def _hashed(*words: Any) -> Sequence[Any]:
-    """Threefry, its rounds written out. Of keys, what it is computed from lies in memory, behind barriers: no constant is
-    part of the code, so that all keys are one kernel's."""
+    """Threefry with unrolled rounds.
+
+    For keys, barriers keep the operands in memory, so that no constant is part of the code and one kernel serves all
+    keys.
+    """
     of_keys = math.prod(np.broadcast_shapes(*map(np.shape, words))) <= _FEW
     words = jax.lax.optimization_barrier(words) if of_keys else words
     hashed = _threefry._threefry2x32_lowering(*words, use_rolled_loops=False)
@@ -74,7 +82,7 @@ def _hashed(*words: Any) -> Sequence[Any]:
 
 
 def _bits_in_memory(ctx: Any, keys: Any, **about: Any) -> Any:
-    """Random bits, behind a barrier: what is made of them is compiled as if another program had drawn them."""
+    """Random bits behind a barrier, so that their users compile to the same code for every array."""
     (bits,) = _prng.random_bits_lowering(ctx, keys, **about)
     return _hlo.OptimizationBarrierOp([bits]).results
 
@@ -89,20 +97,20 @@ _DRAWN_APART = _mlir.LoweringParameters(override_lowering_rules=_RULES)
 
 
 def compiled_to_draw(jitted: Any, args: Sequence[Any]) -> jax.stages.Compiled:
-    """A program that draws many random arrays, compiled for CPUs in a third of the time, to the same bits.
+    """Compile a program that draws many random arrays for CPUs in a third of the time, with the same random bits.
 
-    For CPUs JAX writes every draw as a loop of its own, whose code XLA shares with no other loop, and LLVM unrolls each of
-    them. Written out, the bits of all arrays of one shape are one kernel.
+    On CPUs JAX lowers every draw to its own loop. XLA shares no code between loops, and LLVM unrolls each. With unrolled
+    rounds, one kernel draws the bits of all arrays of one shape.
     """
     return jitted.trace(*args).lower(_private_parameters=_DRAWN_APART).compile()
 
 
 @contextmanager
 def compiled_programs_in(folder: str) -> Iterator[None]:
-    """While entered, this thread's compiles look in a folder for what they would make, and keep there what they made.
+    """Use a folder as JAX's compilation cache for this thread, inside the `with` block.
 
-    JAX's own setting, `jax_compilation_cache_dir`, stays as it is outside. JAX opens one folder for a process at its
-    first compile, and goes on with it: so it is made to forget it, before and after.
+    JAX's setting `jax_compilation_cache_dir` is unchanged outside. JAX opens one folder per process at its first compile
+    and keeps it, so the cache is reset before and after.
     """
     with _config.compilation_cache_dir(folder):
         _compilation_cache.reset_cache()
@@ -113,10 +121,10 @@ def compiled_programs_in(folder: str) -> Iterator[None]:
 
 
 def compiling(lowered: jax.stages.Lowered) -> Callable[[], jax.stages.Compiled]:
-    """Starts to compile in a thread, under this thread's settings of JAX's cache of compiled programs.
+    """Start to compile in a thread, with this thread's settings of JAX's compilation cache.
 
     Returns:
-        What waits for the program. An interrupt ends the wait, not the compiler.
+        A function that waits for the program. An interrupt ends the wait, not the compilation.
     """
     folder, is_kept = _config.compilation_cache_dir.value, _config.enable_compilation_cache.value
 
@@ -131,11 +139,11 @@ def compiling(lowered: jax.stages.Lowered) -> Callable[[], jax.stages.Compiled]:
 
 
 @contextmanager
-def compiled_anew() -> Iterator[None]:
-    """While entered, this thread's compiles take nothing from JAX's cache of compiled programs, and keep nothing there.
+def without_compilation_cache() -> Iterator[None]:
+    """Compile without JAX's compilation cache in this thread, inside the `with` block.
 
-    What was taken from it, or was put into it, runs, but on CPUs is no longer serialized whole: loaded again, it lacks its
-    functions, and says so only when it runs.
+    On CPUs a program that was read from or written to the cache serializes incompletely: loaded again, it lacks
+    functions and fails only when it runs.
     """
     with _config.enable_compilation_cache(False):
         _compilation_cache.reset_cache()
@@ -146,16 +154,19 @@ def compiled_anew() -> Iterator[None]:
 
 
 def is_compiled_program(data: bytes) -> bool:
-    """Whether a file of JAX's compilation cache is whole, as far as its packing tells."""
+    """Whether a file of JAX's compilation cache can be decompressed, and so is not truncated."""
     try:
         return len(_compilation_cache.decompress_executable(data)) > 0
-    except Exception:  # of zlib or zstandard, whichever JAX has found
+    except Exception:  # from zlib or zstandard, depending on what JAX found
         return False
 
 
 def compiler_key(devices: Sequence[Any]) -> str:
-    """What JAX's compilation cache knows programs for these devices by, besides the program: versions, the compiler's
-    flags and options, which devices, and of a CPU its instructions. It is the key of a program that does nothing."""
+    """The part of a JAX compilation cache key that does not depend on the program.
+
+    It covers versions, compiler flags and options, the devices, and a CPU's instruction set. It is computed as the key
+    of an empty program.
+    """
     backend = devices[0].client
     nothing: Any = jax.jit(lambda: ()).lower().compiler_ir()
     assignment = np.array([[device.id for device in devices]])
@@ -164,18 +175,19 @@ def compiler_key(devices: Sequence[Any]) -> str:
 
 
 def tracing_key() -> str:
-    """JAX's settings, those of this thread first: what a trace and its lowering depend on besides the function."""
+    """JAX's settings, of this thread and of the process, that tracing and lowering depend on."""
     context = [each for each in _config.trace_context() if not isinstance(each, _core.AxisEnv)]
     return repr((context, sorted(jax.config.values.items())))
 
 
 @dataclass(frozen=True, slots=True)
 class JitCall:
-    """What a jitted function was told of its arguments and results, leaf by leaf.
+    """The options of a `jax.jit` function for its arguments and results, per leaf.
 
     Args:
-        in_shardings, out_shardings: None where nothing was said.
-        donated: positions of arguments' leaves.
+        in_shardings, out_shardings: given shardings; None for unspecified ones.
+        out_shapes: shapes of the results.
+        donated: positions of donated leaves of the arguments.
     """
 
     in_shardings: tuple[Any, ...]
@@ -185,17 +197,17 @@ class JitCall:
 
 
 def jit_call(jitted: Any, args: Sequence[Any]) -> tuple[JitCall, Any]:
-    """What `jax.jit` was told, and the jaxpr of the function."""
+    """The options of a `jax.jit` function, and its jaxpr."""
     traced = jitted.trace(*args)
     params = traced._params
     consts = len(params["in_shardings"]) - len(jax.tree.leaves(tuple(args)))  # closed-over values come first
 
-    def said(shardings: Sequence[Any]) -> tuple[Any, ...]:
+    def given(shardings: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(one if isinstance(one, jax.sharding.Sharding) else None for one in shardings)
 
     call = JitCall(
-        in_shardings=said(params["in_shardings"])[consts:],
-        out_shardings=said(params["out_shardings"]),
+        in_shardings=given(params["in_shardings"])[consts:],
+        out_shardings=given(params["out_shardings"]),
         out_shapes=tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(traced.out_info)),
         donated=tuple(n for n, is_donated in enumerate(params["donated_invars"][consts:]) if is_donated),
     )

@@ -1,9 +1,9 @@
-"""Compiled steps kept on disk, by JAX's own compilation cache.
+"""Cache compiled steps on disk with JAX's compilation cache.
 
-In: a folder for one program. Out: a context in which this thread's compiles use it. JAX's setting is not changed for
-anything else in the process, and where the user has set `jax_compilation_cache_dir`, that folder is used and this one
-is not. JAX keeps what took it at least `jax_persistent_cache_min_compile_time_secs` (a second) to compile. It is machine
-code, so what others may have written is not run, by the rule of `kept_file`.
+In: a folder for one program. Out: a context in which this thread's compiles use the folder. The rest of the process keeps
+JAX's setting. If the user has set `jax_compilation_cache_dir`, that folder is used instead. JAX keeps programs that took
+at least `jax_persistent_cache_min_compile_time_secs` (one second) to compile. They are machine code, so files that other
+users may have written are not run, by the rule of `checksummed_file`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 from autopar.jax_interop import compilation
 from autopar.system.checksummed_file import make_private, refuse_of_others, refuse_status_of_others
 
-#: How many programs' folders are kept; those that were used longest ago go first.
+#: Number of programs' folders to keep; the least recently used are deleted first.
 MOST_PROGRAMS = 50
 
 #: Seconds within which another process may still be writing an entry.
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def compiled_kept_in(folder: Path | None) -> Iterator[None]:
-    """While entered, what JAX compiles is looked for in a folder, and kept there.
+    """Use a folder as the compilation cache inside the `with` block.
 
     Args:
-        folder: for one program; its neighbours are those of others. None keeps nothing.
+        folder: folder for one program, next to those of other programs; None for no cache.
     """
     users_own = jax.config.jax_compilation_cache_dir
     if folder is None or users_own or not jax.config.jax_enable_compilation_cache or not _opened(folder):
@@ -55,7 +55,7 @@ def _opened(folder: Path) -> bool:
     try:
         make_private(folder)
         refuse_of_others(folder)
-        os.utime(folder)  # it is used now
+        os.utime(folder)  # mark it as used
     except OSError as error:
         _log.warning("compiled steps cannot be kept in %s (%s): %s", folder.parent, error.strerror, way_out)
         return False
@@ -66,25 +66,30 @@ def _opened(folder: Path) -> bool:
 
 
 def _drop_unusable(folder: Path) -> None:
-    """What others may have written; and what is damaged: JAX writes an entry where it stands, so a process killed in it
-    leaves a part, which JAX never writes again."""
+    """Delete entries that others may have written, and damaged entries.
+
+    JAX writes entries in place, so a killed process leaves a truncated entry, which JAX never overwrites.
+    """
     for entry in folder.glob("*-cache"):
         with contextlib.suppress(OSError):
             try:
                 refuse_status_of_others(entry.lstat(), "it")
             except ValueError as error:
                 entry.unlink()
-                _log.warning("the compiled step kept in %s is not used (%s): it is compiled anew", entry, error)
+                _log.warning("the compiled step kept in %s is not used (%s): it is compiled again", entry, error)
                 continue
             being_written = time.time() - entry.stat().st_mtime < _JUST_NOW_S
             if not being_written and not compilation.is_compiled_program(entry.read_bytes()):
                 entry.unlink()
-                _log.warning("a compiled step kept in %s is damaged: it is compiled anew", entry)
+                _log.warning("a compiled step kept in %s is damaged: it is compiled again", entry)
 
 
 def _close_to_others(folder: Path) -> None:
-    """JAX writes entries as the process's umask says, which may let a group write them. What was there before them was
-    looked at, and nobody else writes the folder: so they are this user's."""
+    """Remove other users' access to the entries.
+
+    JAX writes entries with the process's umask, which may let a group write them. All entries are this user's: earlier
+    ones were checked, and nobody else can write the folder.
+    """
     for entry in folder.glob("*"):
         with contextlib.suppress(OSError):
             entry.chmod(0o600)

@@ -1,7 +1,7 @@
-"""Between autopar's `TensorSharding` and what JAX takes: `PartitionSpec`, `NamedSharding`, `Mesh`.
+"""Convert between autopar's `TensorSharding` and JAX's `PartitionSpec` and `NamedSharding`.
 
-In: shardings of a plan and a mesh of devices, real or abstract. Out: JAX objects; no device is
-touched. The inverse reads a user's `PartitionSpec`, as in a pin.
+In: shardings of a plan, and a concrete or abstract mesh. Out: JAX objects, without device access. The inverse converts
+a user's `PartitionSpec`, as in a pin.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from autopar.ir.sharding import TensorSharding
 
 
 def partition_spec(sharding: TensorSharding) -> PartitionSpec:
-    """The JAX spelling of a sharding, without trailing `None`s; a pending sum has no spelling and
-    counts as taken.
+    """The `PartitionSpec` of a sharding, without trailing `None`s and without pending reductions.
 
     >>> partition_spec(TensorSharding(((), ("data", "model"), ())))
     P(None, ('data', 'model'))
@@ -33,8 +32,7 @@ def tensor_sharding(spec: PartitionSpec, num_dims: int) -> TensorSharding:
     """The inverse of `partition_spec`, for a tensor of `num_dims` dims.
 
     Raises:
-        PinError: where the spec has more entries than the tensor has dims, an entry that names no
-            axis, or one axis twice.
+        PinError: the spec has more entries than the tensor has dims, an entry that names no axis, or one axis twice.
 
     >>> print(tensor_sharding(PartitionSpec("data"), 2))
     P('data')
@@ -59,10 +57,10 @@ def _entry_axes(entry: Any, spec: PartitionSpec) -> tuple[str, ...]:
 
 
 def check_mesh(planned: MeshShape, mesh: Mesh | AbstractMesh) -> None:
-    """Refuse a mesh whose axes differ from the planned ones, in name, size or order.
+    """Check that a mesh has the planned axes, in name, size and order.
 
     Raises:
-        MeshError: naming both meshes and how to make the right one.
+        MeshError: it has other axes; the message names both meshes and the call that makes the planned one.
     """
     names, sizes = tuple(mesh.axis_names), tuple(mesh.axis_sizes)
     if (names, sizes) == (planned.axis_names, planned.axis_sizes):

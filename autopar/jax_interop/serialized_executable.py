@@ -1,8 +1,8 @@
-"""A compiled program as bytes and back, and what tells where these bytes can run.
+"""Serialize compiled programs, and compute the key of the environment that they run in.
 
-In: a program that JAX has compiled ahead of time. Out: bytes, from which a later process has it again without a trace, a
-plan or a compiler. They are machine code in Python's pickle: whoever can write them can do what the user can. So they are
-taken from files alone that nobody else may write (`kept_file`), as is JAX's own cache of compiled programs.
+In: a program that JAX has compiled ahead of time. Out: bytes, from which a later process loads the program without
+tracing, planning or compiling. The bytes are machine code in a pickle, so whoever can write them can run code as the
+user. Callers therefore load them only from files that nobody else may write (`checksummed_file`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from autopar.jax_interop import compilation
 
 
 def serialized(compiled: jax.stages.Compiled) -> bytes:
-    """A program as bytes.
+    """Serialize a program.
 
     Raises:
-        ValueError: it cannot be: JAX says what it is of that cannot.
+        ValueError: JAX cannot serialize it; the message has JAX's reason.
     """
     try:
         return pickle.dumps(serialize_executable.serialize(compiled))
@@ -31,21 +31,21 @@ def serialized(compiled: jax.stages.Compiled) -> bytes:
 
 
 def deserialized(data: bytes, devices: Sequence[Any]) -> jax.stages.Compiled:
-    """The program, loaded on the devices that it was compiled for.
+    """Load a program on the devices that it was compiled for.
 
     Raises:
-        ValueError: the bytes are no such program.
+        ValueError: the bytes are no valid program.
     """
     try:
         payload, in_tree, out_tree = pickle.load(io.BytesIO(data))
         return serialize_executable.deserialize_and_load(
             payload, in_tree, out_tree, devices[0].client, execution_devices=list(devices)
         )
-    except Exception as error:  # of pickle, JAX or XLA, whichever meets what is wrong first
+    except Exception as error:  # from pickle, JAX or XLA, whichever fails first
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def place_key(devices: Sequence[Any]) -> str:
-    """What a compiled program depends on besides its function: JAX's settings, its compiler, and the devices."""
+    """A key of JAX's settings, the compiler and the devices, which a compiled program depends on."""
     which = [(device.id, device.process_index, device.platform, device.device_kind) for device in devices]
     return f"{compilation.tracing_key()} {compilation.compiler_key(devices)} {which}"

@@ -1,8 +1,9 @@
-"""A plan's file in two parts: what a person reviews, one record a line by lasting names, and numbers in columns at its end.
+"""Lay out a plan file for review: records with stable names first, and numbers in columns at the end.
 
-In: a plan as records, in JSON types. Out: the same with apart from them what a change anywhere renumbers: the values of the
-traced step, positions in other lists, lines of the user's code. So a layer more is its own records, and a few long lines;
-a comment more is a few lines. And the way back, where a wrong field is named as the file has it.
+In: a plan as records, in JSON types. Out: the records without the numbers that any change shifts (values of the traced
+step, positions in other lists, lines of the user's code), and these numbers as columns. An additional layer then
+changes only its own records and a few long lines; an additional comment in the code changes a few lines. The inverse
+reads a file and reports errors by the file's field names.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from autopar.plans.json_codec import WrongFieldError, write_text
 Body: TypeAlias = dict[str, Any]
 _T = TypeVar("_T")
 
-#: Where columns stand in the file; and lines of code, by file and function.
+#: Fields of the file for the columns, and for lines of code by file and function.
 NUMBERS, SOURCES = "numbers", "sources"
-#: What is of numbers alone.
+#: Fields that consist of numbers only.
 _WHOLE = ("carried", "donated")
-#: Of records, the fields that are numbers.
+#: The numeric fields of records.
 _FIELDS = {
     "constraints": ("value", "node", "operand"),
     "decisions": ("collectives",),
@@ -34,13 +35,13 @@ _FIELDS = {
 }
 #: Records that name a line of code.
 _NAME_A_LINE = ("decisions", "collectives", "memory.peak", "memory.at_peak")
-#: What stands at the end of the file, before the columns: it is of the step as a whole.
+#: Fields about the whole step, at the end of the file before the columns.
 _LAST = ("memory", "trace")
 _LINE = re.compile(r"(.*):(\d+)( \(.*\))?", re.DOTALL)
 
 
 def in_columns(body: Body) -> Body:
-    """The fields of a plan as its file has them."""
+    """Convert the fields of a plan to the layout of its file."""
     numbers: Body = {name: body[name] for name in _WHOLE}
     out = {name: item for name, item in body.items() if name not in (*_WHOLE, *_LAST)} | {
         name: body[name] for name in _LAST if name in body
@@ -57,10 +58,11 @@ def in_columns(body: Body) -> Body:
 
 
 def reader(decode: Callable[[Body], _T], check: Callable[[_T], None]) -> Callable[[Body], _T]:
-    """What reads the fields of a file.
+    """Make a function that reads the fields of a file.
 
     Args:
-        decode: reads records. check: refuses what is well typed, but does not agree.
+        decode: function that decodes records.
+        check: function that raises if well-typed fields are inconsistent.
     """
 
     def read(body: Body) -> _T:
@@ -75,7 +77,7 @@ def reader(decode: Callable[[Body], _T], check: Callable[[_T], None]) -> Callabl
 
 
 def as_records(body: Body) -> Body:
-    """The inverse of `in_columns`. Records of files of versions before 4 hold their numbers themselves.
+    """The inverse of `in_columns`. In files of versions before 4, records contain their numbers.
 
     Raises:
         WrongFieldError: naming a column that does not fit the records.
@@ -103,7 +105,7 @@ def as_records(body: Body) -> Body:
 
 def _stage_as_records(n: int, stage: Any) -> Any:
     if not isinstance(stage, dict) or not isinstance(stage.get("plan"), dict):
-        return stage  # what it is otherwise is for the decoder to say
+        return stage  # the decoder reports the error
     try:
         return stage | {"plan": as_records(stage["plan"])}
     except WrongFieldError as wrong:
@@ -114,20 +116,23 @@ def _stage_as_records(n: int, stage: Any) -> Any:
 
 
 def write_document(document: Any, path: str | os.PathLike[str]) -> None:
-    """Write JSON as `layout` has it. The file appears whole or not at all.
+    """Write JSON in the format of `layout`, atomically.
 
     Raises:
-        PlanFileError: where it cannot be written.
+        PlanFileError: the file cannot be written.
     """
     write_text(layout(document) + "\n", path)
 
 
 def layout(value: Any, indent: int = 0, opens: int = 2) -> str:
-    """JSON text: an object of the outer two levels opens up, a list has one entry a line, and a record inside a list
-    stays on its line, so that a difference between two plans reads well. A record that holds a plan opens as that does.
+    """Format JSON so that diffs of plans are readable.
+
+    Objects of the outer levels and lists have one entry per line; a record in a list stays on one line. A record that
+    contains a plan is laid out like a plan.
 
     Args:
-        indent: of what stands around it. opens: so many levels of objects.
+        indent: indentation level of the surrounding text.
+        opens: number of outer levels of objects with one entry per line.
     """
     if isinstance(value, dict) and value and opens > 0:
         entries = [f"{json.dumps(key)}: {_entry(key, item, indent + 1, opens - 1)}" for key, item in value.items()]
@@ -139,7 +144,7 @@ def layout(value: Any, indent: int = 0, opens: int = 2) -> str:
 
 
 def _entry(name: str, item: Any, indent: int, opens: int) -> str:
-    if name == NUMBERS and item:  # each a line, however long
+    if name == NUMBERS and item:  # one line per column, however long
         return _opened("{}", [f"{json.dumps(key)}: {_line(column)}" for key, column in item.items()], indent)
     return layout(item, indent, opens)
 
@@ -167,7 +172,7 @@ def _checked(name: str, column: Any) -> list[Any]:
 
 
 def _put_back(out: Body, section: str, field: str, column: list[Any]) -> None:
-    """Give records a field. None stands for what has a default, which says that there is nothing."""
+    """Add a field to records from its column; for None the field keeps its default."""
     *outer, last = section.split(".")
     holder = out
     for name in outer:
@@ -179,7 +184,7 @@ def _put_back(out: Body, section: str, field: str, column: list[Any]) -> None:
         raise WrongFieldError(f".{NUMBERS}.{section}.{field}", f"has {len(column)} entries for {len(records)} records")
     for n, (record, item) in enumerate(zip(records, column, strict=True)):
         if item is not None and isinstance(record, dict) and field in record:
-            raise WrongFieldError(f".{NUMBERS}.{section}.{field}[{n}]", "stands in its record too")
+            raise WrongFieldError(f".{NUMBERS}.{section}.{field}[{n}]", "is also in its record")
     whole = [
         record if item is None or not isinstance(record, dict) else record | {field: item}
         for record, item in zip(records, column, strict=True)
@@ -188,7 +193,7 @@ def _put_back(out: Body, section: str, field: str, column: list[Any]) -> None:
 
 
 def _in_file(place: str) -> str:
-    """Where the file has a field of the records: `decisions[3].collectives` is entry 3 of a column."""
+    """The file's name of a field of the records: `decisions[3].collectives` is entry 3 of a column."""
     stage = re.match(r"\.?stages\[\d+\]\.plan|", place)
     prefix = stage[0] if stage else ""
     rest = place.removeprefix(prefix).lstrip(".")
@@ -206,8 +211,8 @@ def _in_file(place: str) -> str:
 
 
 def _without_sources(body: Body) -> tuple[Body, Body, Body]:
-    """Records that name no line of code; the lines that they named, by file and function; and columns of positions
-    in these."""
+    """Move lines of code out of records: the records without them, the lines by file and function, and columns of
+    positions in these."""
     named = [record["source"] for section in _NAME_A_LINE for record in _records(body, section)]
     lines: dict[str, set[int | None]] = defaultdict(set)
     for text in set(filter(None, named)):
@@ -233,7 +238,7 @@ def _records(body: Body, section: str) -> list[Body]:
 
 
 def _replaced(body: Body, path: Sequence[str]) -> Body:
-    """The same with records at a path that have no `source`."""
+    """`body` with `source` removed from the records at a path."""
     name, *rest = path
     item = body[name]
     if rest:
@@ -245,29 +250,29 @@ def _replaced(body: Body, path: Sequence[str]) -> Body:
 
 
 def _split(text: str) -> tuple[str, int | None]:
-    """`gpt.py:12 (loss)` as `gpt.py (loss)` and 12; another text as it is."""
+    """Split `gpt.py:12 (loss)` into `gpt.py (loss)` and 12; another text has no line."""
     match = _LINE.fullmatch(text)
     if match is not None:
         function, line = match[1] + (match[3] or ""), int(match[2])
-        if _joined(function, line) == text:
+        if _with_line(function, line) == text:
             return function, line
     return text, None
 
 
-def _joined(function: str, line: int) -> str:
+def _with_line(function: str, line: int) -> str:
     file, bracket, within = function.partition(" (")
     return f"{file}:{line}{bracket}{within}"
 
 
 def _texts(sources: Any) -> list[str]:
-    """What columns point at: all lines of all functions, one after the other; None is a text without a line."""
+    """The texts that columns index: all lines of all functions in order; line None is a text without a line."""
     if not isinstance(sources, Mapping):
         raise WrongFieldError(f".{SOURCES}", "must be an object")
     texts: list[str] = []
     for function, lines in sources.items():
         if not isinstance(lines, list) or any(line is not None and type(line) is not int for line in lines):
             raise WrongFieldError(f".{SOURCES}.{function}", "must be a list of whole numbers")
-        texts += [function if line is None else _joined(function, line) for line in lines]
+        texts += [function if line is None else _with_line(function, line) for line in lines]
     return texts
 
 

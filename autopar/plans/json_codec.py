@@ -1,7 +1,7 @@
-"""How the records of a plan are written as JSON and read back, checked field by field.
+"""Encode the records of a plan as JSON, and decode them with a check of every field.
 
-In: frozen dataclasses; JSON types; a path. Out: the other. Nothing here knows which fields a plan has: the
-readers are composed from type annotations, and reading runs no code from the file.
+In: frozen dataclasses or JSON types. Out: JSON types or frozen dataclasses. Decoders are composed from type annotations,
+so this module knows no field of a plan. Reading a file never runs code from it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from autopar.ir.sharding import TensorSharding
 from autopar.system.atomic_file import write_whole
 from autopar.version import __version__
 
-#: A figure of what could not be: the time of a mesh on which nothing fits. All other figures of a plan are finite.
+#: A figure that is infinite if nothing fits, such as a mesh's step time. All other figures of a plan are finite.
 MaybeInfinite: TypeAlias = Annotated[float, "may be infinite"]
-#: No figure of a plan is above it, in whatever unit, and sums and products of some of them are still finite.
+#: Largest figure in a plan, in any unit: sums and products of a few stay finite.
 _MOST = 1e30
-#: No whole number is above it, so that each is exact as a float, too.
+#: Largest integer in a plan: all smaller ones are exact as floats.
 _MOST_WHOLE = 2**53
-#: Plans are laid out device by device.
+#: Largest mesh: reports take time and memory per device.
 _MOST_DEVICES = 10**6
 
 
 class WrongFieldError(Exception):
-    """A field that cannot be read; its place is put in front on the way out."""
+    """A field that cannot be read; each enclosing decoder prepends its part of the field's path to `place`."""
 
     def __init__(self, place: str, words: str) -> None:
         super().__init__(place, words)
@@ -48,10 +48,10 @@ _T = TypeVar("_T")
 
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a file. It appears whole or not at all; an older one stays until then.
+    """Write a file atomically; an existing file stays until the new one is complete.
 
     Raises:
-        PlanFileError: where it cannot be written.
+        PlanFileError: the file cannot be written.
     """
     try:
         write_whole(text, path)
@@ -68,15 +68,17 @@ def read_document(
     migrations: Sequence[Callable[[dict[str, Any]], dict[str, Any]]],
     decode: Callable[[dict[str, Any]], _T],
 ) -> _T:
-    """A plan from JSON types.
+    """Read a plan from JSON types.
 
     Args:
-        name: the format that it must say it is of.
-        migrations: from each version, of 1 on, to the next: so the version of today is one more than there are.
-        decode: of its fields.
+        data: content of the file.
+        name: expected value of its `format` field.
+        migrations: functions from each version to the next, from version 1 on; the current version is their number
+            plus one.
+        decode: function that decodes the fields of the current version.
 
     Raises:
-        PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+        PlanFileError: a field is missing, unknown, ill-typed or inconsistent; the message names it.
     """
     if not isinstance(data, dict) or data.get("format") != name:
         raise PlanFileError(f'it is not a plan: a plan is a JSON object with "format": "{name}"')
@@ -98,16 +100,16 @@ def read_document(
 
 
 def as_it_is(body: dict[str, Any]) -> dict[str, Any]:
-    """A migration to fields that have defaults, which say that there is nothing."""
+    """The identity migration, for new fields with defaults."""
     return body
 
 
 def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """A migration that drops a field of a record that is a field of the plan."""
+    """A migration that drops `field` from the record in the plan's field `of`."""
 
     def migrate(body: dict[str, Any]) -> dict[str, Any]:
         record = body.get(of)
-        if isinstance(record, dict):  # what it is otherwise is for the decoder to say
+        if isinstance(record, dict):  # the decoder reports anything else
             return {**body, of: {name: item for name, item in record.items() if name != field}}
         return body
 
@@ -115,7 +117,7 @@ def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
 
 
 def encode(value: Any) -> Any:
-    """JSON types. Infinity becomes "inf"; a record leaves out what equals its default, or is not compared."""
+    """Convert to JSON types. Infinity becomes "inf"; fields at their default and uncompared fields are left out."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, tuple | list):
@@ -140,7 +142,7 @@ _Decoder: TypeAlias = Callable[[Any], Any]
 
 @functools.lru_cache(maxsize=256)
 def decoder(hint: Any) -> _Decoder:
-    """A checked reader for one type annotation; composed once, so that a large plan loads fast."""
+    """The checking decoder of a type annotation, cached so that a large plan loads fast."""
     if hint is TensorSharding:
         return _decode_sharding
     if hint is MeshShape:
@@ -168,8 +170,8 @@ def _decode_scalar(hint: type, data: Any) -> Any:
     if hint is float:
         return _decode_float(data)
     if type(data) is not hint:
-        words = {str: "a text", int: "a whole number", bool: "true or false"}
-        raise WrongFieldError("", f"must be {words[hint]}, not {_short(data)}")
+        kinds = {str: "a text", int: "a whole number", bool: "true or false"}
+        raise WrongFieldError("", f"must be {kinds[hint]}, not {_short(data)}")
     if hint is int and abs(data) > _MOST_WHOLE:
         raise WrongFieldError("", f"must be a whole number of at most 2^53, not {_short(data)}")
     return data
@@ -232,7 +234,7 @@ def _decode_sharding(data: Any) -> TensorSharding:
 
 @functools.lru_cache(maxsize=4096)
 def _sharding(entries: tuple[Any, ...], unreduced: tuple[Any, ...]) -> TensorSharding:
-    """Thousands of places share a few shardings: each is checked once."""
+    """Decode and check a sharding, cached because a plan repeats a few shardings thousands of times."""
     dims = tuple(() if entry is None else (entry,) if isinstance(entry, str) else entry for entry in entries)
     if not all(isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes) for axes in (*dims, unreduced)):
         raise TypeError

@@ -1,8 +1,8 @@
-"""The plan: everything decided about one program on one mesh, as plain data.
+"""Define the plan: all decisions for one program on one mesh, as plain data.
 
-In: filled by `planner`. Out: run by `execute`, told by `explain`, kept as JSON by `Plan.save` and
-`saved_plans`. Reading a plan file never runs code: it is JSON, checked field by field. JAX is imported
-only by the methods that speak its types, so that a saved plan is read and explained without it.
+In: filled by `planner`. Out: `Plan`, which `runtime` executes, `report` explains and `Plan.save` writes as JSON. Reading
+a plan file never runs code from it. Only methods with JAX types import JAX, so that a saved plan can be read and
+explained without it.
 """
 
 from __future__ import annotations
@@ -42,30 +42,32 @@ from autopar.plans.validate import check_plan
 if TYPE_CHECKING:
     from jax.sharding import AbstractMesh, Mesh
 
-#: What a plan file says it is.
+#: The `format` field of a plan file.
 FORMAT = "autopar-plan"
-#: From each version of its fields to the next: 2 has `trace` and `memory`, which are None where they are not; 3 has no
-#: times of this run, so that two runs write the same file; 4 has numbers in columns, which before stood in the records; 6
-#: has `replicated` and `tie`.
-#: Whoever changes a field of what a file holds adds one, and a file of the version before to `tests/plan_files/`.
+#: Migrations from each version to the next. Version 2 adds `trace` and `memory`; 3 drops the solve time, so that two runs
+#: write the same file; 4 moves numbers from records to columns; 6 adds `replicated` and `tie`. A change of a field adds
+#: a migration here and a file of the previous version to `tests/plan_files/`.
 MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is)
 VERSION = len(MIGRATIONS) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything decided. `in_tree` / `out_tree` are JAX tree structures, absent from files.
+    """All decisions for one program on one mesh.
 
     Args:
-        dims_as_written: it was asked for so.
-        trace, memory: a step over time; None in plans of files of version 1.
-        merge_bytes: XLA's GPU compiler is told to merge collectives of a kind until their results are of so many
-            bytes; None where its own limit does.
-        awaited: what waits for reductions, so that they start early.
-        separate: sums that get kernels of their own.
-        replicated: what every device runs whole because it has no sharding rule, the longest first; nothing on one device.
-        tie: a plan that is faster by next to nothing.
-        efficiency: what MFU and throughput are computed from; None in plans of older files.
+        carried: pairs (input position, output position) that hold the same state.
+        donated: positions of donated inputs.
+        merge_bytes: combine threshold for XLA's GPU compiler, in bytes of results per kind of collective; None for
+            XLA's default.
+        awaited: barriers that make reductions start early.
+        separate: reductions that get their own kernels.
+        replicated: operations without a sharding rule, which every device runs whole, longest first; empty on one device.
+        tie: fastest plan found, if a simpler one replaced it.
+        efficiency: inputs of MFU and throughput; None in plans from older files.
+        trace, memory: timeline of a step; None in plans from files of version 1.
+        dims_as_written: option of the request not to view dims as two.
+        in_tree, out_tree: JAX tree structures of arguments and results; absent from files.
     """
 
     program: ProgramSignature
@@ -103,29 +105,29 @@ class Plan:
 
     @property
     def num_devices(self) -> int:
-        """That it runs on."""
+        """Number of devices that it runs on."""
         return self.mesh.num_devices
 
     @property
     def num_microbatches(self) -> int:
-        """Parts that the batch is split into over time; 1 where it is not."""
+        """Number of microbatches for gradient accumulation; 1 without."""
         return self.microbatches.count if self.microbatches else 1
 
     def lies(self, position: int) -> Lies:
-        """Where an input lies."""
+        """The layout of an input on the mesh."""
         return (Part(self.inputs[position].sharding, self.mesh),)
 
     def in_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        """What `jax.jit(step, in_shardings=...)` takes: a tuple, one pytree of `NamedSharding` per argument.
+        """The `in_shardings` argument of `jax.jit`: a tuple of one pytree of `NamedSharding` per argument.
 
         Raises:
-            MeshError: where the mesh is not the planned one.
-            PlanMismatchError: where the plan came from a file and does not know the step's pytrees.
+            MeshError: the mesh differs from the planned one.
+            PlanMismatchError: the plan was read from a file, which does not hold the step's pytrees.
         """
         return self._sharding_tree(self.inputs, self.in_tree, mesh)
 
     def out_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
-        """What `jax.jit(step, out_shardings=...)` takes; raises as `in_shardings`."""
+        """The `out_shardings` argument of `jax.jit`; raises the errors of `in_shardings`."""
         return self._sharding_tree(self.outputs, self.out_tree, mesh)
 
     def _sharding_tree(self, tensors: Sequence[TensorPlan], tree: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -143,13 +145,14 @@ class Plan:
     def for_step(self, step: Callable[..., Any], *args: Any) -> Plan:
         """The same plan with the pytrees of a step's arguments and results, which a file does not hold.
 
-        Shapes and dtypes are compared, not the operations; `parallelize(..., plan=...)` compares all.
+        This compares shapes and dtypes, but not operations; `parallelize(..., plan=...)` compares everything.
 
         Args:
-            step: the planned function. args: arrays or `ShapeDtypeStruct`s, as it is called.
+            step: the planned function.
+            args: its arguments, as arrays or `ShapeDtypeStruct`s.
 
         Raises:
-            PlanMismatchError: naming the first input or output that differs.
+            PlanMismatchError: an input or output differs; the message names the first.
         """
         import jax
 
@@ -169,10 +172,10 @@ class Plan:
         return replace(self, in_tree=jax.tree.structure(trees), out_tree=jax.tree.structure(out))
 
     def _mismatch(self, difference: str) -> str:
-        return f"the plan was made for another program: {difference}. Plan this one anew."
+        return f"the plan was made for another program: {difference}. Plan this one again."
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
+        """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
@@ -181,16 +184,16 @@ class Plan:
         """The inverse of `to_json`.
 
         Raises:
-            PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+            PlanFileError: a field is missing, unknown, ill-typed or inconsistent; the message names it.
         """
         return read_document(data, FORMAT, MIGRATIONS, reader(decoder(cls), check_plan))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, one record a line, made for version control.
+        """Write the plan as JSON with one record per line, for version control.
 
-        The file appears whole or not at all; an older one stays until then.
+        The write is atomic: an existing file stays until the new one is complete.
 
         Raises:
-            PlanFileError: where it cannot be written.
+            PlanFileError: the file cannot be written.
         """
         write_document(self.to_json(), path)

@@ -1,6 +1,6 @@
-"""The parts of a plan: a record for each tensor, decision, collective and change to the program.
+"""Define the records of a plan: tensors, decisions, collectives and changes to the program.
 
-In: filled by `planner` and its passes. Out: fields of `plan.Plan`, and of a `pipeline.plan.PipelinePlan`.
+In: filled by `planner` and its passes. Out: fields of `plan.Plan` and `pipeline.plan.PipelinePlan`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.plans.json_codec import MaybeInfinite
 
-#: What an input or output is to the step. A parameter is carried state that the forward pass
-#: reads; optimizer state is carried state that only the update reads; data is everything else.
+#: The role of an input or output. A parameter is carried state that the forward pass reads; optimizer state is carried
+#: state that only the update reads; data is everything else.
 Role = Literal["parameter", "optimizer", "data"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveUse:
-    """One collective the plan pays for.
+    """One collective of the plan.
 
     Args:
         kind: all-reduce, all-gather, reduce-scatter, all-to-all or collective-permute; or the name of a registered one.
-        axes: mesh axes it runs over.
-        num_bytes: payload per device, by the convention of `cost.collectives`: the full
-            (gathered / unscattered) local buffer.
-        time_s: predicted seconds in a step.
-        cause: what it is for, in words, e.g. "sum the gradient of `params/Dense_0/kernel`".
-        path / source / phase: where in the model, where in the user's code, when.
-        combinable: XLA merges it with its like, so many count as one.
-        num_times: how often a step runs it: more than once inside a loop.
+        axes: mesh axes that it runs over.
+        num_bytes: payload per device, by the convention of `cost.collectives`: the full (gathered or unscattered) local
+            buffer.
+        time_s: predicted seconds per step.
+        cause: description of its purpose, e.g. "sum the gradient of `params/Dense_0/kernel`".
+        path, source, phase: module, line of the user's code, and phase of the step.
+        combinable: whether XLA merges it with others of its kind.
+        num_times: number of runs per step; more than one inside a loop.
     """
 
     kind: str
@@ -48,14 +48,18 @@ class CollectiveUse:
 
     @property
     def bytes_per_step(self) -> float:
-        """Its payload, as often as a step runs it."""
+        """Payload of all its runs in a step."""
         return self.num_times * self.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """One input or output of the step. `path` is like `state/params/Dense_0/kernel`; `num_bytes` is
-    of one device's part."""
+    """One input or output of the step.
+
+    Args:
+        path: path in the pytree, e.g. `state/params/Dense_0/kernel`.
+        num_bytes: size of one device's part.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -68,19 +72,18 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Why one tensor is split as it is.
+    """The sharding of one tensor, with its cost and the runner-up.
 
     Args:
-        path: input path, or module path of an activation.
+        path: path of an input, or module path of an activation.
         kind: `parameter`, `optimizer`, `data` or `activation`.
-        primitive: what made an activation (`dot_general`); "" for an input.
-        sharding: the choice. For a value made unreduced, what it is before the pending sum is taken.
-        cost_s: seconds it is charged: its own time and the collectives next to it.
-        runner_up: the next best choice for this tensor with all others as they are; None where
-            there is no other.
-        runner_up_extra_s: what that would add to the step, in seconds.
-        collectives: positions in `Plan.collectives` of those it causes.
-        value: its number in the planned program, where the plan was made in this process: no file holds it.
+        primitive: producer of an activation (`dot_general`); "" for an input.
+        sharding: chosen sharding; for an unreduced value, that before the pending reduction.
+        cost_s: its own time plus that of the collectives next to it, in seconds.
+        runner_up: next best sharding with all other decisions unchanged; None if there is no other.
+        runner_up_extra_s: seconds that the runner-up adds to the step.
+        collectives: positions in `Plan.collectives` of the collectives it causes.
+        value: index of the value in the planned program; None in plans from files.
     """
 
     path: str
@@ -100,16 +103,16 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What the cost model expects of a step. Bytes are per device and at the peak instant.
+    """The predicted time and memory of a step. Bytes are per device, at peak memory.
 
     Args:
-        step_time_s: by the device's own rates: `compute_s` and all of `exposed_s`.
-        exposed_s: by kind of collective, what no kernel hides.
-        collective_s: by kind, what they take, hidden or not.
-        xla_step_time_s, xla_exposed_s: what XLA's latency estimator is expected to say of it; None where the profile
-            has no figures of that.
-        temporary_bytes: what is live between inputs and outputs: activations, gradients, gathered parameters.
-        output_bytes: of outputs that renew no argument.
+        step_time_s: step time by the device's own rates: `compute_s` plus all of `exposed_s`.
+        exposed_s: exposed communication by kind of collective.
+        collective_s: all communication by kind of collective, hidden or exposed.
+        xla_step_time_s, xla_exposed_s: predicted output of XLA's latency estimator; None if the profile has no
+            constants for it.
+        temporary_bytes: temporaries: activations, gradients, gathered parameters.
+        output_bytes: outputs that update no argument.
     """
 
     step_time_s: float
@@ -131,13 +134,13 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Efficiency:
-    """What MFU and throughput are computed from, and what bounds the step.
+    """The inputs of MFU and throughput, and the bottlenecks of the step.
 
     Args:
-        model_flops: of the matmuls and convolutions of the step as its user wrote it, on all devices.
+        model_flops: FLOPs of the matmuls and convolutions in the user's step, on all devices.
         ideal_s: seconds of these at the peak rate of all devices.
-        num_examples, num_tokens: of the batch; 0 where it has none.
-        bound_s: seconds of a device's step by what limits them: matrix units, vector units, memory bandwidth, kernel
+        num_examples, num_tokens: size of the batch; 0 if unknown.
+        bound_s: seconds of a device's step by bottleneck: matrix units, vector units, memory bandwidth, kernel
             launches, exposed communication.
     """
 
@@ -150,8 +153,13 @@ class Efficiency:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How sure the solver is: `gap` is (cost - lower bound) / cost. `memory_bound`: without its memory budget the plan
-    would be another. `solve_time_s` is of this run: no file holds it."""
+    """The result of the solve.
+
+    Args:
+        gap: (cost - lower bound) / cost.
+        memory_bound: whether the plan would differ without the memory budget.
+        solve_time_s: solve time of this run; None in plans from files.
+    """
 
     cost_s: float
     lower_bound_s: float
@@ -165,7 +173,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectedMesh:
-    """Another mesh that was planned; `step_time_s` is `inf` where nothing fitted."""
+    """Another mesh that was planned; `step_time_s` is `inf` if nothing fits."""
 
     mesh: MeshShape
     step_time_s: MaybeInfinite
@@ -175,12 +183,12 @@ class RejectedMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tie:
-    """The fastest plan found, where a simpler one was taken since it is hardly slower.
+    """The fastest plan found, if a simpler and hardly slower plan replaced it.
 
     Args:
-        mesh, words: of the fastest.
-        num_split: how many arguments of the step the fastest splits.
-        faster: by what part of the taken plan's time it is faster, by what plans are compared.
+        mesh, words: mesh and description of the fastest plan.
+        num_split: number of arguments that it splits.
+        faster: relative time that it saves compared with the chosen plan.
     """
 
     mesh: MeshShape
@@ -191,7 +199,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSignature:
-    """What a plan was made for, in enough detail to say what differs."""
+    """The signature of the planned program, detailed enough to describe a difference."""
 
     name: str
     inputs: tuple[tuple[str, tuple[int, ...], str], ...]  # path, shape, dtype
@@ -202,11 +210,12 @@ class ProgramSignature:
     def difference(
         self, other: ProgramSignature, *, of_planned: str = "in the plan", of_other: str = "here"
     ) -> str | None:
-        """What sets the program at hand (`other`) apart from the planned one, in words; None where
-        they are the same. A name alone is no difference.
+        """A description of the first difference between the planned program and `other`; None if they match.
+
+        Names are not compared.
 
         Args:
-            of_planned, of_other: how the words speak of the two.
+            of_planned, of_other: phrases for the two programs.
         """
         sides = (of_planned, of_other)
         for kind, planned, here in (("input", self.inputs, other.inputs), ("output", self.outputs, other.outputs)):
@@ -231,7 +240,7 @@ _Tensors: TypeAlias = Sequence[tuple[str, tuple[int, ...], str]]
 
 
 def _tensor_difference(kind: str, planned: _Tensors, here: _Tensors, sides: tuple[str, str]) -> str:
-    """The first tensor that is missing, new or of another type, and how many more there are."""
+    """A description of the first tensor that is missing, new or of another type, and the number of others."""
     of_planned, of_other = sides
     plan_types = {path: type_text(shape, dtype) for path, shape, dtype in planned}
     here_types = {path: type_text(shape, dtype) for path, shape, dtype in here}
@@ -253,16 +262,16 @@ def type_text(shape: Sequence[int], dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """Shardings to impose, one after the other, on one value of the replayed program.
+    """Sharding constraints to impose, one after the other, on one value of the replayed program.
 
-    `node` and `operand` are None for a constraint at the value's definition; otherwise it holds for
-    that operand of that node alone. The node after the last stands for the step's outputs.
-
-    `by` names, of each sharding, the registered collective that leads to it from the one before; "" where XLA's partitioner
-    finds the way, and nothing at all where it finds all of them.
-
-    With `barrier` the value is read through an `optimization_barrier`. `at` is the place in words, as people and version
-    control tell it from others.
+    Args:
+        at: name of the place that stays stable under version control.
+        value: index of the value.
+        shardings: shardings in order.
+        node, operand: the use that it applies to; None for a constraint at the value's definition. The node after the
+            last stands for the step's outputs.
+        barrier: whether the value is read through an `optimization_barrier`.
+        by: the registered collective that leads to each sharding, "" for XLA's own; empty if XLA makes all changes.
     """
 
     at: str = ""
@@ -276,10 +285,14 @@ class Constraint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
-    """Reductions that have to be over before a node reads one of its operands, though it needs none of them: so that XLA
-    starts them early, with kernels left to hide them.
+    """Reductions that must finish before a node reads an operand, although it does not depend on them.
 
-    `values` are read as their constraint at the definition has them. `at` is the place in words.
+    XLA then starts them early, while kernels are left to overlap with them.
+
+    Args:
+        at: name of the place.
+        node, operand: the use that waits.
+        values: reduced values, with the sharding of their constraint at the definition.
     """
 
     at: str = ""
@@ -290,11 +303,14 @@ class Awaited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Separate:
-    """A sum that gets a kernel of its own, perhaps with another: XLA would join it with what reads the same, which then
-    had to do with the few thread blocks of a sum down columns.
+    """A column reduction that gets its own kernel.
 
-    `nodes` are computed for it alone, from what lies in memory, behind a barrier; it is those that none of them reads.
-    `at` is the place in words.
+    XLA would fuse it with other users of its operands, which would then run in the reduction's few thread blocks.
+
+    Args:
+        at: name of the place.
+        nodes: nodes that are computed again for it alone, from values in memory behind a barrier; the reduction is the
+            nodes that no other of them reads.
     """
 
     at: str = ""
@@ -303,14 +319,13 @@ class Separate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManualRegion:
-    """A node of which each device runs its own part, under `jax.shard_map`, because XLA's partitioner would not run
-    it so.
+    """A node that runs under `jax.shard_map` on each device's part, because XLA's partitioner would not split it so.
 
     Args:
         node: position in the program.
-        primitive / path: what it is, and where in the model.
-        operands, results: how they are split; a literal's is that of a scalar. A result may be unreduced.
-        reduction: what combines its terms.
+        primitive, path: its primitive and module path.
+        operands, results: their shardings; a literal has that of a scalar. A result may be unreduced.
+        reduction: operator that combines the terms of an unreduced result.
     """
 
     node: int
@@ -323,8 +338,8 @@ class ManualRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tried:
-    """A number of microbatches that was planned; seconds and bytes are `inf` where nothing fitted. `recomputes`: it
-    computed values again to fit."""
+    """A number of microbatches that was planned; seconds and bytes are `inf` if nothing fits. `recomputes` says whether
+    it uses rematerialization."""
 
     count: int
     step_time_s: MaybeInfinite
@@ -334,14 +349,14 @@ class Tried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatches:
-    """The batch split over time.
+    """Gradient accumulation over microbatches.
 
     Args:
-        count: how many parts, run one after another.
-        num_examples: in the whole batch.
-        accumulated_bytes, num_accumulated: what is summed from part to part, on one device; and how many tensors.
-        own_statistics: where the batch fed back, each part takes its own, which the step as written does not.
-        tried: other numbers that were planned.
+        count: number of microbatches, run one after another.
+        num_examples: size of the whole batch.
+        accumulated_bytes, num_accumulated: size of the accumulators on one device, and their number.
+        own_statistics: whether each microbatch uses its own batch statistics, unlike the step as written.
+        tried: other numbers of microbatches that were planned.
     """
 
     count: int
@@ -354,18 +369,18 @@ class Microbatches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
-    """Nodes of the program that run again in the backward pass.
+    """Nodes of the program that are rematerialized in the backward pass.
 
     Args:
-        nodes: their positions, in order; all of one loop's body, or of the step itself.
-        before: the node before which they run: a later one of the same body, or one of the body of a later loop that
-            runs as often.
-        renewed: values that are in memory by then, but are read anew: sent again where they are split.
-        kept: values that are made of those of the nodes, and held: what makes them must have run before the forward
-            pass goes on, for what it reads is dropped.
-        onward: where one value alone is kept, one that the forward pass goes on with, and that waits for it.
-        prompt: whether all gradients made by then are finished first, and summed over devices, which holds least; else
-            those made since the last nodes that ran again have until the next to be summed.
+        nodes: their positions in order, all in one loop's body or in the step itself.
+        before: node before which they run again: a later one of the same body, or one in the body of a later loop of
+            equal trip count.
+        renewed: values that are in memory by then but are read again, which includes their all-gathers.
+        kept: values computed from these nodes that stay live. Their producers must run before the forward pass
+            continues, because their operands are freed.
+        onward: if a single value is kept, a value of the forward pass that waits for it.
+        prompt: whether all gradients so far, with their reductions, finish first, which needs the least memory. Otherwise
+            reductions of gradients since the previous rematerialization may run until the next.
     """
 
     nodes: tuple[int, ...]
@@ -378,12 +393,13 @@ class Again:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recomputation:
-    """What is computed again at one place of the backward pass, because it would not fit in memory until then.
+    """A rematerialization at one place of the backward pass.
 
     Args:
-        path: module path of what is computed again.
-        saved_bytes: on one device, what is not held from the forward to the backward pass.
-        time_s: seconds that it adds to a step, collectives included.
+        again: rematerialized nodes.
+        path: their module path.
+        saved_bytes: activation memory that it saves on one device.
+        time_s: seconds that it adds to a step, including collectives.
     """
 
     again: Again
@@ -394,13 +410,13 @@ class Recomputation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """An operation that every device runs whole, because nothing says how to split it.
+    """An operation that every device runs whole, because it has no sharding rule.
 
     Args:
-        name: what a rule would be registered by: a primitive, a Pallas kernel, or a custom call's target.
-        count: how many of the program's nodes it is.
-        time_s: seconds that all of them take in a step, by the device's own rates.
-        source: of the first, in the user's code.
+        name: name to register a rule for: a primitive, a Pallas kernel, or a custom call's target.
+        count: number of such nodes.
+        time_s: seconds of all of them per step, by the device's own rates.
+        source: line of the user's code of the first.
     """
 
     name: str
@@ -410,7 +426,7 @@ class Replicated:
 
 
 class Placement(Protocol):
-    """What plans of any kind say of the arguments and results of a step."""
+    """The fields of any kind of plan that describe the arguments and results of a step."""
 
     @property
     def program(self) -> ProgramSignature: ...
@@ -428,12 +444,12 @@ class Placement(Protocol):
 
 
 def num_split(tensors: Sequence[TensorPlan]) -> int:
-    """How many of these are split at all."""
+    """Number of tensors that are split along some dim."""
     return sum(any(tensor.sharding.dims) for tensor in tensors)
 
 
 def split_dims(constraints: Sequence[Constraint]) -> frozenset[tuple[int, int]]:
-    """Values of the planned program and their dims that constraints split."""
+    """The (value, dim) pairs that constraints split."""
     return frozenset(
         (constraint.value, d)
         for constraint in constraints

@@ -1,7 +1,7 @@
-"""One step on one device over time, as a plan keeps it: what runs when, and what is in memory meanwhile.
+"""Define the timeline of a step on one device: kernels, collectives and live memory.
 
-In: filled by `over_time` when a plan is made. Out: read by what explains a plan. A few columns of numbers, not a record for
-each kernel, so that a plan's file stays small, and two plans in version control differ in few lines.
+In: filled when a plan is made. Out: columns of numbers that reports read. There is no record per kernel, so that a plan
+file stays small and two plans differ in few lines.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from autopar.plans.json_codec import WrongFieldError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRuns:
-    """Kernels of one place that run one after another, as columns: a run is one position of all of them.
+    """Runs of consecutive kernels of one place, as columns: run *i* is position *i* of each column.
 
     Args:
         place: position in `StepTrace.places`.
-        start_ns: from the start of the step. ns: how long its kernels take together.
+        start_ns: time since the start of the step.
+        ns: total time of its kernels.
     """
 
     place: tuple[int, ...]
@@ -28,12 +29,15 @@ class KernelRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRuns:
-    """Collectives of one kind and place that follow each other, as columns.
+    """Runs of consecutive collectives of one kind and place, as columns.
 
     Args:
-        kind: position in `StepTrace.kinds`. place: in `StepTrace.places`.
-        start_ns, ns: as of kernels. exposed_ns: of that, what no kernel hides.
-        num_bytes: payload on one device, of all their trips. count: how many there are, trips included.
+        kind: position in `StepTrace.kinds`.
+        place: position in `StepTrace.places`.
+        start_ns, ns: start and total time, as for kernels.
+        exposed_ns: exposed part of the time.
+        num_bytes: payload on one device over all iterations.
+        count: number of collectives over all iterations.
     """
 
     kind: tuple[int, ...]
@@ -47,13 +51,12 @@ class CollectiveRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """What one device runs when, at the rates that the plan is priced by. Kernels run one after another; collectives one
-    after another beside them.
+    """The timeline of one device at the predicted rates: one stream of kernels and one concurrent stream of collectives.
 
     Args:
-        places: phase and module path.
-        kinds: of collectives, with the mesh axes they run over.
-        loops: start, end and number of trips; all trips are drawn as one.
+        places: phase and module path of each place.
+        kinds: kinds of collectives, with the mesh axes that they run over.
+        loops: start, end and trip count of each loop; all iterations are drawn as one.
     """
 
     places: tuple[tuple[Phase, str], ...]
@@ -65,14 +68,14 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Values alike that are in memory at the peak, on one device.
+    """A set of similar values that are live at peak memory.
 
     Args:
-        path: module path of what makes them, or of the input they are gathered from; `h_{0..11}` where they differ in a
-            number alone.
-        primitive: what makes them; "" for a gathered input.
-        shape: of one of them, on all devices.
-        num_bytes: of all of them together, on one device.
+        path: module path of their producers, or path of the input that they are gathered from; `h_{0..11}` if paths
+            differ in a number only.
+        primitive: their producer; "" for a gathered input.
+        shape: global shape of one value.
+        num_bytes: size of all of them on one device.
     """
 
     path: str
@@ -87,7 +90,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instant:
-    """The operation that runs while most is in memory."""
+    """The operation at peak memory."""
 
     path: str
     primitive: str
@@ -97,13 +100,14 @@ class Instant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOverStep:
-    """Bytes on one device, besides arguments and outputs, over a step.
+    """The live temporaries on one device over a step.
 
     Args:
-        live_bytes: the most in each of so many equal parts of the step time. The largest is the plan's prediction.
-        phases: what runs in how many of these parts, one after the other.
-        loops: the first part, the one after the last, and the number of trips; all trips are drawn as one.
-        peak: what runs while most is held. at_peak: the most of what is held then, the largest first.
+        live_bytes: maximum in each of a number of equal parts of the step time; the largest is the plan's prediction.
+        phases: consecutive phases, with the number of parts of each.
+        peak: operation at peak memory.
+        at_peak: largest sets of values live at peak memory, largest first.
+        loops: first part, part after the last, and trip count of each loop; all iterations are drawn as one.
     """
 
     live_bytes: tuple[float, ...]
@@ -114,21 +118,21 @@ class MemoryOverStep:
 
 
 def check_trace(trace: StepTrace | None, memory: MemoryOverStep | None) -> None:
-    """Refuse columns of unequal lengths, and positions that point nowhere.
+    """Check that columns have equal lengths and that positions are in range.
 
     Raises:
-        WrongFieldError: naming the field.
+        WrongFieldError: a check fails; it names the field.
     """
     if memory is not None and sum(parts for _, parts in memory.phases) != len(memory.live_bytes):
         raise WrongFieldError("memory.phases", f"must have {len(memory.live_bytes)} parts together")
     if trace is None:
         return
     kernels, sent = trace.kernels, trace.collectives
-    lanes = (
+    streams = (
         ("kernels", (kernels.place, kernels.start_ns, kernels.ns)),
         ("collectives", (sent.kind, sent.place, sent.start_ns, sent.ns, sent.exposed_ns, sent.num_bytes, sent.count)),
     )
-    for name, columns in lanes:
+    for name, columns in streams:
         if len(set(map(len, columns))) > 1:
             raise WrongFieldError(f"trace.{name}", f"has columns of {sorted(set(map(len, columns)))} entries")
     for name, positions, size in (

@@ -1,6 +1,6 @@
-"""What a plan file must hold beyond its types: positions, axes and ranks that point at something.
+"""Validate the positions, mesh axes and ranks in a plan file.
 
-In: a plan as it was read. Out: nothing, or `WrongFieldError`, naming the field.
+In: a plan with checked types. Out: nothing, or a `WrongFieldError` that names the field.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def check_plan(plan: Plan) -> None:
-    """Refuse what is well typed but points nowhere: axes, positions, ranks.
+    """Check that the axes, positions and ranks of a plan are valid.
 
     Raises:
-        WrongFieldError: naming the field.
+        WrongFieldError: a check fails; it names the field.
     """
     for place, sharding, shape in _shardings(plan):
         check_sharding(sharding, plan.mesh, place)
@@ -48,7 +48,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_collectives(plan: Plan) -> None:
-    """Refuse registered collectives that lead nowhere."""
+    """Check that registered collectives match the changes of sharding they are used for."""
     for index, one in enumerate(plan.constraints):
         if one.by and (len(one.by) != len(one.shardings) or one.by[0] or one.node is None):
             raise WrongFieldError(
@@ -60,10 +60,10 @@ def _check_collectives(plan: Plan) -> None:
 
 
 def check_sharding(sharding: TensorSharding, mesh: MeshShape, place: str) -> None:
-    """Refuse a sharding that cannot be on a mesh.
+    """Check that a sharding is valid on a mesh.
 
     Raises:
-        WrongFieldError: naming the field, which is at `place`.
+        WrongFieldError: it is not; the error names the field `place`.
     """
     named = [axis for axes in (*sharding.dims, sharding.unreduced) for axis in axes]
     for axis in named:
@@ -74,10 +74,10 @@ def check_sharding(sharding: TensorSharding, mesh: MeshShape, place: str) -> Non
 
 
 def check_positions(plan: Placement) -> None:
-    """Refuse a plan read from a file whose arguments and results are not those of its program.
+    """Check that a plan's arguments and results match those of its program.
 
     Raises:
-        WrongFieldError: naming the field.
+        WrongFieldError: a check fails; it names the field.
     """
     num_inputs, num_outputs = len(plan.inputs), len(plan.outputs)
     positions = [("donated", index, num_inputs) for index in plan.donated]

@@ -1,4 +1,4 @@
-"""Services of the operating system and of text: no JAX, and no word of this domain.
+"""Provide files, text formatting and other services without JAX and without domain knowledge.
 
 In: files, processes, numbers and names.
 Out: atomic and checksummed files, units, tables, patterns, progress on a terminal.

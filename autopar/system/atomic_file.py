@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all. In: a text and a path. Out: the file; an older one stays until then."""
+"""Write files atomically. In: a text and a path. Out: the complete file, or the previous one."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def write_whole(text: str, path: str | os.PathLike[str]) -> None:
-    """Write a text beside the path, then put it in its place.
+    """Write a text to a temporary file next to `path`, then rename it.
 
     Raises:
-        OSError: where it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no temporary file is left.
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")

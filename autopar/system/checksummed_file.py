@@ -1,9 +1,9 @@
-"""Files of a cache: each there whole or not at all, with a digest that finds what a disk has damaged.
+"""Read and write cache files atomically, with a checksum, and refuse programs that other users may have written.
 
-In: a path, and bytes to keep. Out: these bytes again, or an error that says why they cannot be used. No lock is taken:
-whoever reads finds the old file, the new one or none. And the one rule of what may be run: `refuse_of_others`.
+In: a path, and bytes to keep. Out: these bytes again, or an error that says why they cannot be used. There is no lock:
+a reader finds the old file, the new one or none. `refuse_of_others` decides which files may be run.
 
-    head    one line of JSON: the format's name, the digest of the body, and whatever the writer says besides
+    head    one line of JSON: name of the format, digest of the body, and further fields of the writer
     body    bytes
 """
 
@@ -21,56 +21,58 @@ from typing import Any
 
 
 def read_kept(path: Path, format: str, *, runs: bool = False) -> tuple[dict[str, Any], bytes] | None:
-    """Head and body of a file, which counts as used now; None where there is none.
+    """Read the head and body of a file, and mark it as used; None if there is no file.
 
     Args:
-        format: what the head has to say it is.
-        runs: the body is a program, so a file that others may have written is refused.
+        format: expected name of the format.
+        runs: whether the body is a program; then a file that others may have written is refused.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is damaged, or others may have written it; it says so.
+        OSError: the file cannot be read.
+        ValueError: the file is damaged, or others may have written it; the message says which.
     """
     try:
         with path.open("rb") as file:
             if runs:
                 refuse_of_others(path, os.fstat(file.fileno()))
             data = file.read()
-    except (FileNotFoundError, NotADirectoryError):  # the latter is said when it is to be written
+    except (FileNotFoundError, NotADirectoryError):  # writing reports the latter
         return None
     line, _, body = data.partition(b"\n")
     head = json.loads(line)
     if not isinstance(head, dict) or head.get("format") != format or head.get("sha256") != _sha256(body):
-        raise ValueError("its checksum is another")
+        raise ValueError("its checksum does not match")
     with contextlib.suppress(OSError):
         os.utime(path)
     return head, body
 
 
 def refuse_of_others(path: Path, status: os.stat_result | None = None) -> None:
-    """Refuse a program, or a folder of programs, that another user may have written or may put another in the place of.
+    """Refuse a program, or a folder of programs, that another user may have written or may replace.
 
-    It belongs to who runs this, or to root, and nobody else may write it, be it as one of a group. The same holds of every
-    folder above it, but that others may write where they cannot replace what is not theirs (a sticky one, as `/tmp` is).
+    It must belong to the current user or root, and neither its group nor others may write it. The same holds for every
+    folder above it, except that others may write sticky folders such as `/tmp`, where they cannot replace files.
 
     Args:
-        status: of the file as it was opened; by default of what stands there now.
+        status: status of the opened file; by default that of `path`.
 
     Raises:
-        OSError: it cannot be looked at. ValueError: it is refused; it says why.
+        OSError: the status cannot be read.
+        ValueError: it is refused; the message says why.
     """
     if not hasattr(os, "geteuid"):
         return
     refuse_status_of_others(path.stat() if status is None else status, "it")
-    for folder in {*path.absolute().parents, *path.resolve().parents}:  # those of a link, and of what it leads to
+    for folder in {*path.absolute().parents, *path.resolve().parents}:  # the parents of a link and of its target
         above = folder.stat()
         refuse_status_of_others(above, f"the folder {folder}", sticky_is_enough=True)
 
 
 def refuse_status_of_others(status: os.stat_result, what: str, *, sticky_is_enough: bool = False) -> None:
-    """Refuse one file or folder, whatever it stands in.
+    """Refuse one file or folder by its own status, regardless of the folders above it.
 
     Raises:
-        ValueError: it says why.
+        ValueError: it is refused; the message says why.
     """
     if not hasattr(os, "geteuid"):
         return
@@ -84,24 +86,25 @@ def refuse_status_of_others(status: os.stat_result, what: str, *, sticky_is_enou
 
 
 def make_private(folder: Path) -> None:
-    """Make a folder, and those above it that are not there, for this user alone.
+    """Create a folder and its missing parents with access for this user only.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
-    for one in reversed([folder, *folder.parents]):  # `mkdir(parents=True)` gives its mode to the last alone
+    for one in reversed([folder, *folder.parents]):  # `mkdir(parents=True)` applies its mode to the last folder only
         if not one.is_dir():
             one.mkdir(mode=0o700, exist_ok=True)
 
 
 def write_kept(path: Path, format: str, body: bytes, about: Mapping[str, Any], most: int) -> None:
-    """Write a file beside its place and move it there; then drop what was used longest ago.
+    """Write a file atomically, then delete the least recently used files of its folder.
 
     Args:
-        about: more for the head. most: files of this suffix that the folder keeps.
+        about: further fields of the head.
+        most: number of files of this suffix to keep.
 
     Raises:
-        OSError: it cannot be written; nothing is left behind.
+        OSError: the file cannot be written; no temporary file is left.
     """
     head = {"format": format, "sha256": _sha256(body), **about}
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -117,7 +120,7 @@ def write_kept(path: Path, format: str, body: bytes, about: Mapping[str, Any], m
 
 
 def _prune(folder: Path, suffix: str, most: int) -> None:
-    """Another process may do the same at this moment."""
+    """Delete the least recently used files; another process may do the same concurrently."""
     entries = sorted(folder.glob(f"*{suffix}"), key=last_used)
     for entry in entries[: max(0, len(entries) - most)]:
         with contextlib.suppress(OSError):
@@ -125,7 +128,7 @@ def _prune(folder: Path, suffix: str, most: int) -> None:
 
 
 def last_used(path: Path) -> float:
-    """When a file was read or written; 0 where it is gone."""
+    """The time of a file's last use; 0 if the file is gone."""
     try:
         return path.stat().st_mtime
     except OSError:

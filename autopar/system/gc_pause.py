@@ -1,8 +1,8 @@
-"""Fewer collections of cyclic garbage while a step is traced or planned.
+"""Run Python's cyclic garbage collector less often while a step is traced or planned.
 
-In: a function. Out: the same, slower to collect. Graphs and problems are millions of small objects that live until their
-plan is found; Python's collector looks at all of them again and again, which takes a tenth of planning, and finds next to
-nothing: what is no longer of use is freed at once, by its references.
+In: a function or a `with` block. Out: the same with higher thresholds of the collector. Graphs and problems are millions
+of small objects that live until planning ends. Scanning them repeatedly takes a tenth of planning time and finds next
+to nothing, because reference counting frees most garbage.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import gc
 import threading
 from contextlib import ContextDecorator
 
-#: New objects between two collections, and collections of the young between two of the older: a hundred times as many as
-#: Python's own, some 20 MB.
+#: Thresholds of the collector's generations: a hundred times Python's default for new objects, some 20 MB.
 _THRESHOLD = (200_000, 20, 20)
 
 
 class seldom_collect(ContextDecorator):
-    """While it is entered, by whatever thread, the collector looks seldom; what users set is set again afterwards.
+    """While any thread is inside, the collector runs less often; afterwards the user's thresholds are restored.
 
     >>> before = gc.get_threshold()
     >>> with seldom_collect():
@@ -36,7 +35,7 @@ class seldom_collect(ContextDecorator):
         with kind._lock:
             if kind._entered == 0:
                 kind._before = gc.get_threshold()
-                if kind._before[0]:  # 0: collecting is switched off
+                if kind._before[0]:  # 0: collection is disabled
                     gc.set_threshold(*_THRESHOLD)
             kind._entered += 1
 

@@ -1,6 +1,6 @@
-"""Old names of modules that the documentation has taught: they import the module that took their place, with a warning.
+"""Redirect imports of documented old module names to the new modules, with a deprecation warning.
 
-In: a name of an old module. Out: the module under its new name. Version 0.2 has no old names.
+In: the name of an old module. Out: the module under its new name. Version 0.2 drops the old names.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class _Finder:
             return None
         message = f"`{fullname}` is `{new}` now, or a name in `autopar.extend`; the old name goes with autopar 0.2"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
-        # No subclass of `importlib.abc.Loader`, which takes as long to import as all else here.
+        # Not a subclass of `importlib.abc.Loader`, whose import takes as long as everything else here.
         loader: Any = _Loader(new)
         return ModuleSpec(fullname, loader, is_package=any(old.startswith(f"{fullname}.") for old in MOVED))
 
 
 class _Loader:
-    """Of a module that is there under another name, which stays its name."""
+    """Loads a module under an old name without changing its `__spec__`."""
 
     def __init__(self, new: str) -> None:
         self.module = import_module(new)
@@ -59,10 +59,10 @@ class _Loader:
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec  # the import system has put the old name's there
+        module.__spec__ = self.spec  # the import system has set the old name's spec
 
 
 def install() -> None:
-    """Have old names found; first, or a module of a renamed package would be found a second time in its folder."""
+    """Install the finder of old names, in first place: other finders would import a renamed package's module twice."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())

@@ -1,4 +1,4 @@
-"""Texts that differ only in their numbers, as one: `h_{0..11}/kernel`. In: texts. Out: patterns."""
+"""Collapse texts that differ only in their numbers into patterns: `h_{0..11}/kernel`. In: texts. Out: patterns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 
 def collapse(texts: Sequence[str]) -> list[tuple[str, list[int]]]:
-    """Patterns that stand for exactly these texts, each with the positions it covers.
+    """The patterns that match exactly these texts, each with the positions that it covers.
 
     >>> collapse(["h_0/k", "h_1/k", "h_2/k", "norm"])
     [('h_{0..2}/k', [0, 1, 2]), ('norm', [3])]
@@ -23,9 +23,9 @@ def collapse(texts: Sequence[str]) -> list[tuple[str, list[int]]]:
 
 
 def _blocks(template: str, members: dict[tuple[str, ...], list[int]]) -> list[tuple[str, list[int]]]:
-    """One pattern where the numbers form a full grid; otherwise split along the shortest column.
+    """One pattern if the numbers form a full grid; otherwise split along the shortest column.
 
-    Columns that determine each other (the layer number of a cause and of its path) count as one.
+    Columns that determine each other (such as the layer number in a cause and in its path) count as one.
     """
     columns = [tuple(column) for column in zip(*members, strict=True)]
     distinct = [column for i, column in enumerate(columns) if not any(_linked(column, c) for c in columns[:i])]

@@ -1,7 +1,7 @@
-"""What a first start waits for, announced on a terminal.
+"""Announce long operations of a first start on the terminal.
 
-In: what is being done. Out: a line on standard error, where that is a terminal and it takes longer than `AFTER_S`; a debug
-message of the `autopar.system.progress` logger always.
+In: a description of the operation. Out: a debug message of the `autopar.system.progress` logger; and a line on standard
+error if that is a terminal and the operation takes longer than `AFTER_S`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: Seconds before anything is said.
+#: Seconds before an operation is announced.
 AFTER_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -21,16 +21,17 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def announced(what: str, *, shown: bool = True) -> Iterator[None]:
-    """While entered, say what is being done.
+    """Announce the operation inside the `with` block.
 
     Args:
-        shown: whether on a terminal, too: not where the user shows progress another way.
+        what: description of the operation.
+        shown: whether to announce it on the terminal; False if the user displays progress another way.
     """
     _log.debug(what)
     if not (shown and _is_terminal()):
         yield
         return
-    timer = threading.Timer(AFTER_S, _say, [what])  # XLA compiles without Python's lock
+    timer = threading.Timer(AFTER_S, _say, [what])  # XLA compiles without the GIL
     timer.daemon = True
     timer.start()
     try:
@@ -40,7 +41,7 @@ def announced(what: str, *, shown: bool = True) -> Iterator[None]:
 
 
 def announced_by_progress(what: str) -> Callable[[str, float], None] | None:
-    """As `announced`, for what reports its progress: without a thread, for planning makes forks. None without a terminal."""
+    """Like `announced`, as a progress callback: without a thread, because planning forks. None without a terminal."""
     _log.debug(what)
     if not _is_terminal():
         return None

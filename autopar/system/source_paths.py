@@ -1,6 +1,6 @@
-"""Names of source files that are the same on every machine: so plans with lines in them can be compared, and reviewed.
+"""Make paths of source files independent of the machine, so that plans that quote lines can be compared.
 
-In: a path. Out: the path below the checkout that the file is in, or below the folder that libraries are installed in.
+In: a path. Out: the path relative to the file's checkout or to the folder of installed libraries.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 @functools.lru_cache(maxsize=1024)
 def portable_path(path: str) -> str:
-    """A file's name, as everyone has it who has the same checkout or the same library; of a file in neither, below the
-    working folder, or as it is.
+    """A file's path relative to its checkout or to the folder of installed libraries.
+
+    For other files it is relative to the working folder, or unchanged if the file is outside.
 
     >>> portable_path("/venv/lib/python3.13/site-packages/flax/linen/linear.py")
     'flax/linen/linear.py'

@@ -1,7 +1,7 @@
-"""Tables and figures as text, as all that explains a plan prints them.
+"""Format the tables and figures of reports as text.
 
-In: rows, figures, what draws on a console. Out: rich's renderables; plain text of `TEXT_WIDTH` columns; JSON without
-infinities. Every text is a `Text`: a user's paths and types are never read as markup.
+In: rows, figures, functions that draw on a console. Out: rich renderables; plain text of `TEXT_WIDTH` columns; JSON
+without infinities. Every text is a rich `Text`, so that a user's paths and types are never parsed as markup.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rich.text import Text
 
 from autopar.system.units import without_controls
 
-#: Columns of an explanation as text.
+#: Width of a text report, in columns.
 TEXT_WIDTH = 100
-#: Headings underlined with dashes, nothing else, in ASCII: safe to pipe anywhere.
+#: ASCII headings underlined with dashes, without other borders: safe to pipe anywhere.
 _BOX = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
 def plain_text(draw: Callable[[Console], None]) -> str:
-    """What `draw` prints to a console, as text of `TEXT_WIDTH` columns without styles."""
+    """The output of `draw` as text of `TEXT_WIDTH` columns without styles."""
     console = new_console(file=io.StringIO(), width=TEXT_WIDTH, force_terminal=False, color_system=None)
     with console.capture() as captured:
         draw(console)
@@ -37,7 +37,7 @@ def plain_text(draw: Callable[[Console], None]) -> str:
 
 
 def new_console(**options: Any) -> Console:
-    """A console of rich's, whose terminal obeys nothing that a name of a plan or a program may hold."""
+    """A rich console that escapes control characters, which names in a plan or a program may contain."""
     console = Console(**options)
     console.push_render_hook(_WithoutControls())
     return console
@@ -58,7 +58,7 @@ class _Rendered:
 
 
 def new_table(*headings: str, right: Sequence[str] = ()) -> Table:
-    """A table under plain underlined headings; numbers go to the `right`."""
+    """A table with underlined headings; the columns in `right` are right-aligned."""
     table = Table(box=_BOX, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for heading in headings:
         justify = "right" if heading in right else "left"
@@ -105,7 +105,7 @@ def finite(value: Any) -> Any:
 
 
 def facts_table(facts: Sequence[tuple[str, str]]) -> RenderableType:
-    """Names and what there is to say of each."""
+    """A table of names and their texts."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -115,7 +115,7 @@ def facts_table(facts: Sequence[tuple[str, str]]) -> RenderableType:
 
 
 def notes_section(notes: Sequence[str]) -> list[RenderableType]:
-    """Notes one under the other."""
+    """A list of notes under a heading; empty without notes."""
     if not notes:
         return []
     table = Table.grid(padding=(0, 1, 0, 0))

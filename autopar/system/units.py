@@ -1,4 +1,4 @@
-"""Numbers and foreign texts for people. In: bytes, seconds; a text. Out: three digits and a unit; text safe to print."""
+"""Format numbers with units, and escape text for a terminal. In: bytes, seconds; a text. Out: text safe to print."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _human(value: float, unit: float, names: Sequence[str]) -> str:
 
 
 def printable(text: str) -> str:
-    r"""A text on one line, with what a terminal would obey, or would not show, written as an escape.
+    r"""A text on one line, with control and invisible characters escaped.
 
     >>> print(printable("gpt \x1b[2J\nx"))
     gpt \x1b[2J\nx
@@ -62,12 +62,12 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-#: What a terminal obeys (but for new lines and tabs), reorders text by, or cannot print.
+#: Control characters except new lines and tabs, bidirectional marks, and unprintable surrogates.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def without_controls(text: str) -> str:
-    r"""A text of several lines in which nothing is obeyed: controls are written as escapes.
+    r"""A text of several lines with control characters escaped.
 
     >>> print(without_controls("gpt \x1b[2J"))
     gpt \x1b[2J
@@ -83,7 +83,7 @@ def parse_size(text: str) -> float:
     """Bytes of `40GB` (SI), `512MiB` (binary) or a plain number of bytes.
 
     Raises:
-        ValueError: where it is none of these, or not above zero.
+        ValueError: the text is none of these, or not above zero.
 
     >>> parse_size("40GB"), parse_size("1.5 KiB"), parse_size("1e9")
     (40000000000.0, 1536.0, 1000000000.0)

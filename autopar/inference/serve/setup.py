@@ -87,7 +87,7 @@ def open_model(
         attention = select_attention(served, place.get("mesh")).name
     served = replace(served, attention=attention)
     layout = planned_for(served, place, num_pages, progress, reserved_bytes, shared)
-    with contextlib.nullcontext() if cache.path is None else compilation.compiled_anew():
+    with contextlib.nullcontext() if cache.path is None else compilation.without_compilation_cache():
         programs, params = _compile_and_load(served, layout, load, progress)
     cache.write(attention, programs)
     return OpenedModel(served, programs, params, None)

@@ -15,7 +15,7 @@ from autopar.jax_interop.processes import (
     backends_are_initialized,
     coordinator_address,
     cross_host_address,
-    process_count_said,
+    configured_num_processes,
 )
 
 
@@ -29,7 +29,7 @@ def let_arrays_pass() -> None:
     Raises:
         ProcessError: JAX has looked at its devices already, and they are CPUs of several processes without addresses.
     """
-    if process_count_said() < 2 or cross_host_address():
+    if configured_num_processes() < 2 or cross_host_address():
         return
     if backends_are_initialized():
         if jax.devices()[0].platform != "cpu":
