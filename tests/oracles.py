@@ -1,4 +1,4 @@
-"""What results are held against, and solvers that force what no optimum would choose."""
+"""Reference results for comparison, and solvers that force strategies which no optimum would choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-reduce algorithms: carried out on real buffers they sum, and send what their formulas say."""
+"""All-reduce algorithms on real buffers: they sum, and send the steps and bytes of their formulas."""
 
 from __future__ import annotations
 

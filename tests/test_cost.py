@@ -1,4 +1,4 @@
-"""Prices: every collective's formula, which link it rides, and which collectives a resharding needs."""
+"""The cost of collectives: formulas, links, and the collectives of a resharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explicit program is legal under any assignment; what it sends is what the solver was told the price of."""
+"""The explicit program is well-formed under any assignment, and its communication is what the problem prices."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_it_is_legal_under_any_assignment(name: str, mesh: str, seed: int) -> No
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", programs.PROGRAMS)
-def test_what_it_sends_is_what_the_solver_was_told_the_price_of(name: str, mesh: str) -> None:
+def test_its_communication_is_what_the_problem_prices(name: str, mesh: str) -> None:
     f, choices = made_of(name, mesh, Ilp())
     sends = explicit_program(f, choices).communications
     own = sum(float(seconds[choice]) for seconds, choice in zip(f.compute_s, choices, strict=True))

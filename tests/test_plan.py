@@ -1,4 +1,4 @@
-"""A plan survives its file, and every way a file or a mesh can be wrong is named."""
+"""Plan files round-trip, and errors name every way in which a file or a mesh can be wrong."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_round_trip(tmp_path: Path) -> None:
 @pytest.mark.contract
 @pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2, 3, 4, 5)])
 def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
-    """Each as the autopar of its time wrote it; written anew, it is of today's version, and the same plan."""
+    """Each file is as its version wrote it; saved again, it is the same plan in today's version."""
     old = Path(__file__).parent / "plan_files" / f"{name}.json"
     plan = load_plan(old)
     plan.save(tmp_path / "new.json")

@@ -1,4 +1,4 @@
-"""What kernels cost by a device's own rates: never less than their arithmetic takes at the card's peak."""
+"""Kernel times by a device's own rates: never shorter than their arithmetic takes at peak."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_kernel_runs_above_the_peak_nor_far_below(case: Callable[[str], tuple[Any, list[Any]]]) -> None:
-    """On every profile, in every dtype of operands and result alike."""
+    """On every profile, in every dtype that operands and result share."""
     for dtype in MATRIX_DTYPES:
         step, args = case(dtype)
         with jax.enable_x64(True):
@@ -467,7 +467,7 @@ def test_a_tanh_costs_what_the_device_takes_for_it() -> None:
         assert op.flops / PROFILES[name].vector_flops_per_s / x.size == pytest.approx(seconds, rel=0.1)
 
 
-def test_rules_and_programs_count_alike() -> None:
+def test_rules_and_programs_count_equal_arithmetic() -> None:
     def step(x: Any, w: Any) -> Any:
         return lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 

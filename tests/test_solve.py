@@ -1,4 +1,4 @@
-"""The solver: equal to looking at every assignment, whatever path leads there."""
+"""The solver equals exhaustive search, on every path through it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search of large problems, and what every solve promises however it ends: on problems small enough to try all."""
+"""The search of large problems, and the guarantees of every solve, against exhaustive search."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_status_says_that_time_ran_out(everything_is_large: None) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(problem=problems(), relative_gap=st.sampled_from([0.01, 0.1, 0.5]))
-def test_a_gap_that_is_asked_for_is_kept_to(problem: Problem, relative_gap: float) -> None:
+def test_the_requested_gap_is_kept(problem: Problem, relative_gap: float) -> None:
     expected = oracles.exhaustive(problem)
     solution = Ilp(relative_gap=relative_gap).solve(problem)
     sound(solution, problem, expected)
@@ -214,7 +214,7 @@ def test_a_gap_that_is_asked_for_is_kept_to(problem: Problem, relative_gap: floa
         assert solution.gap <= relative_gap + 1e-9
 
 
-def test_a_large_search_ends_where_it_is_as_close_as_was_asked(everything_is_large: None) -> None:
+def test_a_large_search_ends_at_the_requested_gap(everything_is_large: None) -> None:
     problem = ring(60)
     limit_s = 60.0
     began = time.monotonic()

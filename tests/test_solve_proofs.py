@@ -1,4 +1,4 @@
-"""What a solve proves: on problems whose limit is all but missed, with costs over decades, at its deadline."""
+"""The proofs of a solve: near the memory limit, with costs over decades, at its deadline."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_no_false_proof_in_ten_thousand(path: tuple[str, Solve]) -> None:
     no_false_proof(path, 10_000)
 
 
-def test_what_a_grid_cannot_tell_apart_is_not_called_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_a_grid_cannot_distinguish_are_not_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     for threshold in ("_LARGEST_TABLE", "_LAST_TABLE", "_FIRST_TABLE"):
         monkeypatch.setattr(search, threshold, 6)
     monkeypatch.setattr(search, "_SMALL", 0)
@@ -76,7 +76,7 @@ def test_what_a_grid_cannot_tell_apart_is_not_called_dear(monkeypatch: pytest.Mo
     assert not faults(problem, Ilp().solve(problem))
 
 
-def test_a_grid_keeps_small_costs_beside_large_ones() -> None:
+def test_a_grid_keeps_small_costs_next_to_large_ones() -> None:
     """Costs over 24 decades: 1e12 seconds that nobody chooses must not round what is chosen."""
     dear, rng = 1e12, np.random.default_rng(3)
     costs = tuple(np.array([1.0 + 1e-5 * a, 1.0 + 1e-5 * b, dear / 3]) for a, b in rng.random((4, 2)))

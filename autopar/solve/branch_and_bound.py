@@ -26,7 +26,7 @@ from autopar.solve.problem import ROUNDING, Problem
 
 Report = Callable[[float, float], None]
 _OBJECTIVE = 1e4  # size of the scaled objective: far above HiGHS's tolerances of 1e-7, far below 1/eps
-_DEAREST = 1e4  # costs are capped at this many times the optimum's size
+_COST_CAP = 1e4  # costs are capped at this many times the optimum's size
 _FINER = 0.25  # a unit below this share of the current one is worth another run
 _ROWS_A_ROUND = 4
 _FEW_ROWS = 24  # up to this number, all memory rows are present from the start
@@ -123,11 +123,11 @@ class _Scaled:
         costs, (floors, floor) = columns.costs(), columns.floors()
         if least < np.inf:
             self.unit = max(abs(least), least - floor) or 1.0
-            dearest = 2.0 * (least - floor)
+            cap = 2.0 * (least - floor)
         else:
             self.unit = _typical(columns.problem)
-            dearest = _DEAREST * self.unit
-        self._columns, self._most = columns, np.minimum(costs, floors + dearest)
+            cap = _COST_CAP * self.unit
+        self._columns, self._most = columns, np.minimum(costs, floors + cap)
         self.costs = self._most * (_OBJECTIVE / self.unit)
         self._whole = bool((np.floor(costs) == costs).all())
 

@@ -28,7 +28,7 @@ from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
 from autopar.solve.greedy_start import cheap_start
 from autopar.solve.instant_thinning import thin
 from autopar.solve.live_instants import instants_of
-from autopar.solve.memory_dual import Dual, dear_memory, price_memory
+from autopar.solve.memory_dual import Dual, assignments_at_high_prices, price_memory
 from autopar.solve.minimum_memory import minimum_memory
 from autopar.solve.mip import End
 from autopar.solve.polish import polish
@@ -98,7 +98,7 @@ class Search:
     Attributes:
         choices: the cheapest assignment that fits; empty until one is found.
         cost: its cost, in seconds.
-        bound: no assignment that fits is cheaper; `inf` if none fits.
+        bound: lower bound of the cost of every assignment that fits; `inf` if none fits.
         interrupted: whether Ctrl-C ended the search.
     """
 
@@ -267,14 +267,14 @@ class Search:
                 return self._settle(part)
             marginals = [m + dual.offset for m in elimination.marginals(dual.priced_costs)]
             rounding = _rounding(problem, dual.bound, dual.offset)
-        return self._without_dear(part, marginals, rounding) if self._open() else None
+        return self._without_costly(part, marginals, rounding) if self._open() else None
 
-    def _without_dear(self, part: Part, marginals: Sequence[np.ndarray], rounding: float) -> Part | None:
+    def _without_costly(self, part: Part, marginals: Sequence[np.ndarray], rounding: float) -> Part | None:
         """The part without the strategies that no assignment cheaper than the incumbent uses."""
         cheaper = self.cost - 0.5 * self._relative_gap * abs(self.cost)
         self._outside = min(self._outside, cheaper, self._grid.ceiling - self._grid.error)
-        dear = self._outside + self._grid.error + rounding
-        left = self._nonempty(part.within([np.flatnonzero(m < dear) for m in marginals]))
+        costly = self._outside + self._grid.error + rounding
+        left = self._nonempty(part.within([np.flatnonzero(m < costly) for m in marginals]))
         if left is None or _SMALL < left.size() < _SHRUNK * part.size():
             return left
         return self._settle(left)
@@ -373,7 +373,7 @@ class Search:
         problem = part.problem
         limit = problem.memory_limit
         assert limit is not None
-        for choices in dear_memory(problem, instants_of(problem), elimination):
+        for choices in assignments_at_high_prices(problem, instants_of(problem), elimination):
             self._meet(part, choices)
             if problem.fits(choices) and np.isfinite(problem.evaluate(choices)):
                 return [choices]

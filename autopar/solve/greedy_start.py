@@ -17,7 +17,7 @@ from autopar.solve.live_instants import Instants, instants_of
 from autopar.solve.problem import ROUNDING, Problem
 
 _ROUNDS = 6
-_DEARER = 4.0  # factor on the price of memory at instants above the limit
+_PRICE_FACTOR = 4.0  # factor on the price of memory at instants above the limit
 
 
 def cheap_start(problem: Problem, *, deadline: float) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ def cheap_start(problem: Problem, *, deadline: float) -> tuple[int, ...]:
         if instants is None or problem.memory_limit is None or not choices or problem.fits(choices):
             return choices
         over = instants.loads(choices) > problem.memory_limit * (1 + ROUNDING)
-        prices = np.where(over, prices * _DEARER, prices)
+        prices = np.where(over, prices * _PRICE_FACTOR, prices)
     return ()
 
 

@@ -23,7 +23,7 @@ from autopar.solve.mip import Programme
 from autopar.solve.problem import Problem
 
 _MOST_ROUNDS = 60
-_DEAR, _DEAR_ROUNDS = 1e3, 4  # price of memory by (cost / limit), and rounds at it
+_HIGH_PRICE, _HIGH_PRICE_ROUNDS = 1e3, 4  # price of memory by (cost / limit), and rounds at it
 _CLOSE = 1e-7  # relative gap of the dual's two bounds that ends the search
 
 
@@ -44,7 +44,9 @@ class Dual:
     assignments: tuple[tuple[int, ...], ...]
 
 
-def dear_memory(problem: Problem, instants: Instants, elimination: Elimination) -> Iterator[tuple[int, ...]]:
+def assignments_at_high_prices(
+    problem: Problem, instants: Instants, elimination: Elimination
+) -> Iterator[tuple[int, ...]]:
     """Yield assignments at prices where memory dominates the cost, to find one that fits.
 
     Each round adds a price at the instant where the last assignment had its peak.
@@ -53,8 +55,8 @@ def dear_memory(problem: Problem, instants: Instants, elimination: Elimination) 
         return
     costs = [np.array(c, float) for c in problem.node_costs]
     choices, bound = elimination.solve(costs)
-    price = _DEAR * (abs(bound) or 1.0) / (abs(problem.memory_limit or 0.0) or 1.0)
-    for _ in range(_DEAR_ROUNDS):
+    price = _HIGH_PRICE * (abs(bound) or 1.0) / (abs(problem.memory_limit or 0.0) or 1.0)
+    for _ in range(_HIGH_PRICE_ROUNDS):
         for usage in instants.live_at(int(instants.loads(choices).argmax())):
             costs[usage.node] = costs[usage.node] + price * usage.amounts
         choices, _ = elimination.solve(costs)

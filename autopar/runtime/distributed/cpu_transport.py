@@ -13,9 +13,9 @@ import jax
 from autopar.errors import ProcessError
 from autopar.jax_interop.processes import (
     backends_are_initialized,
+    configured_num_processes,
     coordinator_address,
     cross_host_address,
-    configured_num_processes,
 )
 
 
