@@ -192,7 +192,7 @@ class _Path:
         self.add("collective-permute", disordered)
 
     def moved(self, before: list[str], after: list[str]) -> list[str]:
-        """The axes whose stride within a dim changes with its order: devices exchange parts along these."""
+        """The mesh axes whose stride within a dim changes: a collective-permute over them reorders the dim."""
 
         def stride(axis: str, axes: list[str]) -> int:
             return self.mesh.sizes(tuple(axes[axes.index(axis) + 1 :]))

@@ -164,8 +164,10 @@ def live_temporaries(program: DeviceProgram, ops: Sequence[Op] | None = None) ->
 
 
 def buffers_at_peak(program: DeviceProgram, ops: Sequence[Op] | None = None) -> tuple[int, tuple[Buffer, ...]]:
-    """The position of the operation at peak memory, and the temporaries live there, largest first; the arguments are
-    those of `live_temporaries`."""
+    """The position of the operation at peak memory, and the temporaries live during it, largest first.
+
+    The arguments are those of `live_temporaries`.
+    """
     ops = program.ops if ops is None else ops
     live = live_temporaries(program, ops)
     instant = max(range(len(live)), key=live.__getitem__, default=0)

@@ -71,7 +71,7 @@ class _Forward:
 
 @dataclass(frozen=True, slots=True)
 class Elimination:
-    """An order of elimination of a problem's nodes."""
+    """An order in which to eliminate a problem's nodes, with the tables of its edges."""
 
     _factors: tuple[Factor, ...] = field(repr=False)
     _steps: tuple[tuple[Bucket, ...], ...] = field(repr=False)
@@ -197,7 +197,7 @@ class Elimination:
         return table.reshape(shape)
 
     def _coarser(self, fine: int, coarse: int) -> np.ndarray:
-        """The class in partition `coarse` of each class of the finer partition."""
+        """Map each class of partition `fine` to the class of partition `coarse` that contains it."""
         return self._partitions.labels[coarse][self._partitions.first[fine]]
 
     def _seen_from(self, node: int, number: int, table: np.ndarray, choices: Sequence[int]) -> np.ndarray:
