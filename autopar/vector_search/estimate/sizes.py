@@ -212,9 +212,8 @@ def with_fewer_devices(case: SearchSpec, index: str, room_bytes: float) -> tuple
 def _on(case: SearchSpec, index: str, num_devices: int, memory: float) -> FewerDevices:
     on_disk = index_bytes(case, index) - memory
     reads = _reads(case, index, memory)
-    at_once = (
-        case.batch if index == "exact" else 1
-    )  # one scan serves a batch; beam search and probes read for one query
+    # one scan serves a batch; beam search and probes read for one query
+    at_once = case.batch if index == "exact" else 1
     speeds = tuple(at_once * speed / (reads * case.block_bytes) for speed in case.ssd_bytes_per_s)
     return FewerDevices(
         index=index,
