@@ -21,7 +21,7 @@ from autopar.vector_search.data import metrics
 from autopar.vector_search.data.centering import centre_corpus, restore_vectors
 from autopar.vector_search.exact.index import ExactIndex
 from autopar.vector_search.frame.subset_search import SubsetSearch
-from autopar.vector_search.kernels.exact_top_k import Corpus, exact_arguments, exact_search
+from autopar.vector_search.kernels.exact_top_k import Corpus, exact_arguments, exact_search, search_terms
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
 from autopar.xla_compiler import hlo_collectives as hlo
 
@@ -94,7 +94,8 @@ def test_program_is_exact(
     queries = vectors(blocks * block, dim, dtype)
     allowed = RNG.random(len(corpus)) < share
     centred, centre = centre_corpus(corpus, metric)
-    placed = Corpus.of(jnp.asarray(centred.reshape(*tiling, dim)), centre, allowed.reshape(tiling), metric)
+    tiled = jnp.asarray(centred.reshape(*tiling, dim))
+    placed = Corpus(tiled, centre, search_terms(tiled, metric), allowed.reshape(tiling))
     k = min(k, len(corpus))
     distances, positions, _ = jax.jit(exact_search(metric, k, at_once=at_once))(
         queries.reshape(blocks, block, dim), placed

@@ -68,11 +68,6 @@ class Corpus(NamedTuple):
     term: Any
     may_return: Any
 
-    @classmethod
-    def of(cls, vectors: Any, centre: Any, may_return: Any, metric: Metric) -> Corpus:
-        """A corpus with its terms."""
-        return cls(vectors, centre, search_terms(vectors, metric), may_return)
-
 
 class Exact(NamedTuple):
     """The result of an exact search, best first.
