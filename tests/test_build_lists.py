@@ -11,7 +11,7 @@ from nearest import exact_nearest, recall
 from autopar.vector_search.data.metrics import METRICS, Metric
 from autopar.vector_search.graph import beam_search as beam
 from autopar.vector_search.graph.build import build_graph, near_in_lists
-from autopar.vector_search.graph.entry_points import _helpful, with_entries_for_all
+from autopar.vector_search.graph.entry_points import _greedy_cover, add_entry_points
 from autopar.vector_search.graph.neighbor_graph import connect
 from autopar.vector_search.ivf import search as list_search
 from autopar.vector_search.ivf.build import build_lists
@@ -23,18 +23,18 @@ search = jax.jit(list_search.search, static_argnums=(2, 3))
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
-def test_lists_of_each_metric_find_the_nearest_in_a_part_of_them(metric: Metric) -> None:
+def test_recall_of_few_probes_for_each_metric(metric: Metric) -> None:
     data = faiss_synthetic(16, 0, 1500, 50)
-    index = build_lists(data.corpus, metric, num_lists=24, rounds=4)
+    index = build_lists(data.corpus, metric, num_lists=24, iterations=4)
     assert max(len(each) for each in members(index)) <= 2 * 1500 / 24
     found = search(index, jnp.asarray(data.queries), 5, 12)
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 5, metric)) >= 0.95
 
 
 @pytest.mark.slow
-def test_lists_of_codes_and_of_copies_are_built() -> None:
+def test_lists_of_codes_and_with_copies() -> None:
     data = faiss_synthetic(16, 0, 800, 20)
-    index = build_lists(data.corpus, "l2", num_lists=12, copies=2, num_parts=8, rounds=2)
+    index = build_lists(data.corpus, "l2", num_lists=12, copies=2, num_parts=8, iterations=2)
     assert index.codebooks is not None
     assert index.copies == 2
     assert sum(len(each) for each in members(index)) > 800
@@ -43,16 +43,16 @@ def test_lists_of_codes_and_of_copies_are_built() -> None:
     assert all(len(set(row)) == 10 for row in found.tolist())
 
 
-def test_one_vector_is_an_index() -> None:
+def test_index_of_one_vector() -> None:
     index = build_lists(np.ones((1, 4), np.float32), "l2")
     assert np.asarray(search(index, jnp.ones((1, 4)), 2, 3).positions).tolist() == [[0, -1]]
 
 
 @pytest.mark.slow
-def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_neighbours_are_in_the_order_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     vectors = faiss_synthetic(8, 0, 250, 0).corpus
     monkeypatch.setattr("autopar.vector_search.graph.build._AT_ONCE", 100)
-    index = build_lists(vectors, "l2", num_lists=5, rounds=2)
+    index = build_lists(vectors, "l2", num_lists=5, iterations=2)
     near = np.asarray(near_in_lists(index, jnp.asarray(vectors), 3, 5))
     np.testing.assert_array_equal(near, exact_nearest(vectors, vectors, 4))
 
@@ -60,54 +60,54 @@ def test_near_ones_are_those_of_each_vector_in_its_place(monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_a_graph_built_from_vectors_alone_finds_the_nearest() -> None:
     data = faiss_synthetic(16, 0, 1500, 50)
-    graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
-    assert graph.entries.size <= 8  # of one piece it needs no more
+    graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, iterations=3)
+    assert graph.entries.size <= 8  # connected: needs no further entry points
     found = beam.search(graph, jnp.asarray(data.queries), 10, beam=64)
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
 
 
 @pytest.mark.slow
-def test_walks_get_to_clusters_that_no_edge_leads_to() -> None:
+def test_search_reaches_disconnected_clusters() -> None:
     data = skewed_clusters(16, 1500, 50, num_clusters=50, exponent=0.5)
-    graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, rounds=3)
+    graph = build_graph(data.corpus, "l2", degree=16, num_entries=8, iterations=3)
     assert 8 < graph.entries.size <= 64
     found = beam.search(graph, jnp.asarray(data.queries), 10, beam=64)
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, data.corpus, 10)) >= 0.95
 
 
 @pytest.mark.slow
-def test_walks_get_to_clusters_of_a_thousandth_of_the_corpus() -> None:
+def test_search_reaches_small_disconnected_clusters() -> None:
     draw = np.random.default_rng(0)
     num, small, each = 3000, 20, 4
     far = np.repeat(draw.normal(size=(small, 16)) * 20, each, axis=0)
     vectors = np.concatenate([draw.normal(size=(num - len(far), 16)), far + 0.1 * draw.normal(size=far.shape)])
     near = exact_nearest(vectors, vectors, 17)
     few = connect(jnp.asarray(vectors, jnp.float32), jnp.asarray(near), jnp.arange(4), "l2", degree=16)
-    graph = with_entries_for_all(few)
-    assert 4 < graph.entries.size <= 4 + small  # edges lead from some of them to others
+    graph = add_entry_points(few)
+    assert 4 < graph.entries.size <= 4 + small  # edges connect some of them
     found = beam.search(graph, graph.vectors[-len(far) :], each, beam=16).positions
     assert recall(np.asarray(found), exact_nearest(vectors[-len(far) :], vectors, each)) == 1
 
 
 @pytest.mark.slow
-def test_entries_are_chosen_by_the_angle_where_edges_are() -> None:
+def test_entry_points_use_cosine_as_the_edges_do() -> None:
     data = skewed_clusters(16, 600, 40, num_clusters=20, exponent=0.5)
-    # of one direction and any length: by l2 some are nearer to another cluster
+    # same direction, any length: in l2 some are nearer to another cluster
     corpus = data.corpus * np.random.default_rng(0).uniform(0.01, 10, (600, 1)).astype(np.float32)
     near = exact_nearest(corpus, corpus, 17, "cosine")
     few = connect(jnp.asarray(corpus), jnp.asarray(near), jnp.arange(4), "cosine", degree=16)
-    graph = with_entries_for_all(few, size=10)
+    graph = add_entry_points(few, size=10)
     assert set(range(4)) < set(graph.entries.tolist())
     found = beam.search(graph, jnp.asarray(data.queries), 10, beam=10)
     assert recall(np.asarray(found.positions), exact_nearest(data.queries, corpus, 10, "cosine")) >= 0.95
 
 
-def test_an_entry_is_chosen_that_helps_most_of_those_left() -> None:
+def test_entry_points_are_chosen_greedily() -> None:
     helps = np.zeros((6, 6), bool)
     np.fill_diagonal(helps, True)
     helps[[0, 1, 2], 1] = True
     helps[[2, 3], 3] = True
     helps[[3, 4], 4] = True
-    # 3 helps two as well, but one of these is helped already; 5 would help itself alone
-    assert _helpful(helps, 8) == [1, 4]
-    assert _helpful(helps, 1) == [1]
+    # 3 helps two as well, one of them helped already; 5 helps only itself
+    assert _greedy_cover(helps, 8) == [1, 4]
+    assert _greedy_cover(helps, 1) == [1]

@@ -1,4 +1,4 @@
-"""HNSW, the readable reference: its layers, its recall, and how many distances it takes."""
+"""The HNSW reference: layers, recall, number of distances."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.synthetic_vectors import faiss_synthetic
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_it_finds_the_nearest_with_few_distances(metric: Metric) -> None:
+def test_recall_with_few_distances(metric: Metric) -> None:
     data = faiss_synthetic(12, 0, 600, 20)
     index = Hnsw(12, metric, degree=8, beam=40)
     index.add(data.corpus[:300])
@@ -23,7 +23,7 @@ def test_it_finds_the_nearest_with_few_distances(metric: Metric) -> None:
     assert index.num_scored - before < 0.7 * 20 * 600
 
 
-def test_layers_shrink_and_their_nodes_are_below_too_within_the_degree() -> None:
+def test_layers_shrink_are_nested_and_respect_the_degree() -> None:
     index = Hnsw(4, degree=4, beam=20)
     index.add(np.random.default_rng(0).normal(size=(400, 4)))
     sizes = [len(layer) for layer in index.layers]
@@ -35,14 +35,14 @@ def test_layers_shrink_and_their_nodes_are_below_too_within_the_degree() -> None
     assert all(other in layer for layer in index.layers for edges in layer.values() for other in edges)
 
 
-def test_empty_and_small_ones_return_what_there_is() -> None:
+def test_empty_and_small_graphs_return_all_nodes() -> None:
     index = Hnsw(3)
     assert index.search(np.zeros(3), 5) == []
     index.add(np.eye(3))
     assert index.search(np.array([0.0, 1.0, 0.1]), 5) == [1, 2, 0]
 
 
-def test_its_distances_are_about_those_of_faiss() -> None:
+def test_number_of_distances_is_close_to_faiss() -> None:
     faiss = pytest.importorskip("faiss")
     data = faiss_synthetic(16, 0, 1000, 30)
     theirs = faiss.IndexHNSWFlat(16, 8)

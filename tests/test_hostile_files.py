@@ -249,7 +249,7 @@ def test_arrays_of_an_index_that_point_elsewhere_are_refused(tmp_path: Path) -> 
         ("ivf", "positions", "`positions` points outside the 80 vectors"),
         ("graph", "edges", "`edges` points outside the 80 vectors"),
         ("graph", "entries", "`entries` points outside the 80 vectors"),
-        ("ivf", "first_block", "`first_block` does not begin at 0 and rise"),
+        ("ivf", "first_block", "`first_block` does not start at 0 and increase"),
     ):
         header, rest = header_of(saved_index(kind))
         (entry,) = (one for one in header["arrays"] if one["name"] == name)

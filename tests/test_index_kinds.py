@@ -1,4 +1,4 @@
-"""Lists, codes and graphs as indexes: what exact search says, as far as the recall asked for; filters, files, devices."""
+"""Approximate indexes reach their recall target; filters, index files, devices, invalid arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.vector_search.choose_index import choose
 from autopar.vector_search.data.duplicates import Duplicates, distances_between
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.frame.approximate_index import ApproximateIndex
-from autopar.vector_search.frame.recall_tuning import Recall, least_effort, shares_of
+from autopar.vector_search.frame.recall_tuning import Recall, least_effort, recall_per_query
 from autopar.vector_search.graph import beam_search as beam
 from autopar.vector_search.graph.index import GRAPH
 from autopar.vector_search.graph.neighbor_graph import connect
@@ -53,7 +53,7 @@ CASES = [
 
 @cache
 def data(dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
-    """Vectors, and 40 queries that are none of them."""
+    """Vectors, and 40 queries that are not among them."""
     scale = 100 if dtype == "int8" else 1
     return (scale * DATA.corpus).astype(getattr(jnp, dtype)), (scale * DATA.queries[:40]).astype(getattr(jnp, dtype))
 
@@ -70,28 +70,29 @@ OWN_IDS = np.arange(NUM)[::-1] * 3 + 2**40
 
 
 def positions(found: vector_search.Found) -> np.ndarray:
-    """Of what was found, in the order given to `build`."""
+    """Positions of the results, in the order given to `build`."""
     return np.where(found.ids == NO_ID, NO_ID, NUM - 1 - (found.ids - 2**40) // 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "metric", "dtype"), CASES)
-def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, dtype: str) -> None:
-    """Of queries that are none of the vectors; and distances are those of exact search."""
+def test_search_reaches_the_recall_target(kind: str, metric: str, dtype: str) -> None:
+    """For queries that are not in the corpus; distances equal those of exact search."""
     corpus, queries = data(dtype)
     index = made(kind, metric, dtype)
     found = index.search(queries, 10)
     which = positions(found)
-    assert recall(which, exact_nearest(queries, corpus, 10, metric)) >= 0.92  # 0.95, as far as 400 neighbours tell
+    # 0.95 within the resolution of 400 neighbours
+    assert recall(which, exact_nearest(queries, corpus, 10, metric)) >= 0.92
     truth = exact_scores(queries, corpus, metric)
     if metric == "cosine":
         truth /= np.linalg.norm(queries.astype(np.float64), axis=1)[:, None]
     own = (-1 if metric == "l2" else 1) * np.take_along_axis(truth, which, axis=1)
     np.testing.assert_allclose(found.distances, own, rtol=1e-4, atol=1e-4)
-    told = index.stats()
-    assert (told.kind, told.metric, told.dtype, told.num_vectors, told.dim) == (kind, metric, dtype, NUM, DIM)
-    assert told.details["recall"] >= 0.95
-    assert told.details["recall_by_effort"][told.details["effort"]] == told.details["recall"]
+    stats = index.stats()
+    assert (stats.kind, stats.metric, stats.dtype, stats.num_vectors, stats.dim) == (kind, metric, dtype, NUM, DIM)
+    assert stats.details["recall"] >= 0.95
+    assert stats.details["recall_by_effort"][stats.details["effort"]] == stats.details["recall"]
     one = index.search(queries[0], 10)
     np.testing.assert_array_equal(one.ids, found.ids[0])
 
@@ -99,7 +100,7 @@ def test_a_search_finds_what_the_recall_target_asks_for(kind: str, metric: str, 
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("share", [0.01, 0.2, 0.6])
-def test_a_filter_is_kept_to_and_the_nearest_of_what_is_allowed_are_found(kind: str, share: float) -> None:
+def test_filter_returns_the_nearest_allowed_vectors(kind: str, share: float) -> None:
     """V11."""
     corpus, queries = data()
     allowed = np.random.default_rng(0).random(NUM) < share
@@ -113,7 +114,7 @@ def test_a_filter_is_kept_to_and_the_nearest_of_what_is_allowed_are_found(kind: 
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_filter_that_allows_what_is_far_from_the_query_alone(kind: str) -> None:
+def test_filter_of_far_vectors_only(kind: str) -> None:
     corpus, queries = data()
     far = np.argsort(((corpus - queries[0]) ** 2).sum(axis=1))[NUM // 2 :]
     allowed = np.isin(np.arange(NUM), far)
@@ -127,7 +128,7 @@ def test_a_filter_that_allows_what_is_far_from_the_query_alone(kind: str) -> Non
 @pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_any_number_of_neighbours_is_found_where_there_are_as_many(kind: str) -> None:
+def test_k_up_to_the_corpus_size(kind: str) -> None:
     corpus, queries = data()
     found = positions(made(kind).search(queries[:3], 400))
     assert (np.sort(found, axis=1)[:, 1:] != np.sort(found, axis=1)[:, :-1]).all()
@@ -138,7 +139,7 @@ def test_any_number_of_neighbours_is_found_where_there_are_as_many(kind: str) ->
     assert (every[:, NUM:] == NO_ID).all()
 
 
-def test_all_lists_are_exact_and_few_are_not() -> None:
+def test_probing_all_lists_is_exact_and_few_is_not() -> None:
     corpus, queries = data()
     truth = exact_nearest(queries, corpus, 10)
     index = made(IVF)
@@ -147,7 +148,7 @@ def test_all_lists_are_exact_and_few_are_not() -> None:
 
 
 @pytest.mark.slow
-def test_more_queries_than_one_program_takes_are_answered_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_run_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     index, (_, queries) = made(IVF), data()
     whole = index.search(queries, 10)
     monkeypatch.setattr(index, "_at_once", 20)
@@ -156,7 +157,7 @@ def test_more_queries_than_one_program_takes_are_answered_in_parts(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_a_vector_in_two_lists_is_found_once() -> None:
+def test_vector_in_two_lists_is_returned_once() -> None:
     corpus, queries = data()
     found = build(corpus, index=IVF, num_lists=24, copies=3).search(queries, 10).ids
     assert all(len(set(row)) == 10 for row in found.tolist())
@@ -164,15 +165,15 @@ def test_a_vector_in_two_lists_is_found_once() -> None:
 
 
 @pytest.mark.slow
-def test_what_codes_lose_is_told() -> None:
+def test_missed_recall_target_warns() -> None:
     corpus, _ = data()
-    with pytest.warns(SearchWarning, match=r"'ivfpq' finds 0\.\d+ .* `recall_target` is 0.99"):
+    with pytest.warns(SearchWarning, match=r"'ivfpq' has a recall of 0\.\d+ .* `recall_target` is 0.99"):
         index = build(corpus, index=IVF_PQ, num_lists=4, code_bytes=1, refined=1, recall_target=0.99)
     assert index.stats().reached is False
     assert made(IVF).stats().reached is True
-    told = index.stats().details
-    assert told["recall"] < 0.9
-    assert told["recall"] == max(told["recall_by_effort"].values())
+    stats = index.stats().details
+    assert stats["recall"] < 0.9
+    assert stats["recall"] == max(stats["recall_by_effort"].values())
 
 
 # -- files and devices -----------------------------------------------------------------------
@@ -181,10 +182,8 @@ def test_what_codes_lose_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.contract
 @pytest.mark.parametrize(("kind", "budget"), [(IVF, 2e5), (IVF_PQ, None), (GRAPH, 1e5)])
-def test_an_index_is_loaded_onto_other_devices_and_finds_the_same(
-    tmp_path: Path, kind: str, budget: float | None
-) -> None:
-    """V14; lists and graphs with so little memory that they are split."""
+def test_index_loaded_onto_other_devices_gives_equal_results(tmp_path: Path, kind: str, budget: float | None) -> None:
+    """V14; lists and graphs with a memory budget that forces sharding."""
     index, (_, queries) = made(kind), data()
     index.save(tmp_path / "index")
     loaded = vector_search.load(tmp_path / "index", mesh="8", memory_budget_bytes=budget, batch=8)
@@ -198,7 +197,7 @@ def test_an_index_is_loaded_onto_other_devices_and_finds_the_same(
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_damaged_file_is_rejected(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "index"
     made(kind).save(path)
     whole = path.read_bytes()
@@ -211,7 +210,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, kind: str) -> None:
                 vector_search.load(path, mesh=MESH_OF_ONE)
 
 
-def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_save_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "index"
     path.write_bytes(b"before")
 
@@ -226,22 +225,22 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.slow
-def test_an_index_does_not_change_with_the_users_array() -> None:
+def test_index_copies_the_users_array() -> None:
     corpus, queries = data()
     mine = corpus.copy()
     index = build(mine, index=IVF, num_lists=24)
-    few = np.arange(NUM) < 20  # searched by the vectors themselves
+    few = np.arange(NUM) < 20  # searches the vectors themselves
     before = index.search(queries, 5, filter=few).ids
     mine[:] = 0
     np.testing.assert_array_equal(index.search(queries, 5, filter=few).ids, before)
 
 
-def test_a_build_says_how_far_it_is_and_an_interrupted_one_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, float]] = []
+def test_build_reports_progress_and_can_be_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports: list[tuple[str, float]] = []
 
     @contextmanager
     def bar(show: bool | None) -> Iterator[Any]:
-        yield lambda *each: told.append(each)
+        yield lambda *each: reports.append(each)
 
     def interrupted(*of: Any) -> None:
         raise KeyboardInterrupt
@@ -250,15 +249,15 @@ def test_a_build_says_how_far_it_is_and_an_interrupted_one_leaves_nothing(monkey
     monkeypatch.setattr(ApproximateIndex, "measure", interrupted)
     with pytest.raises(KeyboardInterrupt):
         build(data()[0], index=IVF, **SETTINGS[IVF])
-    assert "put 1,000 vectors into 24 lists" in dict(told)
-    assert [share for _, share in told] == sorted(share for _, share in told)
+    assert "assign 1,000 vectors to 24 lists" in dict(reports)
+    assert [share for _, share in reports] == sorted(share for _, share in reports)
 
 
 # -- few vectors -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["exact", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SETTINGS)])
-def test_none_one_and_five_vectors_are_indexes(kind: str) -> None:
+def test_index_of_zero_one_and_five_vectors(kind: str) -> None:
     none = build(np.zeros((0, 4), np.float32), index=kind, **SETTINGS.get(kind, {}))
     assert (none.search(np.zeros((2, 4)), 3).ids == NO_ID).all()
     if kind != IVF_PQ:  # as of lists
@@ -270,8 +269,8 @@ def test_none_one_and_five_vectors_are_indexes(kind: str) -> None:
 
 
 @pytest.mark.slow
-def test_equal_vectors_can_be_told_apart_by_nobody() -> None:
-    """Any ten of them are the ten nearest."""
+def test_equal_vectors_are_interchangeable() -> None:
+    """Any ten equal vectors are the ten nearest."""
     index = build(np.ones((200, 4), np.int8), index=IVF, num_lists=4)
     assert index.stats().details["recall"] == 1
     assert len(set(index.search(np.ones(4, np.int8), 10).ids.tolist()) - {NO_ID}) == 10
@@ -280,22 +279,22 @@ def test_equal_vectors_can_be_told_apart_by_nobody() -> None:
 # -- efforts ---------------------------------------------------------------------------------
 
 
-def test_recall_counts_what_is_as_near_as_the_last() -> None:
+def test_recall_counts_ties_with_the_last_neighbour() -> None:
     truth = (np.array([[1.0, 2.0, 2.0]]), np.array([[4, 5, 6]]))
-    assert shares_of((np.array([[1.0, 2.0, 2.0]]), np.array([[4, 7, 8]])), truth, "l2").tolist() == [1]
-    assert shares_of((np.array([[1.0, 2.5, 2.5]]), np.array([[4, 7, 8]])), truth, "l2").tolist() == [1 / 3]
-    assert shares_of((np.array([[1.0, np.inf, np.inf]]), np.array([[4, NO_ID, NO_ID]])), truth, "l2").tolist() == [
-        1 / 3
-    ]
+    assert recall_per_query((np.array([[1.0, 2.0, 2.0]]), np.array([[4, 7, 8]])), truth, "l2").tolist() == [1]
+    assert recall_per_query((np.array([[1.0, 2.5, 2.5]]), np.array([[4, 7, 8]])), truth, "l2").tolist() == [1 / 3]
+    assert recall_per_query(
+        (np.array([[1.0, np.inf, np.inf]]), np.array([[4, NO_ID, NO_ID]])), truth, "l2"
+    ).tolist() == [1 / 3]
 
 
-def test_the_greatest_effort_is_kept_where_none_is_enough() -> None:
+def test_best_effort_is_kept_if_none_reaches_the_target() -> None:
     measured = least_effort((1, 2, 4), 0.9, lambda effort: Recall(effort / 8, effort / 9))
     assert (measured.effort, measured.recall) == (4, 0.5)
 
 
-def test_recall_that_stands_still_and_rises_again_is_followed() -> None:
-    """As where lists hold each vector many times: a plateau is not the end."""
+def test_recall_plateau_does_not_end_the_tuning() -> None:
+    """A recall plateau, as in lists with many duplicates, does not end the search for an effort."""
     measured = least_effort((1, 2, 4, 8, 16, 32, 64), 0.9, lambda effort: Recall(*[0.5 if effort < 16 else 0.95] * 2))
     assert (measured.effort, measured.reached) == (16, True)
     flat = least_effort((1, 2, 4, 8, 16), 0.9, lambda effort: Recall(0.5, 0.4))
@@ -303,8 +302,8 @@ def test_recall_that_stands_still_and_rises_again_is_followed() -> None:
 
 
 @pytest.mark.slow
-def test_recall_is_measured_by_the_users_own_queries() -> None:
-    """Queries from elsewhere need more lists than vectors do."""
+def test_recall_is_measured_with_the_users_queries() -> None:
+    """Queries of another distribution need more lists."""
     corpus, _ = data()
     own = 3 * np.random.default_rng(5).normal(size=(600, DIM)).astype(np.float32)
     index = build(corpus, index=IVF, num_lists=24, queries=own[:200])
@@ -313,50 +312,50 @@ def test_recall_is_measured_by_the_users_own_queries() -> None:
     truth = exact_nearest(own[200:], corpus, 10)
     found = recall(index.search(own[200:], 10).ids, truth)
     assert found >= 0.94
-    assert recall(positions(made(IVF).search(own[200:], 10)), truth) < found  # by the vectors alone
-    with pytest.raises(SearchError, match="`queries` are none"):
+    assert recall(positions(made(IVF).search(own[200:], 10)), truth) < found  # tuned with corpus vectors
+    with pytest.raises(SearchError, match="`queries` is empty"):
         build(corpus, index=IVF, num_lists=24, queries=own[:0])
     with pytest.raises(SearchError, match="num_queries, 16"):
         build(corpus, index="exact", queries=own[:, :3])
 
 
 @pytest.mark.slow
-def test_auto_takes_another_kind_where_the_target_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_builds_another_kind_if_the_target_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     module = import_module("autopar.vector_search.build")
-    told: list[tuple[str, ...]] = []
+    missed_kinds: list[tuple[str, ...]] = []
 
-    def choose_codes(name: str, asked: Any, missed: Any = ()) -> tuple[str, str]:
-        told.append(tuple(missed))
+    def choose_codes(name: str, request: Any, missed: Any = ()) -> tuple[str, str]:
+        missed_kinds.append(tuple(missed))
         return ("exact", "what is left") if missed else (IVF_PQ, "for a test")
 
     monkeypatch.setattr(module, "choose", choose_codes)
     monkeypatch.setattr(import_module("autopar.vector_search.ivf.index"), "_REFINED", 1)
     hard = np.random.default_rng(0).normal(size=(600, 64)).astype(np.float32)
     index = build(hard, recall_target=0.999)
-    assert told == [(), (IVF_PQ,)]
+    assert missed_kinds == [(), (IVF_PQ,)]
     assert (index.stats().kind, index.stats().reached) == ("exact", True)
     assert index.stats().details["why"] == "what is left; ivfpq did not reach a recall of 0.999"
 
 
-def test_auto_keeps_the_best_where_nothing_reaches_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_keeps_the_best_if_no_kind_reaches_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     def kind(name: str, promised: float) -> vector_search.Kind:
         details = {"recall": 0.93, "recall_at_least": promised}
         made: Any = SimpleNamespace(stats=lambda: SimpleNamespace(kind=name, reached=False, details=details))
-        return vector_search.Kind(lambda asked: made, lambda saved, place: made)
+        return vector_search.Kind(lambda request: made, lambda saved, place: made)
 
-    def choose_lists_first(name: str, asked: Any, missed: Any = ()) -> tuple[str, str]:
+    def choose_lists_first(name: str, request: Any, missed: Any = ()) -> tuple[str, str]:
         return (IVF_PQ if missed else IVF), ""
 
     module = import_module("autopar.vector_search.build")
     monkeypatch.setattr(module, "choose", choose_lists_first)
     monkeypatch.setattr(module, "KINDS", {IVF: kind(IVF, 0.9), IVF_PQ: kind(IVF_PQ, 0.7)})
-    with pytest.warns(SearchWarning, match="'ivf' finds 0.930 .* at least 0.900"):
+    with pytest.warns(SearchWarning, match="'ivf' has a recall of 0.930 .* lower bound of 0.900"):
         assert build(data()[0]).stats().kind == IVF
 
 
 @pytest.mark.slow
-def test_a_walk_leaves_out_what_it_is_told_to() -> None:
-    """As if it were not among the vectors: all else is found."""
+def test_beam_search_excludes_nodes() -> None:
+    """Excluded nodes are missing from the result, and every other node is found."""
     corpus, _ = data()
     near = exact_nearest(corpus[:200], corpus[:200], 20).astype(np.int32)
     graph = connect(jnp.asarray(corpus[:200]), jnp.asarray(near), jnp.arange(3), "l2", degree=16)
@@ -373,8 +372,8 @@ def test_a_walk_leaves_out_what_it_is_told_to() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_far_from_the_origin_as_much_is_found(kind: str, tmp_path: Path) -> None:
-    """Differences are what distances say, not lengths; a loaded index has the same centre."""
+def test_recall_does_not_depend_on_the_offset(kind: str, tmp_path: Path) -> None:
+    """Recall does not depend on the offset of the corpus; a loaded index has the same centre."""
     corpus, queries = (np.round(each * 64) / 64 + np.float32(1000) for each in data())
     index = build(corpus, index=kind, **SETTINGS[kind])
     assert index.stats().reached is True
@@ -388,19 +387,17 @@ def test_far_from_the_origin_as_much_is_found(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_querys_own_duplicates_are_no_hits() -> None:
-    """Each vector 10 times: the copies of a query are in the list that it is in, and say nothing about other queries."""
-    corpus, strangers = np.tile(DATA.corpus[:400], (10, 1)), DATA.queries
+def test_duplicates_of_a_query_do_not_count() -> None:
+    """Each vector 10 times: a query's duplicates are in its own list and would inflate the recall."""
+    corpus, unseen = np.tile(DATA.corpus[:400], (10, 1)), DATA.queries
     index = build(corpus, index=IVF, num_lists=60)
     assert index.stats().reached is True
-    truth = exact_nearest(strangers, corpus, 10)
-    far, found = (
-        distances_between(strangers, corpus, which, "l2") for which in (truth, index.search(strangers, 10).ids)
-    )
-    assert (found <= far[:, -1:]).mean() >= 0.88  # one distinct neighbour each: 400 tell 0.95 less well than 4,000
+    truth = exact_nearest(unseen, corpus, 10)
+    far, found = (distances_between(unseen, corpus, which, "l2") for which in (truth, index.search(unseen, 10).ids))
+    assert (found <= far[:, -1:]).mean() >= 0.88  # one distinct neighbour each: 400 resolve 0.95 less well than 4,000
 
 
-def test_equal_vectors_are_known_and_others_are_neighbours() -> None:
+def test_duplicates_are_grouped_and_excluded() -> None:
     vectors = np.array([[1, 2], [0.0, 1], [1, 2], [-0.0, 1], [2, 4], [5, 5]], np.float32)
     same = Duplicates.of(vectors, "l2")
     assert same.num_groups == 4
@@ -412,38 +409,38 @@ def test_equal_vectors_are_known_and_others_are_neighbours() -> None:
     assert [sorted(row) for row in found.tolist()] == [[1, 3, 4], [0, 2, 4]]
     assert same.others(nearest[:, :1], same.groups[:2], 2).tolist() == [[NO_ID, NO_ID]] * 2
     none = (np.zeros((1, 2)), np.array([[NO_ID] * 2]))
-    assert Recall.of(shares_of((np.zeros((1, 2)), np.array([[3, 4]])), none, "l2")) == (1, 1)
+    assert Recall.of(recall_per_query((np.zeros((1, 2)), np.array([[3, 4]])), none, "l2")) == (1, 1)
 
 
-def test_the_sample_measures_what_strangers_find() -> None:
-    """Vectors as their own queries, left out of their search, find as much as queries that are none of them."""
+def test_sample_recall_equals_recall_of_unseen_queries() -> None:
+    """Sample vectors that exclude themselves have the recall of queries outside the corpus."""
     corpus, _ = data()
-    strangers = DATA.queries
+    unseen = DATA.queries
     for kind in (IVF, GRAPH):
-        found = positions(made(kind).search(strangers, 10))
-        assert abs(recall(found, exact_nearest(strangers, corpus, 10)) - made(kind).stats().details["recall"]) < 0.03
+        found = positions(made(kind).search(unseen, 10))
+        assert abs(recall(found, exact_nearest(unseen, corpus, 10)) - made(kind).stats().details["recall"]) < 0.03
 
 
 # -- auto ------------------------------------------------------------------------------------
 
 
 def chosen(num: int, dim: int = 128, hardware: str = "h100-sxm", **options: Any) -> tuple[str, str]:
-    """For so many vectors, of which there is but one in memory."""
-    asked = SimpleNamespace(
+    """The chosen kind for many vectors, without allocating them."""
+    request = SimpleNamespace(
         vectors=np.broadcast_to(np.zeros((), np.float32), (num, dim)),
         metric="l2",
         recall_target=options.get("recall_target", 0.95),
         place=_place("8", hardware, options.get("budget"), options.get("batch", 256)),
     )
-    return choose("auto", asked)  # pyright: ignore[reportArgumentType]
+    return choose("auto", request)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow
-def test_auto_goes_by_what_searches_are_predicted_to_take() -> None:
+def test_auto_chooses_by_predicted_time() -> None:
     kind, why = chosen(100_000)
     assert kind == "exact"
     assert "256 queries" in why
-    assert "quick enough" in why
+    assert "below 50 ms" in why
     kind, why = chosen(400_000_000)
     assert kind == IVF
     assert why.startswith("predicted times of 256 queries: exact ")
@@ -453,43 +450,46 @@ def test_auto_goes_by_what_searches_are_predicted_to_take() -> None:
     assert chosen(20_000_000, budget=2e9)[0] == "exact"
     kind, why = chosen(20_000_000, budget=1e9)
     assert kind == IVF_PQ
-    assert "1 GB a device" in why
+    assert "1 GB per device" in why
 
 
-def test_auto_says_why() -> None:
+def test_auto_reports_its_reason() -> None:
     index = vector_search.build(data()[0], mesh=MESH_OF_ONE)
     assert index.stats().kind == "exact"
-    assert "quick enough" in index.stats().details["why"]
+    assert "below 50 ms" in index.stats().details["why"]
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- invalid arguments ------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown setting": ({"index": IVF, "degree": 3}, "'ivf' has no setting 'degree': it has num_lists, copies"),
-    "a setting of another kind": ({"index": GRAPH, "num_lists": 3}, "'num_lists': it has degree, width"),
+    "unknown setting": (
+        {"index": IVF, "degree": 3},
+        "'ivf' has no setting 'degree': its settings are num_lists, copies",
+    ),
+    "a setting of another kind": ({"index": GRAPH, "num_lists": 3}, "'num_lists': its settings are degree, width"),
     "zero": ({"index": IVF, "num_lists": 0}, "`num_lists` is 0"),
     "a fraction": ({"index": GRAPH, "degree": 1.5}, "`degree` is 1.5"),
-    "more lists than vectors": ({"index": IVF, "num_lists": 7}, "there are 6 vectors"),
+    "more lists than vectors": ({"index": IVF, "num_lists": 7}, "at most the number of vectors, 6"),
     "codes that do not divide": ({"index": IVF_PQ, "code_bytes": 3}, "4 elements"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_settings_that_cannot_be(case: str) -> None:
+def test_invalid_setting_is_rejected(case: str) -> None:
     options, message = REFUSED[case]
     with pytest.raises(SearchError, match=message):
         build(np.ones((6, 4)), **options)
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_what_no_index_is_built_of_and_can_be_asked(kind: str) -> None:
+def test_invalid_corpus_and_search_are_rejected(kind: str) -> None:
     corpus, queries = data()
     nan = corpus.copy()
     nan[3, 4] = np.nan
     built: list[tuple[Any, dict[str, Any], str]] = [
         (nan, {}, r"nan at \[3, 4\]"),
         (corpus[0], {}, "two|n, d"),
-        (corpus, {"ids": np.zeros(NUM, int)}, "0 twice"),
+        (corpus, {"ids": np.zeros(NUM, int)}, "repeats 0"),
         (corpus, {"metric": "hamming"}, "hamming"),
     ]
     for wrong, options, message in built:
@@ -502,16 +502,16 @@ def test_what_no_index_is_built_of_and_can_be_asked(kind: str) -> None:
         (queries, 1, {"filter": [True]}, "each of the 1,000 vectors"),
         (queries, 1, {"effort": 0}, "`effort` is 0"),
     ]
-    for asked, k, options, message in searched:
+    for wrong, k, options, message in searched:
         with pytest.raises(SearchError, match=message):
-            index.search(asked, k, **options)
+            index.search(wrong, k, **options)
     with pytest.raises(SearchError, match="this index is exact"):
         build(corpus, index="exact").search(queries, 1, effort=3)
 
 
 @pytest.mark.slow
-def test_digits_have_the_neighbours_that_scikit_learn_finds() -> None:
-    """V13: where scikit-learn is installed."""
+def test_digits_have_the_neighbours_of_scikit_learn() -> None:
+    """V13: requires scikit-learn."""
     datasets = pytest.importorskip("sklearn.datasets")
     neighbors = pytest.importorskip("sklearn.neighbors")
     digits = datasets.load_digits().data.astype(np.int8)
@@ -519,5 +519,5 @@ def test_digits_have_the_neighbours_that_scikit_learn_finds() -> None:
     distances, ids = neighbors.NearestNeighbors(n_neighbors=10, algorithm="brute").fit(digits).kneighbors(queries)
     index = build(digits, index=IVF, num_lists=8)
     found, truth = index.search(queries, 10), (np.rint(distances**2), ids)
-    assert shares_of((found.distances, found.ids), truth, "l2").mean() >= 0.93
+    assert recall_per_query((found.distances, found.ids), truth, "l2").mean() >= 0.93
     np.testing.assert_array_equal(index.search(queries, 10, effort=8).distances, np.rint(distances**2))

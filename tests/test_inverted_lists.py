@@ -1,4 +1,4 @@
-"""IVF-Flat: search is exact within the lists probed, however the work is cut, and all of the corpus is in the lists."""
+"""IVF-Flat is exact within the probed lists, for any work shape, and its lists contain the whole corpus."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.api.planned_function import Planned
 from autopar.vector_search.data.metrics import METRICS, NO_ID, Metric
 from autopar.vector_search.ivf import search as list_search
 from autopar.vector_search.ivf.lists import InvertedLists, fill, lists_of, longest_of, members, usual_slots
-from autopar.vector_search.ivf.probe_batching import num_units, seats, units
+from autopar.vector_search.ivf.probe_batching import group_by_list, num_work_items, work_items
 from autopar.vector_search.ivf.search import Shape, shape_of
 from autopar.vector_search.kernels.k_means import k_means
 from autopar.vector_search.kernels.top_k_merge import Best, distinct
@@ -25,8 +25,8 @@ from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, LISTS, DIM = 1000, 16, 12
 
-search = jax.jit(list_search.search, static_argnums=(2, 3), static_argnames="how")
-search_lists = jax.jit(list_search.search_lists, static_argnums=2, static_argnames="how")
+search = jax.jit(list_search.search, static_argnums=(2, 3), static_argnames="shape")
+search_lists = jax.jit(list_search.search_lists, static_argnums=2, static_argnames="shape")
 
 
 @cache
@@ -38,7 +38,7 @@ def made(
     vectors, queries = data.corpus, data.queries
     if dtype == "int8":
         vectors, queries = ((100 * each).astype(np.int8) for each in (vectors, queries))
-    found = k_means(jnp.asarray(vectors), LISTS, rounds=4)
+    found = k_means(jnp.asarray(vectors), LISTS, iterations=4)
     index = fill(vectors, np.asarray(found.centroids), np.asarray(found.lists), metric, slots)
     return index, vectors, queries
 
@@ -46,7 +46,7 @@ def made(
 def best_within(
     index: InvertedLists, vectors: np.ndarray, queries: np.ndarray, probes: np.ndarray, k: int
 ) -> list[list[int]]:
-    """By looking at every vector of the lists probed."""
+    """The best of the probed lists, by brute force."""
     held = members(index)
     found: list[list[int]] = []
     for query, lists in zip(queries, probes, strict=True):
@@ -76,7 +76,7 @@ def test_search_is_exact_within_the_lists_probed(metric: Metric, dtype: str) -> 
     truth = best_within(index, vectors, queries, probes, 7)
     score = exact_scores(queries, vectors, metric)
     for row, (mine, theirs) in enumerate(zip(np.asarray(found.positions).tolist(), truth, strict=True)):
-        # equal scores may come in any order
+        # equal scores may be in any order
         np.testing.assert_allclose(score[row, mine], score[row, theirs], rtol=1e-4, atol=1e-4)
         assert len(set(mine)) == 7
 
@@ -90,15 +90,17 @@ def test_probing_all_lists_finds_the_nearest(metric: Metric) -> None:
 
 
 @pytest.mark.slow
-def test_how_the_work_is_cut_changes_no_result() -> None:
-    """Into units of few queries and of many; one unit at a time, some, all. Also when every query wants one list."""
+def test_work_shape_changes_no_result() -> None:
+    """Items of few and of many queries; one, some or all items per step; also if every query probes the same list."""
     index, _, queries = made()
     crowded = np.stack([np.array([3, 4 + i % 9, 14, 0, 1], np.int32) for i in range(len(queries))])
     spread = np.stack([np.random.default_rng(i).permutation(LISTS)[:5] for i in range(len(queries))]).astype(np.int32)
     for probes in (crowded, spread):
         results: list[Best] = []
         for rows, at_once in ((40, 1000), (3, 7), (8, 1)):
-            results.append(search_lists(index, jnp.asarray(queries), 9, jnp.asarray(probes), how=Shape(rows, at_once)))
+            results.append(
+                search_lists(index, jnp.asarray(queries), 9, jnp.asarray(probes), shape=Shape(rows, at_once))
+            )
         for one, other in itertools.pairwise(results):
             np.testing.assert_array_equal(one.positions, other.positions)
             np.testing.assert_allclose(one.scores, other.scores, rtol=1e-5, atol=1e-5)
@@ -112,7 +114,7 @@ def test_one_query_and_many_find_the_same(num_queries: int) -> None:
     np.testing.assert_array_equal(some.positions, every.positions[:num_queries])
 
 
-def test_a_unit_has_no_more_queries_than_ask_a_list_on_average() -> None:
+def test_rows_follow_the_mean_probes_per_list() -> None:
     index, _, _ = made()
     assert shape_of(index, 1, 2).rows == 1
     assert shape_of(index, 100, 1).rows == 8
@@ -120,7 +122,7 @@ def test_a_unit_has_no_more_queries_than_ask_a_list_on_average() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 300])
-def test_any_k_and_what_is_missing_is_marked(k: int) -> None:
+def test_any_k_and_missing_results_are_marked(k: int) -> None:
     index, vectors, queries = made()
     probes = np.tile(np.array([[0, 1]], np.int32), (len(queries), 1))
     found = search_lists(index, jnp.asarray(queries), k, jnp.asarray(probes))
@@ -133,7 +135,7 @@ def test_any_k_and_what_is_missing_is_marked(k: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.3])
-def test_a_filter_leaves_the_rest_out_and_finds_the_nearest_of_what_is_allowed(share: float) -> None:
+def test_filter_returns_the_nearest_allowed_vectors(share: float) -> None:
     index, vectors, queries = made()
     allowed = np.random.default_rng(1).random(NUM) < share
     found = np.asarray(search(index, jnp.asarray(queries), 4, LISTS, jnp.asarray(allowed)).positions)
@@ -145,7 +147,7 @@ def test_a_filter_leaves_the_rest_out_and_finds_the_nearest_of_what_is_allowed(s
         assert recall(found, which[exact_nearest(queries, vectors[allowed], 4)]) >= 0.999
 
 
-def test_a_vector_in_two_lists_is_found_once() -> None:
+def test_vector_in_two_lists_is_returned_once() -> None:
     index, vectors, queries = made()
     first = np.zeros(NUM, int)
     for number, held in enumerate(members(index)):
@@ -157,25 +159,25 @@ def test_a_vector_in_two_lists_is_found_once() -> None:
     np.testing.assert_array_equal(found.positions, exact_nearest(queries, vectors, 10))
 
 
-def test_distinct_keeps_the_best_of_each_and_marks_what_is_missing() -> None:
+def test_distinct_keeps_the_best_duplicate_and_marks_missing_results() -> None:
     found = Best(jnp.array([[9.0, 9.0, 5.0, 5.0, -jnp.inf]]), jnp.array([[4, 4, 2, 2, NO_ID]], jnp.int32))
     best = distinct(found, 3)
     assert best.positions.tolist() == [[4, 2, NO_ID]]
     assert best.scores.tolist() == [[9.0, 5.0, -np.inf]]
 
 
-def test_seats_count_the_probes_of_a_list() -> None:
+def test_ranks_count_the_probes_of_a_list() -> None:
     probes = np.random.default_rng(0).integers(0, 5, size=(30, 3)).astype(np.int32)
-    found = seats(jnp.asarray(probes), 6)
-    np.testing.assert_array_equal(found.taken, np.bincount(probes.reshape(-1), minlength=6))
+    found = group_by_list(jnp.asarray(probes), 6)
+    np.testing.assert_array_equal(found.counts, np.bincount(probes.reshape(-1), minlength=6))
     for each in range(6):
-        assert sorted(np.asarray(found.seat)[probes == each].tolist()) == list(range((probes == each).sum()))
+        assert sorted(np.asarray(found.rank)[probes == each].tolist()) == list(range((probes == each).sum()))
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.sampled_from((1, 7)), st.sampled_from((1, 4)), st.sampled_from((1, 13)), st.data())
-def test_units_multiply_every_block_with_every_query_that_asks_it_and_there_is_room(
+def test_work_items_cover_every_block_and_probing_query_within_capacity(
     num_lists: int, rows: int, queries: int, data: st.DataObject
 ) -> None:
     num_blocks = data.draw(st.lists(st.integers(1, 5), min_size=num_lists, max_size=num_lists))
@@ -185,27 +187,27 @@ def test_units_multiply_every_block_with_every_query_that_asks_it_and_there_is_r
     first = np.concatenate([[0], np.cumsum(num_blocks)]).astype(np.int32)
     longest = longest_of(np.array(num_blocks))[min((num_probes - 1).bit_length(), (num_lists - 1).bit_length())]
     assert longest >= sum(sorted(num_blocks)[-num_probes:])
-    most, _ = num_units(queries, rows, sum(num_blocks), longest)
-    seating = seats(jnp.asarray(probes), num_lists)
-    made = jax.device_get(units(seating, jnp.asarray(first), rows, most))
-    seating = jax.device_get(seating)
+    most, _ = num_work_items(queries, rows, sum(num_blocks), longest)
+    by_list = group_by_list(jnp.asarray(probes), num_lists)
+    made = jax.device_get(work_items(by_list, jnp.asarray(first), rows, most))
+    by_list = jax.device_get(by_list)
     taken = np.bincount(probes.reshape(-1), minlength=num_lists)
-    assert int(made.num_units) == (-(-taken // rows) * num_blocks).sum() <= most
+    assert int(made.num_items) == (-(-taken // rows) * num_blocks).sum() <= most
     served = {
         (query, block) for query, lists in enumerate(probes) for b in lists for block in range(*first[[b, b + 1]])
     }
     found = []
-    for unit in range(int(made.num_units)):
-        start, each = int(made.asks[unit]), int(made.which[unit])
-        end = min(start + rows, int(seating.first[each + 1]))
-        found += [(int(query), int(made.block[unit])) for query in seating.asks[start:end]]
-        assert first[each] <= made.block[unit] < first[each + 1]
+    for item in range(int(made.num_items)):
+        start, each = int(made.first_probe[item]), int(made.lists[item])
+        end = min(start + rows, int(by_list.first[each + 1]))
+        found += [(int(query), int(made.blocks[item])) for query in by_list.queries[start:end]]
+        assert first[each] <= made.blocks[item] < first[each + 1]
     assert len(found) == len(set(found))
     assert set(found) == served
 
 
 @pytest.mark.slow
-def test_small_blocks_and_large_give_the_same() -> None:
+def test_block_size_changes_no_result() -> None:
     small, _, queries = made()
     large, _, _ = made(slots=64)
     assert large.num_blocks < small.num_blocks
@@ -214,11 +216,11 @@ def test_small_blocks_and_large_give_the_same() -> None:
 
 
 @pytest.mark.parametrize(("length", "slots"), [(3, 16), (100, 32), (120, 64), (200, 64), (1000, 128), (10**6, 1024)])
-def test_a_block_is_at_most_so_much_of_a_list(length: int, slots: int) -> None:
+def test_block_size_follows_the_mean_list_length(length: int, slots: int) -> None:
     assert usual_slots(10 * length, 10) == slots
 
 
-def test_with_faiss_centroids_and_lists_the_recall_is_faiss_own() -> None:
+def test_recall_equals_faiss_with_its_centroids_and_lists() -> None:
     faiss = pytest.importorskip("faiss")
     data = faiss_synthetic(32, 0, 2000, 100)
     quantizer = faiss.IndexFlatL2(32)
@@ -236,8 +238,8 @@ def test_with_faiss_centroids_and_lists_the_recall_is_faiss_own() -> None:
 
 
 @pytest.mark.slow
-def test_lists_split_over_devices_by_the_planner_find_what_one_device_finds() -> None:
-    """More than one device's budget: every list over all devices, so that each has as much to do."""
+def test_sharded_lists_give_the_results_of_one_device() -> None:
+    """Larger than one device's budget: every list is sharded over all devices, which balances the work."""
     data = faiss_synthetic(64, 0, 20000, 128)
     lists = np.random.default_rng(0).integers(0, 32, size=20000)
     index = fill(data.corpus, data.corpus[:32], lists, "l2")
@@ -254,4 +256,4 @@ def test_lists_split_over_devices_by_the_planner_find_what_one_device_finds() ->
     found, positions = planned.run(*map(jax.device_put, arrays, planned.shardings))
     expected, whole = jax.jit(searched)(*arrays)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
-    assert np.mean(np.asarray(positions) == np.asarray(whole)) > 0.995  # near-equal scores change places
+    assert np.mean(np.asarray(positions) == np.asarray(whole)) > 0.995  # nearly equal scores may swap

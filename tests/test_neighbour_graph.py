@@ -1,4 +1,4 @@
-"""The graph and the walk: what is pruned, that nothing is scored twice, that the nearest are found with few scores."""
+"""Neighbour graph and beam search: pruning, each node scored at most once, recall with few scores."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nearest import exact_nearest, exact_scores, recall
 
 from autopar.vector_search.data.metrics import METRICS, NO_ID, Metric
 from autopar.vector_search.graph import beam_search as beam
-from autopar.vector_search.graph.neighbor_graph import NeighbourGraph, connect, led_to, pruned, reverse
+from autopar.vector_search.graph.neighbor_graph import NeighbourGraph, add_missing_in_edges, connect, pruned, reverse
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, DIM = 800, 16
 
-search = jax.jit(beam.search, static_argnames=("k", "beam", "width", "rounds"))
+search = jax.jit(beam.search, static_argnames=("k", "beam", "width", "iterations"))
 
 
 @cache
@@ -30,7 +30,7 @@ def made(metric: Metric = "l2") -> tuple[NeighbourGraph, np.ndarray, np.ndarray]
 
 
 def pruned_by_hand(vectors: np.ndarray, near: list[int], node: int, degree: int, alpha: float) -> list[int]:
-    """Node by node: an edge stays, unless a kept one is nearer to its end by the factor."""
+    """Robust pruning, node by node: keep an edge unless a kept neighbour is nearer to its target by the factor."""
     kept: list[int] = []
     squared = ((vectors[:, None] - vectors[None]) ** 2).sum(axis=-1)
     for other in sorted(
@@ -42,17 +42,17 @@ def pruned_by_hand(vectors: np.ndarray, near: list[int], node: int, degree: int,
 
 
 @pytest.mark.parametrize("alpha", [1.0, 1.4])
-def test_pruning_is_that_of_each_node_by_itself(alpha: float) -> None:
+def test_pruning_equals_pruning_node_by_node(alpha: float) -> None:
     draw = np.random.default_rng(0)
     vectors = draw.normal(size=(50, 4)).astype(np.float32)
-    near = draw.integers(-1, 50, size=(50, 20)).astype(np.int32)  # with some twice, some missing, some the node itself
+    near = draw.integers(-1, 50, size=(50, 20)).astype(np.int32)  # with duplicates, missing entries and the node itself
     found = np.asarray(pruned(jnp.asarray(vectors), jnp.asarray(near), "l2", 6, alpha, chunk=16))
     for node in range(50):
         row = found[node]
         assert row[row != NO_ID].tolist() == pruned_by_hand(vectors, near[node].tolist(), node, 6, alpha)
 
 
-def test_reverse_edges_are_all_there_is_room_for_the_nearest_first() -> None:
+def test_reverse_edges_are_nearest_first_up_to_capacity() -> None:
     edges = np.array([[1, 2], [2, NO_ID], [0, 1], [1, 2]], np.int32)
     assert np.asarray(reverse(jnp.asarray(edges), 3)).tolist() == [
         [2, NO_ID, NO_ID],
@@ -63,7 +63,7 @@ def test_reverse_edges_are_all_there_is_room_for_the_nearest_first() -> None:
     assert np.asarray(reverse(jnp.asarray(edges), 1))[:, 0].tolist() == [2, 0, 1, NO_ID]
 
 
-def test_edges_lead_to_others_once() -> None:
+def test_edges_are_distinct_and_no_self_loops() -> None:
     edges = np.asarray(made()[0].edges)
     for node, row in enumerate(edges):
         there = row[row != NO_ID].tolist()
@@ -71,20 +71,20 @@ def test_edges_lead_to_others_once() -> None:
         assert len(set(there)) == len(there) > 0
 
 
-def test_an_edge_is_given_to_nodes_that_no_edge_leads_to() -> None:
+def test_nodes_without_incoming_edge_get_one() -> None:
     edges = np.array([[1, 2], [0, 2], [1, 0], [0, 1], [1, NO_ID]], np.int32)
-    # 3 and 4 have none. 3 asks 0, which gives up 2, its farthest, as 1 leads there too; 4 asks 1 at the same time,
-    # which gives up 2 as 0 does; then 2 asks 0, its next nearest, which gives up 1 and not 3
-    assert np.asarray(led_to(jnp.asarray(edges))).tolist() == [[2, 3], [0, 4], [1, 0], [0, 1], [1, NO_ID]]
+    # 3 and 4 have no incoming edge. 0 accepts 3 and drops 2, its farthest, as 1 has an edge to 2 too; at the same time
+    # 1 accepts 4 and drops 2. Then 0, the next nearest of 2, accepts 2 and drops 1, not 3.
+    assert np.asarray(add_missing_in_edges(jnp.asarray(edges))).tolist() == [[2, 3], [0, 4], [1, 0], [0, 1], [1, NO_ID]]
 
 
-def test_every_node_of_many_that_crowd_around_few_is_led_to() -> None:
+def test_hub_nodes_leave_no_node_without_incoming_edge() -> None:
     draw = np.random.default_rng(0)
-    vectors = draw.normal(size=(600, 48)).astype(np.float32)  # of so many dims few are near to many
+    vectors = draw.normal(size=(600, 48)).astype(np.float32)  # in so many dims few vectors are near to many
     near = exact_nearest(vectors, vectors, 30).astype(np.int32)
     forward = np.asarray(pruned(jnp.asarray(vectors), jnp.asarray(near), "l2", 8, 1.2, 300))
     assert len(np.unique(forward)) < 590
-    edges = np.asarray(led_to(jnp.asarray(forward)))
+    edges = np.asarray(add_missing_in_edges(jnp.asarray(forward)))
     assert set(range(600)) <= set(edges.ravel().tolist())
     assert np.all((edges != forward).sum(axis=1) <= 4 * 4)
     assert all(len(set(row)) == len(row) for row in edges.tolist() if NO_ID not in row)
@@ -92,19 +92,19 @@ def test_every_node_of_many_that_crowd_around_few_is_led_to() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("metric", METRICS)
-def test_the_walk_finds_the_nearest_and_scores_what_it_says(metric: Metric) -> None:
+def test_beam_search_finds_the_nearest_with_correct_scores(metric: Metric) -> None:
     graph, vectors, queries = made(metric)
     found = search(graph, jnp.asarray(queries), k=5, beam=64)
     positions = np.asarray(found.positions)
     assert recall(positions, exact_nearest(queries, vectors, 5, metric)) >= 0.95
     truth = np.take_along_axis(exact_scores(queries, vectors, metric), positions, axis=1)
-    order = np.asarray(found.scores)  # of l2 without the query's own square
+    order = np.asarray(found.scores)  # l2 without the query's squared norm
     np.testing.assert_allclose(order - order[:, :1], truth - truth[:, :1], atol=1e-3)
 
 
 @pytest.mark.parametrize("width", [1, 4])
-def test_nothing_is_scored_twice_and_the_scores_are_counted(width: int) -> None:
-    """With a beam that holds all, every node that can be reached is scored, once."""
+def test_each_node_is_scored_and_counted_once(width: int) -> None:
+    """With a beam of all nodes, every reachable node is scored once."""
     graph, vectors, queries = made()
     found = search(graph, jnp.asarray(queries[:4]), k=NUM, beam=NUM, width=width)
     for row, num in zip(np.asarray(found.positions), np.asarray(found.num_scored), strict=True):
@@ -121,7 +121,7 @@ def test_a_wider_beam_finds_more_and_scores_more() -> None:
     assert int(small.num_scored.sum()) < int(large.num_scored.sum()) < len(queries) * NUM
 
 
-def test_one_query_by_itself_finds_what_it_finds_among_others() -> None:
+def test_results_do_not_depend_on_the_batch() -> None:
     graph, _, queries = made()
     every = search(graph, jnp.asarray(queries), k=5, beam=16)
     alone = search(graph, jnp.asarray(queries[7:8]), k=5, beam=16)
@@ -129,16 +129,16 @@ def test_one_query_by_itself_finds_what_it_finds_among_others() -> None:
     assert int(alone.num_scored[0]) == int(every.num_scored[7])
 
 
-def test_enough_rounds_find_what_walking_to_the_end_finds_and_few_score_less() -> None:
+def test_fixed_iterations_equal_running_to_the_end_if_sufficient() -> None:
     graph, _, queries = made()
-    to_the_end, enough, few = (search(graph, jnp.asarray(queries), k=5, beam=16, rounds=n) for n in (None, 60, 3))
+    to_the_end, enough, few = (search(graph, jnp.asarray(queries), k=5, beam=16, iterations=n) for n in (None, 60, 3))
     for one, other in zip(to_the_end, enough, strict=True):
         np.testing.assert_array_equal(one, other)
     assert np.all(np.asarray(few.num_scored) <= len(graph.entries) + 3 * graph.degree)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_a_filter_is_kept_to_and_the_walk_goes_through_what_is_left_out(share: float) -> None:
+def test_filter_applies_to_results_not_to_the_path(share: float) -> None:
     graph, vectors, queries = made()
     allowed = np.random.default_rng(1).random(NUM) < share
     found = np.asarray(search(graph, jnp.asarray(queries), k=5, beam=64, allowed=jnp.asarray(allowed)).positions)
@@ -151,7 +151,7 @@ def test_a_filter_is_kept_to_and_the_walk_goes_through_what_is_left_out(share: f
 
 
 @pytest.mark.slow
-def test_k_beyond_what_is_there_is_marked() -> None:
+def test_k_beyond_the_corpus_is_marked() -> None:
     vectors = jnp.asarray(np.eye(3, dtype=np.float32))
     near = jnp.array([[1, 2], [0, 2], [0, 1]], jnp.int32)
     graph = connect(vectors, near, jnp.array([0]), "l2", degree=2)
@@ -162,8 +162,8 @@ def test_k_beyond_what_is_there_is_marked() -> None:
 
 
 @pytest.mark.slow
-def test_scores_at_a_recall_are_no_more_than_those_of_faiss_hnsw() -> None:
-    """1.3 times as many at most, at the recall of theirs or better."""
+def test_number_of_scores_at_equal_recall_against_faiss_hnsw() -> None:
+    """At most 1.3 times as many, at the same or a better recall."""
     faiss = pytest.importorskip("faiss")
     data = faiss_synthetic(32, 0, 4000, 100)
     truth = exact_nearest(data.queries, data.corpus, 10)

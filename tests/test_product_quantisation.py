@@ -1,4 +1,4 @@
-"""Product quantisation: codes are the nearest, distances those of FAISS, lists of codes as good as lists of vectors."""
+"""Product quantization: nearest codes, the distances of FAISS, and recall of lists of codes with re-ranking."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def test_a_code_is_the_nearest_centroid_of_each_part_and_decodes_to_it() -> None
 
 
 @pytest.mark.slow
-def test_more_parts_lose_less() -> None:
+def test_more_subvectors_reduce_the_error() -> None:
     vectors = jnp.asarray(faiss_synthetic(16, 0, 1200, 0).corpus)
     lost = []
     for num_parts in (2, 4, 8):
-        books = train_codebooks(vectors, num_parts, rounds=4, num_codes=64)
+        books = train_codebooks(vectors, num_parts, iterations=4, num_codes=64)
         lost.append(float(jnp.mean((decode(books, encode(books, vectors)) - vectors) ** 2)))
     assert lost[0] > 1.5 * lost[1] > 2.25 * lost[2]
     assert lost[2] < 0.1 * float(jnp.var(vectors))
 
 
-def test_candidates_ranked_again_are_exact_and_the_missing_stay_missing() -> None:
+def test_reranked_candidates_are_exact_and_missing_stay_missing() -> None:
     data = faiss_synthetic(8, 0, 100, 6)
     truth = exact_nearest(data.queries, data.corpus, 5)
     shuffled = np.array([np.random.default_rng(0).permutation(row) for row in truth])
@@ -54,12 +54,12 @@ def test_candidates_ranked_again_are_exact_and_the_missing_stay_missing() -> Non
 
 
 @pytest.mark.slow
-def test_lists_of_codes_ranked_again_find_what_lists_of_vectors_find() -> None:
+def test_reranked_codes_reach_the_recall_of_vectors() -> None:
     data = faiss_synthetic(32, 0, 2000, 100)
     vectors = jnp.asarray(data.corpus)
-    clusters = k_means(vectors, 20, rounds=4)
+    clusters = k_means(vectors, 20, iterations=4)
     centroids, lists = np.asarray(clusters.centroids), np.asarray(clusters.lists)
-    books = train_codebooks(vectors - clusters.centroids[clusters.lists], 8, rounds=3)
+    books = train_codebooks(vectors - clusters.centroids[clusters.lists], 8, iterations=3)
     coded = fill_codes(data.corpus, centroids, lists, "l2", books)
     whole = fill(data.corpus, centroids, lists, "l2")
     queries = jnp.asarray(data.queries)
@@ -69,7 +69,7 @@ def test_lists_of_codes_ranked_again_find_what_lists_of_vectors_find() -> None:
     ranked = recall(np.asarray(rerank(vectors, queries, candidates, 10, "l2").positions), truth)
     assert flat > 0.9
     assert abs(ranked - flat) <= 0.005
-    # without ranking again codes alone must be worse, or this says nothing
+    # codes without re-ranking must be worse, or the test shows nothing
     assert recall(np.asarray(candidates)[:, :10], truth) < flat - 0.01
     assert coded.vectors.nbytes * 16 == whole.vectors.nbytes
 
@@ -92,7 +92,7 @@ def test_distances_are_those_of_faiss_with_its_codebooks() -> None:
 
 @pytest.mark.slow
 def test_lists_of_codes_have_the_distances_of_faiss_ivf_pq() -> None:
-    """Relative to centroids, all lists probed: the same neighbours at the same distances."""
+    """Codes of residuals, all lists probed: the same neighbours at the same distances."""
     faiss = pytest.importorskip("faiss")
     data = faiss_synthetic(32, 0, 3000, 50)
     quantizer = faiss.IndexFlatL2(32)
@@ -107,4 +107,4 @@ def test_lists_of_codes_have_the_distances_of_faiss_ivf_pq() -> None:
     found = search(index, jnp.asarray(data.queries), 10, 7)
     distances = distances_of(found.scores, jnp.asarray(data.queries), "l2")
     np.testing.assert_allclose(distances, expected, rtol=1e-3, atol=1e-3)
-    assert recall(np.asarray(found.positions), ids) > 0.98  # equal codes come in any order
+    assert recall(np.asarray(found.positions), ids) > 0.98  # equal codes may be in any order

@@ -1,4 +1,4 @@
-"""Whether a recall target is reached: what a sample says of queries that are none of it; equal vectors; inner products."""
+"""Recall targets: what a sample shows about other queries; duplicates; inner products."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from benchmarks.synthetic_vectors import skewed_clusters
 
 MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 build = partial(vector_search.build, mesh=MESH_OF_ONE, progress=False)
-#: Of kinds that have lists, none longer than a few of so few vectors.
+#: Settings of the list kinds: short lists for few vectors.
 FEW = {IVF: {}, IVF_PQ: {}, GRAPH: {"degree": 4}, "exact": {}}
 
 
 def found_by_distance(index: Any, queries: np.ndarray, corpus: np.ndarray, metric: Metric = "l2") -> float:
-    """The share of the ten nearest that is found: of equal ones any."""
+    """The recall of the ten nearest; equal vectors are interchangeable."""
     last = exact_nearest(queries, corpus, 10, metric)[:, -1:]
     far, found = (distances_between(queries, corpus, which, metric) for which in (last, index.search(queries, 10).ids))
     return float(np.mean(found <= far * (1 + 1e-6) if metric == "l2" else found >= far - 1e-6 * abs(far)))
 
 
 def copied(seed: int, num: int = 4000, distinct: int = 400, copied_most: int = 5) -> tuple[np.ndarray, np.ndarray]:
-    """Nine in ten vectors are copies of a few; and 1000 strangers."""
+    """Nine in ten vectors are duplicates of a few; and 1000 queries outside the corpus."""
     data = skewed_clusters(32, distinct, 1000, num_clusters=100, seed=seed)
     draw = np.random.default_rng(seed)
     copies = data.corpus[draw.integers(0, copied_most, num - distinct)]
     return draw.permutation(np.concatenate([data.corpus, copies])), data.queries
 
 
-# -- what a sample says ----------------------------------------------------------------------
+# -- recall of a sample ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num", [60, 512])
 @pytest.mark.parametrize("share", [0.9, 0.95, 0.99])
-def test_a_sample_promises_too_much_once_in_twenty(share: float, num: int) -> None:
-    """Where queries find all or nothing, which is where samples differ most; and where each misses some."""
+def test_recall_bound_fails_once_in_twenty_samples(share: float, num: int) -> None:
+    """For queries with recall 0 or 1, where samples vary most, and for queries that miss some neighbours."""
     draw = np.random.default_rng(0)
     for samples in (draw.random((2000, num)) < share, draw.binomial(10, share, (2000, num)) / 10):
         promised = np.array([Recall.of(sample.astype(float)).at_least for sample in samples])
@@ -62,13 +62,13 @@ def test_a_sample_promises_too_much_once_in_twenty(share: float, num: int) -> No
         assert promised.mean() > share - 5 / num - 2 * np.sqrt(share * (1 - share) / num)
 
 
-def test_few_queries_promise_little() -> None:
+def test_small_samples_have_low_bounds() -> None:
     assert Recall.of(np.ones(1)) == (1.0, 0.0)
     assert Recall.of(np.ones(20)).at_least < 0.9
     assert Recall.of(np.zeros(500)) == (0.0, 0.0)
 
 
-def test_what_an_older_file_does_not_say_is_not_known() -> None:
+def test_older_file_has_no_target_or_bound() -> None:
     measured = Measured(3, 0.97, {3: 0.97}, 0.95, 0.955)
     assert Measured.loaded(measured.saved()) == measured
     older = {name: value for name, value in measured.saved().items() if name != "at_least"}
@@ -77,52 +77,52 @@ def test_what_an_older_file_does_not_say_is_not_known() -> None:
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [3, 5, 7, 11])
-def test_lists_that_reach_a_target_reach_it_for_strangers(seed: int) -> None:
-    """Of a corpus of copies: no two queries of the sample are copies of each other, as they would count as many."""
-    corpus, strangers = copied(seed)
+def test_target_holds_for_unseen_queries(seed: int) -> None:
+    """A corpus of duplicates: no two sample queries are equal, as equal queries are no independent samples."""
+    corpus, unseen = copied(seed)
     index = build(corpus, index=IVF)
     assert index.stats().reached is True
     assert index.stats().details["recall_at_least"] >= 0.95
-    assert found_by_distance(index, strangers, corpus) >= 0.94  # as far as 1000 tell
+    assert found_by_distance(index, unseen, corpus) >= 0.94  # within the resolution of 1000 queries
 
 
 @pytest.mark.slow
-def test_a_recall_near_one_is_told_by_more_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+def test_recall_target_near_one_takes_a_larger_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample_sizes: list[int] = []
     run = ApproximateIndex._run
 
     def counted(self: Any, queries: Any, *args: Any, **options: Any) -> Any:
-        asked.append(len(queries))
+        sample_sizes.append(len(queries))
         return run(self, queries, *args, **options)
 
     monkeypatch.setattr(ApproximateIndex, "_run", counted)
     corpus = skewed_clusters(16, 2000, 1).corpus
     index = build(corpus, index=IVF, recall_target=0.99)
-    assert set(asked) == {800}
+    assert set(sample_sizes) == {800}
     assert index.stats().reached is True
 
 
-# -- copies in a graph -----------------------------------------------------------------------
+# -- duplicates in a graph -------------------------------------------------------------------
 
 
 @cache
 def graph_of_copies(metric: Metric = "l2") -> tuple[Any, np.ndarray, np.ndarray]:
-    corpus, strangers = copied(0, 3000, 300)
-    return build(corpus, index=GRAPH, metric=metric, degree=16), corpus, strangers
+    corpus, unseen = copied(0, 3000, 300)
+    return build(corpus, index=GRAPH, metric=metric, degree=16), corpus, unseen
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["l2", "cosine"])
-def test_a_graph_is_not_lost_among_copies(metric: Metric) -> None:
-    """With few nodes in hand: all that are nearest are copies of one vector, and its copies lead nowhere else."""
-    index, corpus, strangers = graph_of_copies(metric)
+def test_graph_search_is_not_trapped_by_duplicates(metric: Metric) -> None:
+    """A narrow beam: the nearest vectors are duplicates of one vector, with edges only among each other."""
+    index, corpus, unseen = graph_of_copies(metric)
     assert index.stats().reached is True
     assert index.stats().details["effort"] <= 64
-    assert found_by_distance(index, strangers, corpus, metric) >= 0.94
+    assert found_by_distance(index, unseen, corpus, metric) >= 0.94
 
 
 @pytest.mark.slow
-def test_copies_are_found_each_once_and_by_a_filter() -> None:
+def test_duplicates_are_returned_once_and_filtered() -> None:
     index, corpus, _ = graph_of_copies()
     _, which, counts = np.unique(corpus, axis=0, return_index=True, return_counts=True)
     query = corpus[which[np.argmax(counts)]]
@@ -139,18 +139,18 @@ def test_copies_are_found_each_once_and_by_a_filter() -> None:
 
 
 @pytest.mark.slow
-def test_a_graph_of_copies_is_saved(tmp_path: Path) -> None:
-    index, _, strangers = graph_of_copies()
+def test_graph_with_duplicates_is_saved(tmp_path: Path) -> None:
+    index, _, unseen = graph_of_copies()
     index.save(tmp_path / "index")
     loaded = vector_search.load(tmp_path / "index", mesh="8", batch=8)
     assert loaded.stats().reached is True
-    before, after = index.search(strangers[:8], 10), loaded.search(strangers[:8], 10)
+    before, after = index.search(unseen[:8], 10), loaded.search(unseen[:8], 10)
     np.testing.assert_array_equal(before.ids, after.ids)
     np.testing.assert_allclose(before.distances, after.distances, rtol=1e-4, atol=1e-4)
 
 
-def test_vectors_of_one_mark_that_differ_are_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(duplicates, "_factors", lambda dim: np.ones(dim, np.uint64))  # 1 2 and 2 1 have one mark
+def test_hash_collisions_are_not_duplicates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(duplicates, "_factors", lambda dim: np.ones(dim, np.uint64))  # 1 2 and 2 1 have the same hash
     vectors = np.array([[1, 2], [2, 1], [1, 2], [2, 1], [3, 3]], np.float32)
     same = Duplicates.of(vectors, "l2")
     assert same.groups[0] == same.groups[2]
@@ -161,8 +161,8 @@ def test_vectors_of_one_mark_that_differ_are_not_equal(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_walks_by_inner_product_begin_where_they_are_needed() -> None:
-    """Clusters of vectors of many lengths: long ones of others are nearer than what a walk has to go by."""
+def test_entry_points_for_inner_products() -> None:
+    """Clusters of unequal norms: long vectors of other clusters are better than the entry points."""
     data, draw = skewed_clusters(32, 3000, 300, seed=1), np.random.default_rng(0)
     corpus, queries = (
         (each * draw.lognormal(0, 0.5, (len(each), 1))).astype(np.float32) for each in (data.corpus, data.queries)
@@ -175,11 +175,11 @@ def test_walks_by_inner_product_begin_where_they_are_needed() -> None:
 # -- few vectors, few queries ----------------------------------------------------------------
 
 
-@pytest.mark.slow  # the fast tier has `test_none_one_and_five_vectors_are_indexes`
+@pytest.mark.slow  # the fast tier has `test_index_of_zero_one_and_five_vectors`
 @pytest.mark.parametrize("metric", ["l2", "cosine", "inner_product"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_vectors_are_all_found(kind: str, metric: str) -> None:
-    """One, two, ten of them; equal ones and zeros; whole numbers; more neighbours than there are."""
+    """One, two and ten vectors; duplicates and zeros; integers; k beyond the corpus."""
     few = [np.ones((1, 4)), np.eye(2, 4), np.zeros((3, 4)), np.full((5, 4), 7, np.int16), np.arange(40).reshape(10, 4)]
     for corpus in few:
         index = build(corpus, index=kind, metric=metric, **FEW[kind])
@@ -190,22 +190,22 @@ def test_few_vectors_are_all_found(kind: str, metric: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [IVF, pytest.param(GRAPH, marks=pytest.mark.slow)])
-def test_one_query_tells_no_recall(kind: str) -> None:
-    """Nothing is promised by it: what is kept finds all, or is said not to."""
+def test_one_sample_query_warns(kind: str) -> None:
+    """One sample query gives no bound: the effort finds all, or the target counts as missed."""
     corpus = skewed_clusters(16, 1000, 1).corpus
-    with pytest.warns(SearchWarning, match="`queries` are 1: .* would not tell a recall of 0.95"):
+    with pytest.warns(SearchWarning, match="`queries` has 1 rows, too few to show a recall of 0.95"):
         index = build(corpus, index=kind, queries=corpus[0])
     near = exact_nearest(corpus[:20], corpus, 10)
     assert recall(index.search(corpus[:20], 10).ids, near) == 1 or index.stats().reached is False
 
 
-def test_enough_queries_are_taken_without_a_word() -> None:
+def test_sufficient_sample_does_not_warn() -> None:
     data = skewed_clusters(16, 500, 60)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for target in (0.95, 1.0):  # 1, which no number of them tells, is a matter of looking at all
+        for target in (0.95, 1.0):  # no sample can show a recall of 1, so all vectors are searched
             taken = _sample(data.queries, data.corpus, target)
             assert taken is not None
             assert len(taken) == 60
-    with pytest.warns(SearchWarning, match="`queries` are 60"):
+    with pytest.warns(SearchWarning, match="`queries` has 60 rows"):
         _sample(data.queries, data.corpus, 0.99)

@@ -14,7 +14,7 @@ from benchmarks.vector_search import contenders, data, ivf, page
 from benchmarks.vector_search.contenders import Gate
 
 
-def test_a_neighbour_as_near_as_another_counts() -> None:
+def test_recall_counts_ties() -> None:
     corpus = np.array([[0.0, 0], [0, 0], [3, 0], [9, 0]], np.float32)
     queries = np.array([[1.0, 0]], np.float32)
     searched = data.Searched(corpus, queries, np.array([[1.0, 1.0]], np.float32))
@@ -24,7 +24,7 @@ def test_a_neighbour_as_near_as_another_counts() -> None:
 
 
 @pytest.mark.parametrize(("of", "bound", "met"), [("queries_per_s", 0.3, True), ("queries_per_s", 0.6, False)])
-def test_a_gate_is_held_at_equal_recall(of: str, bound: float, met: bool) -> None:
+def test_gate_compares_at_equal_recall(of: str, bound: float, met: bool) -> None:
     rows: list[contenders.Row] = [
         {"method": method, "recall": recall, "queries_per_s": speed, "beside": "", "gate": "", "met": ""}
         for method, recall, speed in (
@@ -35,22 +35,23 @@ def test_a_gate_is_held_at_equal_recall(of: str, bound: float, met: bool) -> Non
             ("b", 1.0, 100.0),
         )
     ]
-    told = contenders._beside(rows, Gate("a", "b", of, bound))
-    assert [row["gate"] for row in told] == ["", bound, "", "", ""]
-    assert told[1]["beside"] == pytest.approx(50 / 150)  # half of the way between 0.92 and 1
-    assert told[1]["met"] is met
+    compared = contenders._beside(rows, Gate("a", "b", of, bound))
+    assert [row["gate"] for row in compared] == ["", bound, "", "", ""]
+    assert compared[1]["beside"] == pytest.approx(50 / 150)  # halfway between 0.92 and 1
+    assert compared[1]["met"] is met
 
 
 @pytest.mark.parametrize(("of", "best"), [("distances", 0.94), ("distances", 0.97), ("queries_per_s", 0.94)])
-def test_a_gate_that_no_setting_can_be_held_to_is_told(of: str, best: float) -> None:
-    """Where none finds enough, it is not met, however good the ratio; where the reference finds less, it counts at its
-    most."""
+def test_gate_without_comparable_setting(of: str, best: float) -> None:
+    """A gate without a setting of sufficient recall is not met, whatever the ratio; a reference of lower recall counts
+    at its maximum.
+    """
     rows: list[contenders.Row] = [
         {"method": method, "recall": recall, of: figure, "beside": "", "gate": "", "met": ""}
         for method, recall, figure in (("a", 0.9, 40.0), ("a", best, 50.0), ("b", 0.91, 70.0), ("b", 0.93, 100.0))
     ]
-    told = contenders._beside(rows, Gate("a", "b", of, 0.6))
-    assert [(row["beside"], row["gate"], row["met"]) for row in told[1:]] == [
+    compared = contenders._beside(rows, Gate("a", "b", of, 0.6))
+    assert [(row["beside"], row["gate"], row["met"]) for row in compared[1:]] == [
         (0.5, 0.6, best > 0.95),
         ("", "", ""),
         ("", "", ""),
@@ -61,7 +62,7 @@ def test_a_gate_that_no_setting_can_be_held_to_is_told(of: str, best: float) -> 
 
 
 @pytest.mark.slow
-def test_a_part_measures_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_is_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ivf, "PROBES", (2, 16))
     rows = ivf.measure("skewed", num_vectors=600, num_queries=20, rounds=1)
     assert [row["setting"] for row in rows] == [f"{probes} probes" for probes in ivf.PROBES] * 3
@@ -76,12 +77,12 @@ def test_a_part_measures_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert one.read_bytes() == other.read_bytes()
     assert "FAISS IVF-Flat" in one.read_text()
     exact = {"method": "autopar exact", "batch": 1, "recall": 1.0, "times_faiss": 2.0, "gate": 1.5, "met": True}
-    told = page.summary([*rows, exact])
-    assert "| exact: batch 1 | autopar exact |  | 1 | 2 | 1.5 | yes |" in told
-    assert "**graph.** Graphs:" in told
+    summary = page.summary([*rows, exact])
+    assert "| exact: batch 1 | autopar exact |  | 1 | 2 | 1.5 | yes |" in summary
+    assert "**graph.** Graphs:" in summary
 
 
-def test_all_parts_have_a_module_and_sources_that_are_there() -> None:
+def test_all_parts_have_a_module_and_existing_sources() -> None:
     benchmark = run.BENCHMARKS["vector_search"]
     assert set(benchmark.programs) == set(benchmark.sources_of)
     for program in benchmark.programs:

@@ -12,10 +12,10 @@ from autopar import vector_search
 from autopar.cli.main import main
 from autopar.errors import SearchError
 from autopar.pipeline.plan_files import load_plan
-from autopar.vector_search.estimate.estimate import search_on_paper
+from autopar.vector_search.estimate.estimate import estimate_search
 from autopar.vector_search.estimate.sizes import (
     PARTS,
-    PaperSearch,
+    SearchSpec,
     index_bytes,
     least_devices,
     nodes_in_blocks,
@@ -24,21 +24,21 @@ from autopar.vector_search.estimate.sizes import (
 )
 from autopar.vector_search.exact.index import ExactIndex
 
-LECTURE = ("estimate", "search", "--corpus", "1.4e9x100:int8", "--hardware", "h200")
+EXAMPLE = ("estimate", "search", "--corpus", "1.4e9x100:int8", "--hardware", "h200")
 
 
-def case(**more: Any) -> PaperSearch:
-    return PaperSearch(**{"num_vectors": 1_400_000_000, "dim": 100, "dtype": "int8", **more})
+def case(**more: Any) -> SearchSpec:
+    return SearchSpec(**{"num_vectors": 1_400_000_000, "dim": 100, "dtype": "int8", **more})
 
 
 # -- sizes -----------------------------------------------------------------------------------
 
 
-def test_the_lectures_sizes() -> None:
+def test_sizes_of_the_spacev1b_example() -> None:
     """140 GB of vectors, 358 GB of lists; a node of 356 bytes in blocks of 4 KiB, on drives of 5 and of 10 GB/s."""
     parts = {part.name: part.num_bytes for part in PARTS["graph"](case())}
     assert parts["vectors, 100 x int8"] == 140_000_000_000
-    assert parts["lists of 64 neighbours"] == 358_400_000_000
+    assert parts["adjacency lists, 64 neighbours"] == 358_400_000_000
     blocks = nodes_in_blocks(case())
     assert (blocks.node_bytes, blocks.per_block, blocks.blocks_per_node) == (356, 11, 1)
     assert blocks.amplification == pytest.approx(4096 / 356)
@@ -48,7 +48,7 @@ def test_the_lectures_sizes() -> None:
     assert [drive["useful_bytes_per_s"] for drive in blocks.drives] == [5e9 * 356 / 4096, 10e9 * 356 / 4096]
 
 
-def test_sizes_follow_what_is_asked() -> None:
+def test_sizes_follow_the_spec() -> None:
     other = case(
         num_vectors=1000, dim=768, dtype="float32", degree=400, beam=10, metric="inner_product", block_bytes=512
     )
@@ -64,7 +64,7 @@ def test_sizes_follow_what_is_asked() -> None:
 
 
 @pytest.mark.parametrize("index", PARTS)
-def test_what_does_not_fit_stays_on_disk(index: str) -> None:
+def test_rest_of_the_index_stays_on_disk(index: str) -> None:
     small = case(batch=10)
     room = index_bytes(small, index) / 4.5
     assert least_devices(index_bytes(small, index), room) == 5
@@ -78,8 +78,8 @@ def test_what_does_not_fit_stays_on_disk(index: str) -> None:
     assert with_fewer_devices(small, index, 5 * room) == ()
 
 
-def test_reads_of_what_is_on_disk() -> None:
-    """A graph of which half is on disk reads half of a walk's nodes there; an exact index all of it, for a batch."""
+def test_reads_from_disk() -> None:
+    """A graph with half of its nodes on disk reads half of a query's nodes there; an exact index reads all once a batch."""
     graph = case(beam=40)
     (half,) = with_fewer_devices(graph, "graph", index_bytes(graph, "graph") / 2)
     assert half.reads == pytest.approx(20)
@@ -89,32 +89,32 @@ def test_reads_of_what_is_on_disk() -> None:
     assert half.queries_per_s[0] == pytest.approx(100 * 5e9 / (index_bytes(exact, "exact") / 2))
     codes = case(rerank=50)
     (some,) = with_fewer_devices(codes, "ivfpq", index_bytes(codes, "ivfpq") - 70e9)
-    assert some.reads == pytest.approx(25)  # half of the vectors, and no code
+    assert some.reads == pytest.approx(25)  # half of the vectors, no codes
 
 
 # -- layouts ---------------------------------------------------------------------------------
 
 
 def ways(corpus: str, hardware: str, capsys: pytest.CaptureFixture[str], *more: str) -> dict[int, tuple[int, int]]:
-    """By batch, into how many parts the corpus and the queries are split over 8 devices."""
+    """The number of shards of the corpus and of the queries on 8 devices, by batch size."""
     options = ("--corpus", corpus, "--hardware", hardware, "--devices", "8", "--no-cache", "--json")
     assert main(("estimate", "search", *options, *more)) == 0
-    told = json.loads(capsys.readouterr().out)
-    return {row["batch"]: (row["corpus_ways"], row["queries_ways"]) for row in told["batches"]}
+    estimate = json.loads(capsys.readouterr().out)
+    return {row["batch"]: (row["corpus_ways"], row["queries_ways"]) for row in estimate["batches"]}
 
 
 @pytest.mark.slow
 def test_batch_and_hardware_flip_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     flips = ways("1000x64:float32", "h100-sxm", capsys, "--batch", "100000")
-    assert flips[1][1] == 1  # one query is no two
+    assert flips[1][1] == 1  # a single query cannot be split
     assert flips[100_000] == (1, 8)
     assert ways("4e6x64:float32", "h100-sxm", capsys)[1000] == (8, 1)
     middle = {name: ways("50000x64:float32", name, capsys)[1000] for name in ("h100-sxm", "cpu-host")}
     assert middle == {"h100-sxm": (1, 8), "cpu-host": (8, 1)}
 
 
-def test_corpus_and_queries_are_split_both(capsys: pytest.CaptureFixture[str]) -> None:
-    """Over hosts the queries, within one the corpus: candidates do not leave the host."""
+def test_corpus_and_queries_are_both_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    """Queries are sharded over hosts, the corpus within a host: candidates stay on their host."""
     options = ("--corpus", "1e6x128:float32", "--hardware", "h100-sxm", "--mesh", "4x8", "--no-cache", "--json")
     assert main(("estimate", "search", *options)) == 0
     rows = {row["batch"]: row for row in json.loads(capsys.readouterr().out)["batches"]}
@@ -122,96 +122,95 @@ def test_corpus_and_queries_are_split_both(capsys: pytest.CaptureFixture[str]) -
     assert (rows[1]["corpus_ways"], rows[1]["queries_ways"]) == (32, 1)
 
 
-def test_the_program_is_the_one_that_an_index_runs() -> None:
-    """What is planned on paper is what `build` plans, down to its fingerprint."""
+def test_estimated_program_is_the_one_that_an_index_runs() -> None:
+    """The estimated program equals the one that `build` plans, down to its fingerprint."""
     import numpy as np
 
     vectors = np.zeros((5000, 16), np.float32)
     index = vector_search.build(vectors, mesh="8", hardware="cpu-host", batch=64)
     assert isinstance(index, ExactIndex)
     there = index.planned(64, 10).plan
-    asked = PaperSearch(num_vectors=5000, dim=16, dtype="float32", batch=64)
-    told = search_on_paper(asked, mesh="8", hardware="cpu-host")
-    assert told.asked.plan is not None
-    assert told.asked.plan.program == there.program
-    assert told.asked.plan.inputs == there.inputs
-    assert told.asked.sent_bytes <= told.asked.most_bytes + 10 * 4  # and which were chosen
+    spec = SearchSpec(num_vectors=5000, dim=16, dtype="float32", batch=64)
+    estimate = estimate_search(spec, mesh="8", hardware="cpu-host")
+    assert estimate.requested.plan is not None
+    assert estimate.requested.plan.program == there.program
+    assert estimate.requested.plan.inputs == there.inputs
+    assert estimate.requested.sent_bytes <= estimate.requested.most_bytes + 10 * 4  # and the chosen positions
 
 
 @pytest.mark.slow
-def test_the_lectures_case_is_explained(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
-    """On 8 H200s, in tables; on one, where nothing fits, what would stay on disk."""
+def test_tables_of_the_spacev1b_example(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+    """8 H200s hold the index; one H200 holds none, and the tables show what stays on disk."""
     saved = tmp_path / "search.plan.json"
-    assert main((*LECTURE, "--devices", "8", "--no-cache", "-o", str(saved))) == 0
+    assert main((*EXAMPLE, "--devices", "8", "--no-cache", "-o", str(saved))) == 0
     out = capsys.readouterr().out
-    for words in ("140 GB", "358 GB", "8 parts", "11 to a block of 4,096", "11.5 times", "1,220,000", "2,440,000"):
-        assert words in out, words
+    for text in ("140 GB", "358 GB", "8 shards", "11 per block of 4,096", "11.5", "1,220,000", "2,440,000"):
+        assert text in out, text
     plan = load_plan(str(saved))
     assert plan.program.name == "exact_search"
-    assert main((*LECTURE, "--devices", "1", "--no-cache", "--index", "exact")) == 0
+    assert main((*EXAMPLE, "--devices", "1", "--no-cache", "--index", "exact")) == 0
     out = capsys.readouterr().out
     assert "Nothing fits: no plan on mesh 1 fits" in out
-    assert "With fewer devices: what stays on disk" in out
+    assert "Fewer devices: the rest of the index on disk" in out
     assert "358 GB" not in out
-    assert main((*LECTURE, "--devices", "1", "--no-cache", "-o", str(tmp_path / "none.json"))) == 2
+    assert main((*EXAMPLE, "--devices", "1", "--no-cache", "-o", str(tmp_path / "none.json"))) == 2
     assert not (tmp_path / "none.json").exists()
 
 
-def test_it_is_told_to_programs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((*LECTURE, "--devices", "8", "--no-cache", "--json", "--batch", "1e4", "--ssd", "7GB")) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["format"] == "autopar-search-on-paper"
-    assert told["search"]["batch"] == 10_000
-    assert told["search"]["ssd_bytes_per_s"] == [7e9]
-    for row in told["batches"]:
-        assert (
-            0 < row["sent_bytes_per_query"] <= row["most_candidate_bytes_per_query"] + 10 * 4
-        )  # and which were chosen
-    asked = next(row for row in told["batches"] if row["batch"] == 10_000)
-    assert asked["queries_per_s"] == pytest.approx(10_000 / asked["time_s"])
-    assert told["plan"]["prediction"]["step_time_s"] == asked["time_s"]
-    assert {one["name"]: one["num_bytes"] for one in told["indexes"]}["exact"] == 1_400_000_000 * 105
+def test_json_of_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*EXAMPLE, "--devices", "8", "--no-cache", "--json", "--batch", "1e4", "--ssd", "7GB")) == 0
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["format"] == "autopar-search-on-paper"
+    assert estimate["search"]["batch"] == 10_000
+    assert estimate["search"]["ssd_bytes_per_s"] == [7e9]
+    for row in estimate["batches"]:
+        # and the chosen positions
+        assert 0 < row["sent_bytes_per_query"] <= row["most_candidate_bytes_per_query"] + 10 * 4
+    requested = next(row for row in estimate["batches"] if row["batch"] == 10_000)
+    assert requested["queries_per_s"] == pytest.approx(10_000 / requested["time_s"])
+    assert estimate["plan"]["prediction"]["step_time_s"] == requested["time_s"]
+    assert {one["name"]: one["num_bytes"] for one in estimate["indexes"]}["exact"] == 1_400_000_000 * 105
 
 
-# -- mistakes --------------------------------------------------------------------------------
+# -- invalid arguments --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "text"),
     [
         (("--corpus", "1.4e9x100"), "invalid --corpus '1.4e9x100': write NxD:DTYPE"),
         (("--corpus", "1.5x100:int8"), "invalid --corpus"),
         (("--corpus", "..x100:int8"), "invalid --corpus"),
         (("--corpus", "0x100:int8"), "invalid --corpus"),
         (("--corpus", "9x0:int8"), "invalid --corpus"),
-        (("--corpus", "9x4:int9"), "vectors of 'int9': an index takes float32, bfloat16, int8"),
-        (("--corpus", "3e9x4:int8"), "3,000,000,000 vectors: one index takes at most"),
+        (("--corpus", "9x4:int9"), "`dtype` is 'int9': expected one of float32, bfloat16, int8"),
+        (("--corpus", "3e9x4:int8"), "3,000,000,000 vectors: one index holds at most"),
         (("--corpus", "9x1e6:int8"), "invalid --corpus"),
-        (("--corpus", "9x99999999:int8"), "products are exact up to"),
+        (("--corpus", "9x99999999:int8"), "int32 scores are exact up to"),
         (("--corpus", "9x4:int8", "--metric", "l1"), "`metric` is 'l1'"),
-        (("--corpus", "9x4:int8", "--index", "tree"), "`index` is 'tree': on paper there are exact, graph, ivfpq"),
-        (("--corpus", "9x100:int8", "--code-bytes", "32"), "codes of 32 bytes"),
+        (("--corpus", "9x4:int8", "--index", "tree"), "`index` is 'tree': expected one of exact, graph, ivfpq"),
+        (("--corpus", "9x100:int8", "--code-bytes", "32"), "`code_bytes` is 32"),
         (("--corpus", "9x4:int8", "--hardware", "h200=8"), "devices of one kind"),
     ],
 )
-def test_wrong_arguments(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     hardware = () if "--hardware" in arguments else ("--hardware", "h200")
     assert main(("estimate", "search", "--devices", "8", *hardware, *arguments)) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert words in err
+    assert text in err
 
 
 @pytest.mark.parametrize("argument", ["--k=0", "--batch=none", "--beam=1.5", "--ssd=fast", "--stages=2", "--degree=-1"])
-def test_what_the_parser_refuses(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_parser_rejects_an_invalid_option(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main((*LECTURE, "--devices", "8", argument))
+        main((*EXAMPLE, "--devices", "8", argument))
     assert caught.value.code == 2
     assert argument.partition("=")[2] in capsys.readouterr().err
 
 
 def test_unknown_hardware_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((*LECTURE[:-1], "h300", "--devices", "8")) == 2
+    assert main((*EXAMPLE[:-1], "h300", "--devices", "8")) == 2
     assert "h300" in capsys.readouterr().err
 
 

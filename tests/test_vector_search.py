@@ -1,4 +1,4 @@
-"""Exact search: what NumPy says, on one device and on eight, laid out by the planner, saved and loaded, and all that is refused."""
+"""Exact search agrees with NumPy on one and on eight devices; layouts, index files, invalid arguments."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autopar import vector_search
 from autopar.errors import BudgetError, IndexFileError, SearchError
 from autopar.vector_search.build import _place
 from autopar.vector_search.data import metrics
-from autopar.vector_search.data.centering import centred, whole
+from autopar.vector_search.data.centering import centre_corpus, restore_vectors
 from autopar.vector_search.exact.index import ExactIndex
-from autopar.vector_search.frame.subset_search import Among
-from autopar.vector_search.kernels.exact_top_k import Corpus, exact_arguments, exact_search
+from autopar.vector_search.frame.subset_search import SubsetSearch
+from autopar.vector_search.kernels.exact_top_k import Corpus, exact_arguments, exact_search, search_terms
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
 from autopar.xla_compiler import hlo_collectives as hlo
 
@@ -37,7 +37,7 @@ def vectors(n: int, dim: int = 16, dtype: str = "float32") -> np.ndarray[Any, An
 
 
 def expected(queries: Any, corpus: Any, metric: str) -> np.ndarray[Any, Any]:
-    """Distances of all, in 64 bits."""
+    """Distances of all vectors, in float64."""
     q, x = (np.asarray(a, np.float64) for a in (queries, corpus))
     if metric == "l2":
         return ((q[:, None] - x) ** 2).sum(-1)
@@ -49,7 +49,7 @@ def expected(queries: Any, corpus: Any, metric: str) -> np.ndarray[Any, Any]:
 
 
 def check(found: vector_search.Found, queries: Any, corpus: Any, metric: str, k: int, allowed: Any = None) -> None:
-    """The k best distances, each that of its id."""
+    """Check the k best distances, and that each belongs to its id."""
     truth = expected(queries, corpus, metric)
     sign = 1 if metric == "l2" else -1
     live = np.arange(len(corpus)) if allowed is None else np.flatnonzero(allowed)
@@ -77,9 +77,9 @@ def check(found: vector_search.Found, queries: Any, corpus: Any, metric: str, k:
     metric=st.sampled_from(metrics.METRICS),
     dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
     share=st.sampled_from([0.0, 0.1, 1.0]),
-    dim=st.sampled_from([5, 400]),  # scores of int8 that are floats exactly, and that are not
+    dim=st.sampled_from([5, 400]),  # int8 scores below and above the exact range of float32
 )
-def test_the_program_is_exact(
+def test_program_is_exact(
     blocks: int,
     block: int,
     tiling: tuple[int, int, int, int],
@@ -93,11 +93,12 @@ def test_the_program_is_exact(
     corpus = vectors(int(np.prod(tiling)), dim, dtype)
     queries = vectors(blocks * block, dim, dtype)
     allowed = RNG.random(len(corpus)) < share
-    less, centre = centred(corpus, metric)
-    held = Corpus.of(jnp.asarray(less.reshape(*tiling, dim)), centre, allowed.reshape(tiling), metric)
+    centred, centre = centre_corpus(corpus, metric)
+    tiled = jnp.asarray(centred.reshape(*tiling, dim))
+    placed = Corpus(tiled, centre, search_terms(tiled, metric), allowed.reshape(tiling))
     k = min(k, len(corpus))
     distances, positions, _ = jax.jit(exact_search(metric, k, at_once=at_once))(
-        queries.reshape(blocks, block, dim), held
+        queries.reshape(blocks, block, dim), placed
     )
     assert distances.dtype == metrics.score_dtype(jnp.dtype(corpus.dtype), metric)
     ids = np.asarray(positions, np.int64).reshape(-1, k)
@@ -108,7 +109,7 @@ def test_the_program_is_exact(
 @pytest.mark.contract
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("metric", metrics.METRICS)
-def test_an_index_answers_like_numpy(metric: str, dtype: str) -> None:
+def test_index_agrees_with_numpy(metric: str, dtype: str) -> None:
     corpus, queries = vectors(700, dtype=dtype), vectors(9, dtype=dtype)
     index = build(corpus, metric=metric)
     check(index.search(queries, 5), queries, corpus, metric, 5)
@@ -119,7 +120,7 @@ def test_an_index_answers_like_numpy(metric: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("num_queries", [1, 2, 300])
 def test_integers_are_exact(num_queries: int) -> None:
-    """V1, by NumPy's integers."""
+    """V1, compared with NumPy integers."""
     corpus, queries = vectors(4000, 100, "int8"), vectors(num_queries, 100, "int8")
     found = build(corpus, mesh=MESH_OF_ONE).search(queries, 10)
     wide = ((queries[:, None].astype(np.int64) - corpus.astype(np.int64)) ** 2).sum(-1)
@@ -128,7 +129,7 @@ def test_integers_are_exact(num_queries: int) -> None:
     np.testing.assert_array_equal(np.take_along_axis(wide, found.ids, 1), found.distances)
 
 
-# -- distances that are small beside the vectors --------------------------------------------------
+# -- distances that are small relative to the vectors -----------------------------------------------
 
 NUM_HARD, NUM_NEAR = 1500, 20
 
@@ -163,7 +164,7 @@ def _each_thirty_times(n: int) -> np.ndarray[Any, Any]:
     return (_normal(n // 30 + 1) + 300)[np.arange(n) % (n // 30 + 1)]
 
 
-#: Corpora, and queries, by how many there are: beside the distances of neighbours, the vectors are long.
+#: Corpora and queries by their number: vectors are long relative to the distances of neighbours.
 HARD: dict[str, tuple[Any, Any]] = {
     "offset of 100": (lambda n: _normal(n) + 100, lambda n: _normal(n) + 100),
     "offset of 1000": (lambda n: _normal(n) + 1000, lambda n: _normal(n) + 1000),
@@ -180,7 +181,7 @@ HARD: dict[str, tuple[Any, Any]] = {
 
 
 def check_nearest(found: vector_search.Found, queries: Any, corpus: Any) -> None:
-    """The k nearest by 64 bits, as far as distances of 32 bits tell, each once."""
+    """Check the k nearest in float64, up to the resolution of float32, each once."""
     truth = expected(queries, corpus, "l2")
     there = min(found.ids.shape[1], len(corpus))
     best = np.sort(truth, axis=1)[:, :there]
@@ -193,25 +194,26 @@ def check_nearest(found: vector_search.Found, queries: Any, corpus: Any) -> None
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", HARD)
-def test_distances_that_are_small_beside_the_vectors_are_exact(case: str) -> None:
-    """No neighbour is lost to rounding; and where an index is saved, it is what was given, to the last bit."""
+def test_distances_small_relative_to_norms_are_exact(case: str) -> None:
+    """Rounding loses no neighbour, and a saved index restores the vectors to the last bit."""
     corpus, queries = (make(n).astype(np.float32) for make, n in zip(HARD[case], (NUM_HARD, NUM_NEAR), strict=True))
     index = build(corpus, mesh=MESH_OF_ONE, batch=NUM_NEAR)
     check_nearest(index.search(queries, 10), queries, corpus)
-    check_nearest(index.search(queries, 10), queries, corpus)  # begins with as many candidates as the first needed
+    check_nearest(index.search(queries, 10), queries, corpus)  # starts with the candidates that the first search needed
     assert isinstance(index, ExactIndex)
-    corpus_held = index._corpus(index._programs.held.layouts[0])
-    less = np.asarray(corpus_held.vectors).reshape(-1, 24)[: len(corpus)]
-    np.testing.assert_array_equal(whole(less, np.asarray(corpus_held.centre)), corpus)
-    among = Among(corpus, "l2", _place(MESH_OF_ONE, None, None, NUM_NEAR))  # what other kinds are measured by
-    distances, positions = among.search(queries, 10, np.arange(len(corpus)))
+    corpus_placed = index._corpus(index._programs.corpus.layouts[0])
+    centred = np.asarray(corpus_placed.vectors).reshape(-1, 24)[: len(corpus)]
+    np.testing.assert_array_equal(restore_vectors(centred, np.asarray(corpus_placed.centre)), corpus)
+    # the reference for the recall of other kinds
+    subset_search = SubsetSearch(corpus, "l2", _place(MESH_OF_ONE, None, None, NUM_NEAR))
+    distances, positions = subset_search.search(queries, 10, np.arange(len(corpus)))
     check_nearest(vector_search.Found(positions, distances), queries, corpus)
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", ["offset of 1000", "two clusters far apart", "each thirty times"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_they_are_exact_on_eight_devices(case: str, dtype: str) -> None:
+def test_small_distances_are_exact_on_eight_devices(case: str, dtype: str) -> None:
     corpus, queries = (
         make(n).astype(getattr(jnp, dtype)) for make, n in zip(HARD[case], (NUM_HARD, NUM_NEAR), strict=True)
     )
@@ -234,19 +236,19 @@ def test_they_are_exact_on_eight_devices(case: str, dtype: str) -> None:
     whole_numbers=st.booleans(),
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_centre_loses_nothing(dtype: str, offset: float, scale: float, whole_numbers: bool) -> None:
+def test_centering_is_lossless(dtype: str, offset: float, scale: float, whole_numbers: bool) -> None:
     given = _normal(50, 3) * scale + offset
     given = (np.round(given) if whole_numbers else given).astype(getattr(jnp, dtype))
-    less, centre = centred(given, "l2")
-    assert less.dtype == given.dtype
+    centred, centre = centre_corpus(given, "l2")
+    assert centred.dtype == given.dtype
     assert centre is not None
-    np.testing.assert_array_equal(whole(less, centre), given)
+    np.testing.assert_array_equal(restore_vectors(centred, centre), given)
     if offset > 100 * scale:
-        assert np.abs(less.astype(np.float64)).max() < offset / 10
+        assert np.abs(centred.astype(np.float64)).max() < offset / 10
 
 
 @pytest.mark.parametrize("offset", [0, 300])
-def test_an_inner_product_is_of_the_vectors_themselves(offset: float) -> None:
+def test_inner_products_are_of_uncentred_vectors(offset: float) -> None:
     corpus, queries = ((_normal(n) + offset).astype(np.float32) for n in (NUM_HARD, NUM_NEAR))
     found = build(corpus, mesh=MESH_OF_ONE, metric="inner_product").search(queries, 10)
     truth = expected(queries, corpus, "inner_product")
@@ -265,7 +267,7 @@ def test_a_filter_is_exact(share: float) -> None:
 
 
 @pytest.mark.slow
-def test_ids_are_the_users_own() -> None:
+def test_results_have_the_users_ids() -> None:
     corpus, queries = vectors(50), vectors(3)
     own = np.arange(50)[::-1] + 2**40
     index = build(corpus, mesh=MESH_OF_ONE, ids=own)
@@ -273,7 +275,7 @@ def test_ids_are_the_users_own() -> None:
     np.testing.assert_array_equal(index.search(queries, 4).ids, own[plain.search(queries, 4).ids])
 
 
-def test_more_neighbours_than_there_are_come_padded() -> None:
+def test_k_beyond_the_corpus_is_padded() -> None:
     corpus, queries = vectors(5), vectors(2)
     found = build(corpus, metric="cosine").search(queries, 600)
     check(found, queries, corpus, "cosine", 600)
@@ -291,7 +293,7 @@ def test_no_queries_find_nothing() -> None:
     assert found.ids.shape == found.distances.shape == (0, 4)
 
 
-def test_a_vector_of_zeros_has_no_cosine() -> None:
+def test_zero_vector_has_cosine_zero() -> None:
     corpus = np.array([[0, 0], [1, 1], [-1, 0]])
     found = build(corpus, metric="cosine", mesh=MESH_OF_ONE).search([[1.0, 0.0], [0.0, 0.0]], 3)
     np.testing.assert_allclose(found.distances, [[0.5**0.5, 0, -1], [0, 0, 0]], atol=1e-6)
@@ -302,7 +304,7 @@ def test_a_vector_of_zeros_has_no_cosine() -> None:
 
 
 def split(num_vectors: int, num_queries: int, hardware: str, k: int = 10) -> dict[str, Any]:
-    """What the plan of a search splits over 8 devices: the dims of the queries, the vectors and the result."""
+    """The shards over 8 devices of the queries, the vectors and the result."""
     tiling, blocks = Tiling.of(num_vectors, 8), Blocks.of(num_queries, 8)
     arguments = exact_arguments(tiling, blocks, 64, np.dtype(np.float32), "l2")
     plan = autopar.plan(exact_search("l2", k, at_once=blocks.at_once), *arguments, mesh="8", hardware=hardware)
@@ -310,9 +312,10 @@ def split(num_vectors: int, num_queries: int, hardware: str, k: int = 10) -> dic
     return {"queries": split_dims[0], "vectors": split_dims[1]}
 
 
-def test_corpus_batch_and_hardware_flip_the_layout() -> None:
-    """A large corpus is split by its parts, and many queries within their blocks; where messages are cheap beside
-    memory and arithmetic, the corpus is split at a size at which it would not pay elsewhere."""
+def test_corpus_batch_and_hardware_determine_the_layout() -> None:
+    """A large corpus is sharded by parts, a large batch within its blocks. Where messages are cheap relative to memory
+    and arithmetic, a smaller corpus is sharded too.
+    """
     large_and_one = split(4_000_000, 1, "h100-sxm")
     assert (large_and_one["queries"], large_and_one["vectors"]) == ([], [1])
     large_and_some = split(4_000_000, 1_000, "h100-sxm")
@@ -325,12 +328,12 @@ def test_corpus_batch_and_hardware_flip_the_layout() -> None:
 
 
 @pytest.mark.slow
-def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
-    """One query wants the corpus split, three thousand want it whole."""
+def test_index_has_as_many_layouts_as_the_budget_allows() -> None:
+    """One query prefers a sharded corpus, three thousand a replicated one."""
     corpus, one, many = vectors(4_000, 64), vectors(1, 64), vectors(3_000, 64)
     roomy, full = (build(corpus, mesh="8", batch=1, hardware="cpu-host") for _ in range(2))
     assert isinstance(full, ExactIndex)
-    full._programs.held._budget = 0.0  # as if the devices were full
+    full._programs.corpus._budget = 0.0  # simulate full devices
     for index in (roomy, full):
         check(index.search(one, 10), one, corpus, "l2", 10)
         assert len(index.stats().layouts) == 1
@@ -342,8 +345,8 @@ def test_an_index_is_held_in_as_many_layouts_as_the_budget_allows() -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.contract
 @pytest.mark.parametrize(("num_queries", "k"), [(1, 10), (64, 10), (64, 100)])
-def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None:
-    """V2: at most queries x devices x k of values and as many positions, once, counted in the compiled program."""
+def test_sharded_corpus_sends_only_candidates(num_queries: int, k: int) -> None:
+    """V2: the compiled program sends at most queries x devices x k values and as many positions, once."""
     corpus = vectors(50_000, 64)
     index = build(corpus, mesh="8", batch=num_queries, hardware="cpu-host")
     assert isinstance(index, ExactIndex)
@@ -351,31 +354,31 @@ def test_a_split_corpus_sends_candidates_alone(num_queries: int, k: int) -> None
     assert ("data",) in program.plan.inputs[1].sharding.dims
     lowered = program.run.lower(*program.arguments)
     found = hlo.collectives(lowered.compile().as_text(), ignore_up_to=0)
-    places = Blocks.of(num_queries, 8).places
+    places = Blocks.of(num_queries, 8).capacity
     assert found
     assert all(one.num_times == 1 for one in found)
     candidates = places * 8 * k
     gathered = [one.num_bytes for one in found if one.kind == "all-gather"]
-    assert max(gathered, default=0) <= candidates * (4 + 4)  # a value and a position
-    # and which were chosen, and of each query the least distance of what is no candidate
+    assert max(gathered, default=0) <= candidates * (4 + 4)  # value and position
+    # and the chosen positions, and the distance bound of each query
     assert sum(one.num_bytes for one in found) <= candidates * (4 + 4) + places * k * 4 + places * 4
     queries = vectors(num_queries, 64)
     alone = build(corpus, mesh=MESH_OF_ONE).search(queries, k)
     np.testing.assert_array_equal(index.search(queries, k).ids, alone.ids)
 
 
-def test_a_corpus_that_fits_no_device_is_refused() -> None:
+def test_corpus_over_the_memory_budget_is_rejected() -> None:
     with pytest.raises(BudgetError):
         build(vectors(50_000, 64), mesh="8", memory_budget_bytes=1e6)
 
 
 @given(st.integers(0, 10**7), st.sampled_from([1, 3, 8]), st.integers(1, 10**5))
-def test_tilings_have_room(num_vectors: int, num_devices: int, num_queries: int) -> None:
+def test_tilings_have_capacity(num_vectors: int, num_devices: int, num_queries: int) -> None:
     tiling, blocks = Tiling.of(num_vectors, num_devices), Blocks.of(num_queries, num_devices)
-    assert tiling.places >= num_vectors
+    assert tiling.capacity >= num_vectors
     assert tiling.parts == num_devices
-    assert tiling.places - num_vectors <= num_vectors // 8 + 1024 * num_devices
-    assert num_queries <= blocks.places <= num_queries + max(num_queries // 3, 256 * num_devices)
+    assert tiling.capacity - num_vectors <= num_vectors // 8 + 1024 * num_devices
+    assert num_queries <= blocks.capacity <= num_queries + max(num_queries // 3, 256 * num_devices)
 
 
 # -- files -----------------------------------------------------------------------------------
@@ -384,14 +387,14 @@ def test_tilings_have_room(num_vectors: int, num_devices: int, num_queries: int)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_an_index_is_loaded_onto_other_devices(tmp_path: Path, dtype: str) -> None:
-    """V14."""
+    """V14: an index file is independent of the number of devices."""
     corpus, queries = vectors(3_000, dtype=dtype), vectors(20, dtype=dtype)
     index = build(corpus, mesh="8", metric="inner_product", ids=np.arange(3_000) * 7)
     index.save(tmp_path / "index")
     loaded = vector_search.load(tmp_path / "index", mesh=MESH_OF_ONE)
     before, after = index.search(queries, 10), loaded.search(queries, 10)
     np.testing.assert_allclose(before.distances, after.distances, rtol=1e-6)
-    assert dtype != "float32" or (before.ids == after.ids).all()  # of others, equal scores may change places
+    assert dtype != "float32" or (before.ids == after.ids).all()  # equal scores may be in another order
     assert loaded.stats().dtype == dtype
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
 
@@ -405,7 +408,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_a_damaged_file_is_refused(saved: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_damaged_file_is_rejected(saved: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(saved) - 1))
     flipped = bytearray(saved)
     flipped[place] ^= 1 << data.draw(st.integers(0, 7))
@@ -416,7 +419,7 @@ def test_a_damaged_file_is_refused(saved: bytes, tmp_path_factory: pytest.TempPa
             vector_search.load(path, mesh=MESH_OF_ONE)
 
 
-def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = build(vectors(40, 4), mesh=MESH_OF_ONE)
     path = tmp_path / "index"
     index.save(path)
@@ -434,7 +437,7 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path: Path, mon
         index.save(tmp_path / "no" / "folder")
 
 
-# -- what is refused -------------------------------------------------------------------------
+# -- invalid arguments ------------------------------------------------------------------------
 
 NAN = np.full((3, 4), 1.0)
 NAN[1, 2] = np.nan
@@ -445,23 +448,23 @@ REFUSED_CORPORA: dict[str, tuple[Any, dict[str, Any], str]] = {
     "text": (np.array([["a"]]), {}, "float32, bfloat16, int8"),
     "NaN": (NAN, {}, r"nan at \[1, 2\]"),
     "infinity": (np.full((2, 2), -np.inf), {}, r"-inf at \[0, 0\]"),
-    "too long": (np.full((2, 2), 1e30, np.float32), {}, "scale the vectors down"),
+    "too long": (np.full((2, 2), 1e30, np.float32), {}, "overflows float32"),
     "metric": (np.zeros((2, 2)), {"metric": "hamming"}, "'hamming'.*l2, inner_product, cosine"),
     "kind": (np.zeros((2, 2)), {"index": "magic"}, "'magic'.*auto, exact"),
     "setting": (np.zeros((2, 2)), {"index": "exact", "num_lists": 3}, "'num_lists'"),
     "recall": (np.zeros((2, 2)), {"recall_target": 1.5}, "1.5"),
     "batch": (np.zeros((2, 2)), {"batch": 0}, "`batch` is 0"),
-    "equal ids": (np.zeros((3, 2)), {"ids": [5, 7, 5]}, "5 twice, at positions 0 and 2"),
+    "equal ids": (np.zeros((3, 2)), {"ids": [5, 7, 5]}, "repeats 5, at positions 0 and 2"),
     "too few ids": (np.zeros((3, 2)), {"ids": [5, 7]}, "there are 3 vectors"),
     "ids of a mark": (np.zeros((3, 2)), {"ids": [5, -1, 7]}, "-1, at position 1"),
     "ids of floats": (np.zeros((3, 2)), {"ids": [5.0, 1.0, 7.0]}, "64-bit integers"),
     "ids too large": (np.zeros((2, 2)), {"ids": np.array([1, 2**63], np.uint64)}, "9223372036854775808"),
-    "int8 too long": (np.zeros((1, metrics.MAX_INT8_DIM + 1), np.int8), {}, "exact in 32 bits"),
+    "int8 too long": (np.zeros((1, metrics.MAX_INT8_DIM + 1), np.int8), {}, "int32 scores are exact"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED_CORPORA)
-def test_what_no_index_is_built_of(case: str) -> None:
+def test_invalid_corpus_is_rejected(case: str) -> None:
     corpus, options, message = REFUSED_CORPORA[case]
     with pytest.raises(SearchError, match=message):
         build(corpus, **options)
@@ -478,14 +481,14 @@ REFUSED_SEARCHES: dict[str, tuple[Any, Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED_SEARCHES)
-def test_what_no_index_can_be_asked(case: str) -> None:
+def test_invalid_search_is_rejected(case: str) -> None:
     queries, k, allowed, message = REFUSED_SEARCHES[case]
     index = build(vectors(6, 4), mesh=MESH_OF_ONE)
     with pytest.raises(SearchError, match=message):
         index.search(queries, k, filter=allowed)
 
 
-def test_queries_of_an_int8_index_are_whole() -> None:
+def test_int8_index_takes_integer_queries() -> None:
     index = build(vectors(6, 4, "int8"), mesh=MESH_OF_ONE)
     assert (index.search([[1, 2, 3, -128]], 2).ids >= 0).all()
     with pytest.raises(SearchError, match="-128 to 127"):
@@ -496,7 +499,7 @@ def test_queries_of_an_int8_index_are_whole() -> None:
 
 
 def test_scores_are_those_of_faiss() -> None:
-    """V1: where FAISS is installed."""
+    """V1: requires FAISS."""
     faiss = pytest.importorskip("faiss")
     corpus, queries = vectors(64_000, 100, "int8"), vectors(50, 100, "int8")
     flat = faiss.IndexFlatL2(100)
@@ -508,15 +511,15 @@ def test_scores_are_those_of_faiss() -> None:
     assert ((found.ids == ids) | tied).all()
 
 
-def test_digits_have_the_neighbours_that_scikit_learn_finds() -> None:
-    """V13: where scikit-learn is installed."""
+def test_digits_have_the_neighbours_of_scikit_learn() -> None:
+    """V13: requires scikit-learn."""
     datasets = pytest.importorskip("sklearn.datasets")
     neighbors = pytest.importorskip("sklearn.neighbors")
     digits = datasets.load_digits().data
     distances, ids = neighbors.NearestNeighbors(n_neighbors=10, algorithm="brute").fit(digits).kneighbors(digits)
-    for dtype in (np.float32, np.int8):  # whole numbers from 0 to 16
+    for dtype in (np.float32, np.int8):  # integers from 0 to 16
         found = build(digits.astype(dtype), mesh=MESH_OF_ONE).search(digits.astype(dtype), 10)
         np.testing.assert_array_equal(found.distances, np.rint(distances**2))
         tied = (found.distances[:, :, None] == found.distances[:, None]).sum(-1) > 1
-        last = found.distances == found.distances[:, -1:]  # one further may be as far
+        last = found.distances == found.distances[:, -1:]  # a further vector may be as near
         assert ((found.ids == ids) | tied | last).all()

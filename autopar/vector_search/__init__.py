@@ -1,7 +1,7 @@
-"""Vector search: indexes as planned programs over a mesh.
+"""Vector search: build, save, load and search nearest-neighbour indexes as planned programs on a mesh.
 
 In: vectors, a metric, a recall target.
-Out: an `Index` that is searched, saved and loaded.
+Out: an `Index` with search, save and load.
 Imported by: cli.
 """
 

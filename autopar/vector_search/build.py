@@ -1,7 +1,7 @@
-"""`build` and `load`: from vectors, or a file, to an index.
+"""Build and load indexes of any kind.
 
-In: what the user gives. Out: an `Index` of the kind asked for. `KINDS` is the table of kinds: one entry makes a kind known
-to both.
+In: vectors, or an index file. Out: an `Index`. `KINDS` is the table of index kinds; an entry makes a kind known to both
+functions.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from autopar.vector_search.data.placement import Place
 from autopar.vector_search.data.progress import progress_bar
 from autopar.vector_search.exact import index as exact_index
 from autopar.vector_search.exact.index import ExactIndex
-from autopar.vector_search.frame.recall_tuning import can_tell
+from autopar.vector_search.frame.recall_tuning import can_reach
 from autopar.vector_search.graph import index as graph_index
-from autopar.vector_search.ivf import index as lists_index
+from autopar.vector_search.ivf import index as ivf_index
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How one kind of index is made.
+    """The two functions of an index kind.
 
     Args:
-        build: from vectors. load: from a file that its `save` has written.
+        build: builds an index from vectors.
+        load: loads an index from a file that its `save` wrote.
     """
 
     build: Callable[[Asked], Index]
     load: Callable[[Saved, Place], Index]
 
 
-def _exact(asked: Asked) -> Index:
-    asked.whole_numbers(exact_index.KIND, {})
-    return ExactIndex(asked.vectors, asked.ids, asked.metric, asked.place, asked.why)
+def _exact(request: Asked) -> Index:
+    request.whole_numbers(exact_index.KIND, {})
+    return ExactIndex(request.vectors, request.ids, request.metric, request.place, request.why)
 
 
 def _load_exact(saved: Saved, place: Place) -> Index:
@@ -57,12 +58,12 @@ def _load_exact(saved: Saved, place: Place) -> Index:
     return ExactIndex(saved.arrays["vectors"], saved.arrays["ids"], metric, place)
 
 
-#: By what `index` of `build` calls them. Read-only.
+#: Index kinds by the name that `build` takes. Read-only.
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
         exact_index.KIND: Kind(_exact, _load_exact),
-        lists_index.IVF: Kind(partial(lists_index.build, kind=lists_index.IVF), lists_index.load),
-        lists_index.IVF_PQ: Kind(partial(lists_index.build, kind=lists_index.IVF_PQ), lists_index.load),
+        ivf_index.IVF: Kind(partial(ivf_index.build, kind=ivf_index.IVF), ivf_index.load),
+        ivf_index.IVF_PQ: Kind(partial(ivf_index.build, kind=ivf_index.IVF_PQ), ivf_index.load),
         graph_index.GRAPH: Kind(graph_index.build, graph_index.load),
     }
 )
@@ -83,42 +84,43 @@ def build(
     progress: bool | None = None,
     **settings: Any,
 ) -> Index:
-    """Make vectors searchable.
+    """Build an index, so that vectors can be searched.
 
     Args:
         vectors: `[n, d]`, float32, bfloat16 or int8; other numbers become float32. n may be 0.
         metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
-        index: `"exact"`; `"ivf"`, lists of near vectors of which a query probes some; `"ivfpq"`, lists of codes, which
-            are far smaller; `"graph"`, of near vectors, which a query walks; `"auto"`, what the cost model says; or a `Kind` of
-            one's own.
-        recall_target: the share of the true nearest neighbours that a search is to find: when the index is built, the
-            least effort that reaches it is found on a sample. `"exact"` finds all. Where no effort reaches it, `"auto"` takes
-            another kind, and for any other a warning says so, as does `stats().reached`.
-        memory_budget_bytes: per device; by default what the hardware profile says is usable.
-        mesh: as of `autopar.plan`; by default the planner's choice for all visible devices.
-        ids: the user's own, 64-bit integers, `[n]`; by default positions.
-        hardware: as of `autopar.plan`.
-        batch: queries that a search is expected to have: for as many the layout is chosen. Others are searched as well.
-        queries: `[num_queries, d]`, some hundred of your own, by which recall is measured: where they are other than the
-            vectors, as questions are other than passages. By default it is measured by the vectors themselves.
-        progress: whether to show a bar; by default where standard error is a terminal.
-        settings: of one kind of index alone: of `"ivf"` num_lists and copies, in how many lists a vector near their
-            border may be; of `"ivfpq"` these, code_bytes of a vector and refined, how many candidates for each neighbour
-            are scored by the vectors; of `"graph"` degree, edges of a node, and width, nodes looked at in one round.
+        index: the index kind. `"exact"`; `"ivf"`, inverted lists of vectors, of which a query probes some; `"ivfpq"`,
+            inverted lists of product-quantized codes, which are much smaller; `"graph"`, a neighbour graph with beam
+            search; `"auto"`, the kind that the cost model predicts to be fastest; or a `Kind` of your own.
+        recall_target: recall@10 that a search has to reach. `build` finds the least effort that reaches it on a sample.
+            `"exact"` has recall 1. If no effort reaches the target, `"auto"` builds another kind; the other kinds warn,
+            and `stats().reached` is False.
+        memory_budget_bytes: memory budget per device; by default the usable memory of the hardware profile.
+        mesh: as in `autopar.plan`; by default the planner chooses a mesh of all visible devices.
+        ids: your own 64-bit integer ids, `[n]`; by default positions.
+        hardware: as in `autopar.plan`.
+        batch: expected number of queries per search, which determines the layout. Other numbers work too.
+        queries: `[num_queries, d]`, a sample of a few hundred of your queries for measuring recall, if their
+            distribution differs from the vectors', as questions differ from passages. By default vectors of the corpus
+            are the sample.
+        progress: whether to show a progress bar; by default if standard error is a terminal.
+        settings: settings of the index kind. `"ivf"`: num_lists, and copies, the maximum number of lists per vector.
+            `"ivfpq"`: these, code_bytes per vector, and refined, the re-ranked candidates per neighbour. `"graph"`:
+            degree, edges per node, and width, nodes expanded per iteration.
 
     Raises:
-        SearchError: vectors or ids that cannot be, an unknown metric, kind or setting.
-        AutoparError: of planning: no layout fits the memory budget, a mesh that is not there.
+        SearchError: invalid vectors or ids, or an unknown metric, kind or setting.
+        AutoparError: planning fails: no layout fits the memory budget, or the mesh does not exist.
     """
     name, own = ("", index) if isinstance(index, Kind) else (index, None)
     if name not in ("", "auto", *KINDS):
-        raise SearchError(f"`index` is {index!r}: give one of auto, {', '.join(KINDS)}")
+        raise SearchError(f"`index` is {index!r}: expected one of auto, {', '.join(KINDS)}")
     if not 0 < recall_target <= 1:
-        raise SearchError(f"`recall_target` is {recall_target!r}: give a share of the neighbours, above 0 and up to 1")
+        raise SearchError(f"`recall_target` is {recall_target!r}: give a recall above 0 and at most 1")
     with progress_bar(progress) as report:
-        report("check the vectors", 0.0)
+        report("check vectors", 0.0)
         checked = inputs.checked_vectors(vectors)
-        asked = Asked(
+        request = Asked(
             vectors=checked,
             ids=inputs.checked_ids(ids, len(checked)),
             metric=inputs.checked_metric(metric),
@@ -128,20 +130,20 @@ def build(
             report=report,
             queries=_sample(queries, checked, recall_target),
         )
-        kind, why = choose(name, asked)
-        if kind != exact_index.KIND:  # they are kept as they are now, whatever becomes of the user's array
-            asked = replace(asked, vectors=np.array(checked))
-        elif name not in (kind, "auto"):  # there are none, for whatever settings
-            asked = replace(asked, settings={})
-        made = (own if own and kind == name else KINDS[kind]).build(replace(asked, why=why))
+        kind, why = choose(name, request)
+        if kind != exact_index.KIND:  # a copy: the user may change the array
+            request = replace(request, vectors=np.array(checked))
+        elif name not in (kind, "auto"):  # an empty corpus is exact: the settings do not apply
+            request = replace(request, settings={})
+        made = (own if own and kind == name else KINDS[kind]).build(replace(request, why=why))
         missed: list[str] = []
         while name == "auto" and made.stats().reached is False:
             missed.append(kind)
-            kind, why = choose(name, asked, missed)
+            kind, why = choose(name, request, missed)
             if kind in missed:  # nothing else fits
                 break
             why = f"{why}; {', '.join(missed)} did not reach a recall of {recall_target:g}"
-            made = max(made, KINDS[kind].build(replace(asked, why=why)), key=_promised)
+            made = max(made, KINDS[kind].build(replace(request, why=why)), key=_recall_bound)
         report("done", 1.0)
     if made.stats().reached is False:
         _warn_of_missed(made, recall_target)
@@ -153,28 +155,28 @@ def _sample(queries: ArrayLike | None, vectors: NDArray[Any], recall_target: flo
         return None
     checked = inputs.checked_queries(queries, vectors.shape[1], vectors.dtype)
     if not len(checked):
-        raise SearchError("`queries` are none: give some hundred to measure recall by, or leave them out")
-    if recall_target < 1 and not can_tell(len(checked), recall_target):
+        raise SearchError("`queries` is empty: give a few hundred to measure recall, or omit it")
+    if recall_target < 1 and not can_reach(len(checked), recall_target):
         warnings.warn(
-            f"`queries` are {len(checked)}: were all their neighbours found, that would not tell a recall of"
-            f" {recall_target:g}, so that searches look at more than they may need to. Give some hundred, or leave them out",
+            f"`queries` has {len(checked)} rows, too few to show a recall of {recall_target:g}, even if all neighbours are"
+            " found: searches then use more effort than they may need. Give a few hundred, or omit it",
             SearchWarning,
             stacklevel=3,
         )
     return checked
 
 
-def _promised(made: Index) -> float:
-    """The recall that its sample promises; 1 of what needs none."""
+def _recall_bound(made: Index) -> float:
+    """The lower confidence bound of the sample's recall; 1 if there is none."""
     return made.stats().details.get("recall_at_least", 1.0)
 
 
 def _warn_of_missed(made: Index, recall_target: float) -> None:
-    told = made.stats()
+    stats = made.stats()
     warnings.warn(
-        f"the index of kind {told.kind!r} finds {told.details['recall']:.3f} of the true neighbours of its sample, which"
-        f" speaks for at least {told.details['recall_at_least']:.3f}, and `recall_target` is {recall_target:g}: no effort"
-        " that was tried reaches it. Build one of another kind, with other settings, or `index='exact'`, which finds all",
+        f"the index of kind {stats.kind!r} has a recall of {stats.details['recall']:.3f} on its sample, with a lower bound of"
+        f" {stats.details['recall_at_least']:.3f}, and `recall_target` is {recall_target:g}: no effort reaches it. Build"
+        " another kind, use other settings, or `index='exact'`, whose recall is 1",
         SearchWarning,
         stacklevel=3,
     )
@@ -189,22 +191,22 @@ def load(
     batch: int = 256,
     kind: Kind | None = None,
 ) -> Index:
-    """A saved index, onto the devices there are, however many it was built on.
+    """Load a saved index onto the current devices, whose number may differ from that at build time.
 
     Args:
-        kind: what it was built as, if that was one's own.
-        memory_budget_bytes, mesh, hardware, batch: as of `build`.
+        kind: the index kind, if it is your own.
+        memory_budget_bytes, mesh, hardware, batch: as in `build`.
 
     Raises:
-        IndexFileError: the file is not there, is no index, or is damaged: cut short, or changed by as little as a bit.
-        AutoparError: of planning, as of `build`.
+        IndexFileError: the file is missing, no index, or damaged; a truncated file or a flipped bit is detected.
+        AutoparError: planning fails, as in `build`.
     """
     saved = read(path)
     kind = KINDS.get(saved.kind, kind)
     if kind is None:
         raise IndexFileError(
-            f"{path} holds an index of kind {saved.kind!r}, and this autopar knows {', '.join(KINDS)}: one of your own is"
-            " read with `kind=`"
+            f"{path} has an index of kind {saved.kind!r}, and the known kinds are {', '.join(KINDS)}: pass your own kind as"
+            " `kind=`"
         )
     place = _place(mesh, hardware, memory_budget_bytes, batch)
     try:
@@ -212,15 +214,15 @@ def load(
     except AutoparError:
         raise
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        # Of the settings: a right digest says that they are as they were written, not by whom.
+        # Invalid settings: a matching digest proves that the file is unchanged, not that its author is trusted.
         raise IndexFileError(
-            f"{path} is damaged: it holds an index of kind {saved.kind!r} whose settings cannot be ({error!r}). Build and"
-            " save the index anew"
+            f"{path} is damaged: the settings of its index of kind {saved.kind!r} are invalid ({error!r}). Rebuild and"
+            " save the index"
         ) from error
 
 
 def _place(mesh: Any, hardware: Any, memory_budget_bytes: float | None, batch: int) -> Place:
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise SearchError(f"`batch` is {batch!r}: give the number of queries that a search is expected to have")
+        raise SearchError(f"`batch` is {batch!r}: give the expected number of queries per search")
     options = {"mesh": mesh, "hardware": hardware, "memory_budget_bytes": memory_budget_bytes, "cache": True}
     return Place({name: value for name, value in options.items() if value is not None}, batch)

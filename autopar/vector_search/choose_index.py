@@ -1,7 +1,7 @@
-"""Which kind of index to build, where the user leaves it open.
+"""Choose the index kind for `index="auto"` by predicted search time.
 
-In: vectors, the recall wanted, and the devices. Out: the kind, and why, in words. Kinds are priced by the planner: it
-plans a search of each for the expected batch, of shapes alone, as if it were built already.
+In: vectors, recall target, devices. Out: the kind, and the reason as text. The planner predicts the time of a search of
+the expected batch for each kind, from shapes only, before anything is built.
 """
 
 from __future__ import annotations
@@ -32,95 +32,95 @@ from autopar.vector_search.ivf.lists import InvertedLists, longest_of, usual_slo
 from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_search
 from autopar.vector_search.kernels.tiling import Blocks, Tiling, rounded
 
-#: A search that takes no longer is quick enough to be exact.
+#: Exact search is chosen if it takes at most this time.
 _QUICK_S = 0.05
-#: What finds less, and takes long to build, is to be so many times as fast as exact search, by prediction.
-_WORTH = 1.5
-#: Places in lists for each vector, about.
+#: Minimum predicted speedup over exact search of a kind that is approximate and slow to build.
+_MIN_SPEEDUP = 1.5
+#: Typical slots per vector in inverted lists.
 _PADDING = 1.25
 
 
-def choose(index: str, asked: Asked, missed: Collection[str] = ()) -> tuple[str, str]:
-    """The kind, and why it was chosen, where `index` does not say it.
+def choose(index: str, request: Asked, missed: Collection[str] = ()) -> tuple[str, str]:
+    """The index kind, and the reason if `index` is `"auto"`.
 
     Args:
-        missed: kinds that were built and did not reach the recall target: another is chosen, if any is left that fits.
+        missed: kinds that were built and missed the recall target; another kind is chosen, if one fits.
     """
-    if not len(asked.vectors):
-        return exact_index.KIND, "there are no vectors to put into anything else"
+    if not len(request.vectors):
+        return exact_index.KIND, "the corpus is empty"
     if index != "auto":
         return index, ""
-    if asked.recall_target == 1:
-        return exact_index.KIND, "all neighbours are asked for"
-    batch = f"{asked.place.batch:,} {'query' if asked.place.batch == 1 else 'queries'}"
-    exact = _seconds(_exact(asked), asked)
+    if request.recall_target == 1:
+        return exact_index.KIND, "the recall target is 1"
+    batch = f"{request.place.batch:,} {'query' if request.place.batch == 1 else 'queries'}"
+    exact = _seconds(_exact(request), request)
     if exact is not None and exact <= _QUICK_S:
-        return exact_index.KIND, f"exact search of {batch} is predicted to take {_ms(exact)}, which is quick enough"
-    kinds = {exact_index.KIND: exact, IVF: _seconds(_lists(asked), asked)}
-    if asked.place.batch <= FEW_QUERIES:  # of more, lists are read once for all of them
-        kinds[GRAPH] = _seconds(_graph(asked), asked)
+        return exact_index.KIND, f"exact search of {batch} is predicted to take {_ms(exact)}, below {_ms(_QUICK_S)}"
+    kinds = {exact_index.KIND: exact, IVF: _seconds(_lists(request), request)}
+    if request.place.batch <= FEW_QUERIES:  # larger batches share the reads of inverted lists
+        kinds[GRAPH] = _seconds(_graph(request), request)
     fits = {kind: seconds for kind, seconds in kinds.items() if seconds is not None and kind not in missed}
     if not fits:
-        budget = f"{asked.place.budget_bytes / 1e9:.3g} GB a device"
-        others = "what is left does" if missed else "the vectors do"
-        return IVF_PQ, f"{others} not fit into {budget}: codes are smaller, and the vectors stay on the host"
-    told = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in fits.items())
+        budget = f"{request.place.budget_bytes / 1e9:.3g} GB per device"
+        others = "the remaining kinds do" if missed else "the vectors do"
+        return IVF_PQ, f"{others} not fit into {budget}: codes are smaller, and the vectors stay in host memory"
+    times = ", ".join(f"{kind} {_ms(seconds)}" for kind, seconds in fits.items())
     best = min(fits, key=lambda kind: fits[kind])
-    if exact is not None and fits[best] > exact / _WORTH:
-        best, told = exact_index.KIND, f"{told}; others are to be {_WORTH:g} times as fast as exact"
-    return best, f"predicted times of {batch}: {told}"
+    if exact is not None and fits[best] > exact / _MIN_SPEEDUP:
+        best, times = exact_index.KIND, f"{times}; no other kind is {_MIN_SPEEDUP:g} times as fast as exact"
+    return best, f"predicted times of {batch}: {times}"
 
 
-def _seconds(step: Step, asked: Asked) -> float | None:
-    """What the planner expects a search to take; None where it fits no device."""
+def _seconds(step: Step, request: Asked) -> float | None:
+    """The predicted time of a search; None if no layout fits the memory budget."""
     try:
-        return plan_of(*step, asked.place.options).prediction.step_time_s
+        return plan_of(*step, request.place.options).prediction.step_time_s
     except BudgetError:
         return None
 
 
-def _exact(asked: Asked) -> Step:
-    num, dim = asked.vectors.shape
-    tiling = Tiling.of(num, asked.place.num_devices)
-    blocks = Blocks.of(asked.place.batch, asked.place.num_devices)
-    search = exact_search(asked.metric, min(MEASURED_AT, num), at_once=blocks.at_once)
-    return search, exact_arguments(tiling, blocks, dim, asked.vectors.dtype, asked.metric)
+def _exact(request: Asked) -> Step:
+    num, dim = request.vectors.shape
+    tiling = Tiling.of(num, request.place.num_devices)
+    blocks = Blocks.of(request.place.batch, request.place.num_devices)
+    search = exact_search(request.metric, min(MEASURED_AT, num), at_once=blocks.at_once)
+    return search, exact_arguments(tiling, blocks, dim, request.vectors.dtype, request.metric)
 
 
-def _lists(asked: Asked) -> Step:
-    num, dim = asked.vectors.shape
+def _lists(request: Asked) -> Step:
+    num, dim = request.vectors.shape
     num_lists = usual_num_lists(num)
     slots = usual_slots(num, num_lists)
-    num_blocks = math.ceil(_PADDING * num / num_lists / slots)  # of each list
+    num_blocks = math.ceil(_PADDING * num / num_lists / slots)  # per list
     first = _array((num_lists + 1,), jnp.int32)
-    vectors = _array((num_lists * num_blocks, slots, dim), asked.vectors.dtype)
+    vectors = _array((num_lists * num_blocks, slots, dim), request.vectors.dtype)
     positions = _array(vectors.shape[:2], jnp.int32)
     longest = longest_of(np.full(num_lists, num_blocks))
     centroids = _array((num_lists, dim), jnp.float32)
-    arrays = InvertedLists(centroids, first, vectors, _terms(vectors, asked), positions, longest, asked.metric)
-    return _of(Lists(IVF, asked.metric, num, num_lists, 1, asked.place.step_bytes), arrays, asked)
+    arrays = InvertedLists(centroids, first, vectors, _terms(vectors, request), positions, longest, request.metric)
+    return _of(Lists(IVF, request.metric, num, num_lists, 1, request.place.step_bytes), arrays, request)
 
 
-def _graph(asked: Asked) -> Step:
-    num = len(asked.vectors)
-    vectors = _array(asked.vectors.shape, asked.vectors.dtype)
+def _graph(request: Asked) -> Step:
+    num = len(request.vectors)
+    vectors = _array(request.vectors.shape, request.vectors.dtype)
     edges, entries = _array((num, DEGREE), jnp.int32), _array((NUM_ENTRIES,), jnp.int32)
-    arrays = NeighbourGraph(vectors, _terms(vectors, asked), edges, entries, asked.metric)
-    return _of(Graph(asked.metric, num, DEGREE, WIDTH), Nodes(arrays), asked)
+    arrays = NeighbourGraph(vectors, _terms(vectors, request), edges, entries, request.metric)
+    return _of(Graph(request.metric, num, DEGREE, WIDTH), Nodes(arrays), request)
 
 
-def _of(method: Method, arrays: Any, asked: Asked) -> Step:
-    num_queries = rounded(min(asked.place.batch, AT_ONCE))
-    search = Search(num_queries, min(MEASURED_AT, len(asked.vectors)), method.usual)
-    return step_of(method, search, arrays, asked.vectors.shape, asked.vectors.dtype)
+def _of(method: Method, arrays: Any, request: Asked) -> Step:
+    num_queries = rounded(min(request.place.batch, AT_ONCE))
+    search = Search(num_queries, min(MEASURED_AT, len(request.vectors)), method.usual)
+    return step_of(method, search, arrays, request.vectors.shape, request.vectors.dtype)
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _terms(vectors: Any, asked: Asked) -> Any:
-    return jax.eval_shape(partial(metrics.terms, metric=asked.metric), vectors)
+def _terms(vectors: Any, request: Asked) -> Any:
+    return jax.eval_shape(partial(metrics.terms, metric=request.metric), vectors)
 
 
 def _ms(seconds: float) -> str:

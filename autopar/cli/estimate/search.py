@@ -15,7 +15,7 @@ from autopar.cli.planning import planning
 from autopar.cli.terminal import output, progress
 from autopar.errors import BudgetError, SearchError, TargetError
 
-#: Options that are fields of `PaperSearch`.
+#: Options that are fields of `SearchSpec`.
 _FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
 _EXAMPLES = "estimate search --corpus 1.4e9x100:int8 --devices 8 --hardware h200"
 
@@ -61,23 +61,23 @@ def run(options: argparse.Namespace) -> None:
             f"--hardware {options.hardware!r}: `estimate search` plans devices of one kind: give one name"
         )
     case, more = _case(options), planning(options)
-    from autopar.vector_search.estimate.estimate import search_on_paper
-    from autopar.vector_search.estimate.sizes import PARTS, PaperSearch
-    from autopar.vector_search.estimate.tables import on_paper_json, render_on_paper
+    from autopar.vector_search.estimate.estimate import estimate_search
+    from autopar.vector_search.estimate.sizes import PARTS, SearchSpec
+    from autopar.vector_search.estimate.tables import render_search_estimate, search_estimate_json
 
     with progress() as report:
-        found = search_on_paper(PaperSearch(**case), indexes=options.index or tuple(PARTS), progress=report, **more)
+        found = estimate_search(SearchSpec(**case), indexes=options.index or tuple(PARTS), progress=report, **more)
     if options.output is not None:
-        if found.asked.plan is None:
-            raise BudgetError(found.asked.refused)
-        found.asked.plan.save(options.output)
-    output(options, lambda: on_paper_json(found), lambda console: render_on_paper(found, console))
+        if found.requested.plan is None:
+            raise BudgetError(found.requested.refused)
+        found.requested.plan.save(options.output)
+    output(options, lambda: search_estimate_json(found), lambda console: render_search_estimate(found, console))
     if options.output is not None and not options.json:
         print(f"\nThe plan of {found.case.batch:,} queries is saved to {options.output}; `autopar explain` says why.")
 
 
 def _case(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `PaperSearch` that were given.
+    """The arguments of `SearchSpec` that were given.
 
     Raises:
         SearchError: a corpus or a block that cannot be read.

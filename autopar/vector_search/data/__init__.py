@@ -1,6 +1,6 @@
-"""What an index holds and takes: inputs, metrics, placement, files.
+"""Inputs, metrics, placement and files of an index.
 
 In: vectors and options.
-Out: arrays on devices, files with digests.
+Out: checked arrays, scores, index files with digests.
 Imported by: the packages of vector_search above it.
 """

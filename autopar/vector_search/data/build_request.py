@@ -1,4 +1,4 @@
-"""What an index is to be built from, checked."""
+"""Hold the checked arguments of `build`: vectors, metric, recall target, placement, settings."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from autopar.vector_search.data.progress import Report
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What an index is built from, checked.
+    """The checked arguments of one index build.
 
     Args:
-        recall_target: the share of the true neighbours that a search is to find.
-        settings: of this kind alone.
-        why: this kind was chosen, if it was not asked for.
-        queries: `[num_queries, d]`, checked: a sample of the user's own, to measure recall by; None: of the vectors.
+        recall_target: fraction of the true nearest neighbours that a search has to find.
+        settings: settings of this index kind only.
+        why: reason for the choice of this kind; empty if the user named it.
+        queries: `[num_queries, d]`, checked; the user's sample for measuring recall; None: sample the corpus.
     """
 
     vectors: NDArray[Any]
@@ -37,18 +37,18 @@ class Asked:
     queries: NDArray[Any] | None = None
 
     def whole_numbers(self, kind: str, known: Mapping[str, int]) -> dict[str, int]:
-        """The settings of a kind that takes whole numbers of at least 1.
+        """Return the settings of a kind whose settings are all integers of at least 1.
 
         Args:
-            known: its settings, and what each is where it is not given.
+            known: the kind's settings and their defaults.
 
         Raises:
-            SearchError: a setting that it has not, or that is no such number.
+            SearchError: an unknown setting, or a value that is not such an integer.
         """
         for name, value in self.settings.items():
             if name not in known:
-                has = f"it has {', '.join(known)}" if known else "it has none"
+                has = f"its settings are {', '.join(known)}" if known else "it has no settings"
                 raise SearchError(f"an index of kind {kind!r} has no setting {name!r}: {has}")
             if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-                raise SearchError(f"`{name}` is {value!r}: give a whole number of at least 1")
+                raise SearchError(f"`{name}` is {value!r}: give an integer of at least 1")
         return {name: int(self.settings.get(name, value)) for name, value in known.items()}

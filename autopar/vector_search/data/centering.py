@@ -1,12 +1,13 @@
-"""What is subtracted of a corpus, so that its scores keep their digits: distances do not change by it.
+"""Subtract a centre from a corpus, so that float scores lose fewer digits; distances do not change.
 
-In: vectors, `[n, d]`. Out: the vectors less a centre, and that centre, `[d]`, both of their dtype, of which they can be made
-again to the last bit: an element of the centre is near the mean of its column, or 0 where a difference from it would be
-rounded. So nothing is held twice, and what is saved is what was given.
+In: vectors, `[n, d]`. Out: the vectors minus a centre, and the centre, `[d]`, both in the corpus's dtype. Adding the
+centre restores every vector to the last bit, so only the centred copy is stored. An element of the centre is close to
+the mean of its column, or 0 where the subtraction would round.
 
-2 q.x - |x|^2 has as many digits less than |q - x|^2 as the vectors' distance from the origin is larger than that between
-them. Where a column spans magnitudes, as with a few values near 0 beside large ones, it is not centred: a search then
-finds out that it is not certain (`exact`), and looks again.
+The score 2 q.x - |x|^2 cancels: it loses as many digits of |q - x|^2 as the distance of the vectors from the origin
+exceeds the distance between them. A column that spans magnitudes, such as a few values near 0 next to large ones, is
+not centred. A search then detects that its result is uncertain (`kernels.exact_top_k`) and retries
+(`frame.exact_retry`).
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import Metric
 
-#: Vectors that the mean is taken of, and elements that are centred at a time.
+#: Vectors in the sample for the mean; elements centred per chunk.
 _SAMPLE, _AT_ONCE = 65_536, 2**22
 
 
 def is_centred(dtype: Any, metric: Metric) -> bool:
-    """Whether a corpus has a centre: not of integers, whose scores are exact, nor of cosines, which it would change."""
+    """Whether a corpus has a centre. Integer scores are exact without one, and a centre would change cosines."""
     return metric != "cosine" and dtype != jnp.int8
 
 
 def centre_struct(dim: int, dtype: Any, metric: Metric) -> jax.ShapeDtypeStruct | None:
-    """The shape of a centre, where there is one."""
+    """The shape and dtype of the centre, or None if there is none."""
     return jax.ShapeDtypeStruct((dim,), dtype) if is_centred(dtype, metric) else None
 
 
-def centred(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """`[n, d]` from their centre, and the centre, `[d]`; the vectors themselves, and None, where there is none.
+def centre_corpus(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Return the centred vectors, `[n, d]`, and the centre, `[d]`; or the vectors unchanged and None.
 
     Args:
         vectors: `[n, d]`, checked.
@@ -45,55 +46,54 @@ def centred(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArra
         return vectors, None
     centre = _near_mean(vectors).astype(dtype)
     wide = centre.astype(np.float32)
-    less = np.empty_like(vectors, order="C")
-    is_same = np.ones(len(centre), bool)
+    centred = np.empty_like(vectors, order="C")
+    is_exact = np.ones(len(centre), bool)
     rows = max(1, _AT_ONCE // len(centre))
     for start in range(0, len(vectors), rows):
         part = vectors[start : start + rows].astype(np.float32, copy=False)
-        less[start : start + rows] = part - wide
-        again = less[start : start + rows].astype(np.float32, copy=False) + wide
-        is_same &= (again == part).all(axis=0)
-    less[:, ~is_same] = vectors[:, ~is_same]
-    return less, np.where(is_same, centre, np.zeros((), dtype))
+        centred[start : start + rows] = part - wide
+        restored = centred[start : start + rows].astype(np.float32, copy=False) + wide
+        is_exact &= (restored == part).all(axis=0)
+    centred[:, ~is_exact] = vectors[:, ~is_exact]
+    return centred, np.where(is_exact, centre, np.zeros((), dtype))
 
 
-def moved(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """As `centred`, for searches that tell distances of the moved vectors: of l2 alone; None where nothing moves."""
+def centre_for_l2(vectors: NDArray[Any], metric: Metric) -> tuple[NDArray[Any], NDArray[Any] | None]:
+    """Centre a corpus whose distances are those of the centred vectors: l2 only; otherwise the centre is None."""
     if metric != "l2":
         return vectors, None
-    less, centre = centred(vectors, metric)
-    return (vectors, None) if centre is None or not centre.any() else (less, centre)
+    centred, centre = centre_corpus(vectors, metric)
+    return (vectors, None) if centre is None or not centre.any() else (centred, centre)
 
 
-def less_centre(vectors: NDArray[Any], centre: NDArray[Any] | None) -> NDArray[Any]:
-    """Vectors or queries, `[m, d]`, from a centre that is known."""
+def subtract_centre(vectors: NDArray[Any], centre: NDArray[Any] | None) -> NDArray[Any]:
+    """Subtract a known centre from vectors or queries, `[m, d]`."""
     if centre is None:
         return vectors
     return (vectors.astype(np.float32) - centre.astype(np.float32)).astype(vectors.dtype)
 
 
-def whole(less: NDArray[Any], centre: NDArray[Any] | None) -> NDArray[Any]:
-    """The vectors again, of what `centred` gave."""
+def restore_vectors(centred: NDArray[Any], centre: NDArray[Any] | None) -> NDArray[Any]:
+    """Restore the vectors that `centre_corpus` centred, bit for bit."""
     if centre is None:
-        return less
-    return (less.astype(np.float32) + centre.astype(np.float32)).astype(less.dtype)
+        return centred
+    return (centred.astype(np.float32) + centre.astype(np.float32)).astype(centred.dtype)
 
 
-def vectors_of(less: jax.Array, centre: jax.Array) -> jax.Array:
-    """The same within a program, f32."""
-    return less.astype(jnp.float32) + centre.astype(jnp.float32)
+def restore_in_f32(centred: jax.Array, centre: jax.Array) -> jax.Array:
+    """Restore centred vectors inside a program, in float32."""
+    return centred.astype(jnp.float32) + centre.astype(jnp.float32)
 
 
-def queries_from(queries: jax.Array, centre: jax.Array | None, metric: Metric) -> jax.Array:
-    """Queries to score centred vectors by, `[..., d]`: of l2 from the centre too; a product shifts all scores alike."""
+def centre_queries(queries: jax.Array, centre: jax.Array | None, metric: Metric) -> jax.Array:
+    """Centre queries, `[..., d]`, for scores of centred vectors. Inner products need none: all scores shift equally."""
     if centre is None or metric != "l2":
         return queries
     return (queries.astype(jnp.float32) - centre.astype(jnp.float32)).astype(queries.dtype)
 
 
 def _near_mean(vectors: NDArray[Any]) -> NDArray[np.float64]:
-    """`[d]`: multiples of a power of two that is small beside the spread of their column: of whole numbers, for example,
-    differences from it then are whole numbers."""
+    """Column means, `[d]`, rounded to a small power of two, so that differences of integer columns stay integers."""
     some = vectors[:: max(1, len(vectors) // _SAMPLE)].astype(np.float64)
     if not len(some):
         return np.zeros(vectors.shape[1])

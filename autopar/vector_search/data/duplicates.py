@@ -1,7 +1,7 @@
-"""Vectors that are equal, and distances by which equal vectors are equally far: what recall is measured by.
+"""Find equal vectors, and compute distances that are identical for equal vectors, for measuring recall.
 
-In: vectors on the host. Out: which are equal; of the nearest distinct vectors, as many neighbours as are asked for;
-distances from differences, in f64 on the host, of few pairs.
+In: vectors on the host. Out: groups of equal vectors; the nearest neighbours with their duplicates; float64 distances
+of a few pairs, from differences, on the host.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID, Metric
 
-#: Elements that are looked at at a time.
+#: Elements per chunk.
 _AT_ONCE = 2**22
 
 
 class Duplicates(NamedTuple):
-    """groups: int32 `[n]`: vectors of one number are equal. order: positions, group by group. starts: `[num_groups + 1]`: where
-    in `order` each group begins, and all end."""
+    """Groups of equal vectors.
+
+    Args:
+        groups: int32 `[n]`, the group of each vector.
+        order: positions, group by group.
+        starts: `[num_groups + 1]`, offsets of the groups in `order`.
+    """
 
     groups: NDArray[np.int32]
     order: NDArray[np.int64]
@@ -27,17 +32,17 @@ class Duplicates(NamedTuple):
 
     @classmethod
     def of(cls, vectors: NDArray[Any], metric: Metric) -> Duplicates:
-        """Of vectors `[n, d]`: of cosines those of one direction are equal, as far as their quotients are exact."""
+        """Group the rows of `vectors`, `[n, d]`. For cosine, parallel vectors are equal if their quotients are exact."""
         num, dim = vectors.shape
         parts = [slice(start, start + max(1, _AT_ONCE // dim)) for start in range(0, num, max(1, _AT_ONCE // dim))]
-        marks, factors = np.empty(num, np.uint64), _factors(dim)
+        hashes, factors = np.empty(num, np.uint64), _factors(dim)
         for part in parts:
-            bits = _told_apart_by(vectors[part], metric).view(np.uint32).astype(np.uint64)
-            marks[part] = (bits * factors).sum(axis=1, dtype=np.uint64)
-        _, firsts, groups = np.unique(marks, return_index=True, return_inverse=True)
+            bits = _canonical(vectors[part], metric).view(np.uint32).astype(np.uint64)
+            hashes[part] = (bits * factors).sum(axis=1, dtype=np.uint64)
+        _, firsts, groups = np.unique(hashes, return_index=True, return_inverse=True)
         groups = groups.reshape(-1)
-        for part in parts:  # of one mark, but others than the first of it: each for itself
-            own, first = (_told_apart_by(vectors[which], metric) for which in (part, firsts[groups[part]]))
+        for part in parts:  # a hash collision: the vector becomes a group of its own
+            own, first = (_canonical(vectors[which], metric) for which in (part, firsts[groups[part]]))
             others = np.flatnonzero((own != first).any(axis=1)) + part.start
             groups[others] = num + others
         _, groups, counts = np.unique(groups, return_inverse=True, return_counts=True)
@@ -50,14 +55,15 @@ class Duplicates(NamedTuple):
 
     @property
     def firsts(self) -> NDArray[np.int64]:
-        """Positions of one vector of each group."""
+        """The position of one vector of each group."""
         return self.order[self.starts[:-1]]
 
     def others(self, nearest: NDArray[Any], own: NDArray[np.int32], k: int) -> NDArray[np.int32]:
-        """int32 `[num_queries, k]`: the nearest vectors of other groups than a query's own, each with its equals.
+        """int32 `[num_queries, k]`: the nearest vectors outside a query's own group, each with its duplicates.
 
         Args:
-            nearest: `[num_queries, m]`: the nearest of `firsts`, best first; m is at least k + 1, or all. own: of each query.
+            nearest: `[num_queries, m]`, the nearest of `firsts`, best first; m is at least k + 1, or all.
+            own: the group of each query.
         """
         found = np.full((len(nearest), k), NO_ID, np.int32)
         for row, mine, out in zip(nearest, own, found, strict=True):
@@ -69,12 +75,12 @@ class Duplicates(NamedTuple):
 
 
 def _factors(dim: int) -> NDArray[np.uint64]:
-    """Odd: no change of one element is lost."""
+    """Random odd hash factors: a change of a single element always changes the hash."""
     return np.random.default_rng(0).integers(0, 2**63, dim, np.uint64) * np.uint64(2) + np.uint64(1)
 
 
-def _told_apart_by(vectors: NDArray[Any], metric: Metric) -> NDArray[np.float32]:
-    """f32 `[m, d]`, the same of equal vectors."""
+def _canonical(vectors: NDArray[Any], metric: Metric) -> NDArray[np.float32]:
+    """f32 `[m, d]`: a canonical form, identical for equal vectors."""
     wide = vectors.astype(np.float64)
     if metric == "cosine":
         largest = np.abs(wide).max(axis=1, keepdims=True)
@@ -85,7 +91,7 @@ def _told_apart_by(vectors: NDArray[Any], metric: Metric) -> NDArray[np.float32]
 def distances_between(
     queries: NDArray[Any], vectors: NDArray[Any], positions: NDArray[Any], metric: Metric
 ) -> NDArray[np.float32]:
-    """`[num_queries, k]`: as a user sees them, of `vectors[positions]`; the worst there is for `NO_ID`."""
+    """User-facing distances to `vectors[positions]`, `[num_queries, k]`; the worst distance for `NO_ID`."""
     wide = queries.astype(np.float64)
     found = np.empty(positions.shape, np.float64)
     for column, which in enumerate(positions.T):

@@ -1,6 +1,6 @@
-"""What every index can do, and what it answers.
+"""Define the interface of an index, `Index`, and its results, `Found` and `IndexStats`.
 
-`Index` is the interface; its kinds stand in `build.py`'s table.
+The index kinds are in the table of `build.py`.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from autopar.vector_search.data.metrics import NO_ID, Metric, worst_distance
 
 
 class Found(NamedTuple):
-    """What a search found, best first; of each query one row.
+    """The result of a search: one row for each query, best first.
 
     Args:
-        ids: the user's own, int64, `[num_queries, k]`; -1 where there is no k-th vector to return.
-        distances: of l2 squared, smaller is better; else the similarity, larger is better. f32, or int32 of int8 vectors
-            (not of cosine). Where the id is -1, the worst there is: infinite, or the last integer.
+        ids: int64 `[num_queries, k]`, the user's ids; -1 where fewer than k vectors were found.
+        distances: squared distances for l2, smaller is better; similarities otherwise, larger is better. f32; int32 for
+            int8 vectors, except cosine. Where the id is -1: the worst value, infinity or the extreme integer.
     """
 
     ids: NDArray[np.int64]
     distances: NDArray[Any]
 
     def of_one(self) -> Found:
-        """Of the first query alone, `[k]`."""
+        """The result of the first query only, `[k]`."""
         return Found(self.ids[0], self.distances[0])
 
 
 def found_at(positions: NDArray[Any], distances: NDArray[Any], ids: NDArray[np.int64], k: int, metric: Metric) -> Found:
-    """As the user sees it: the user's ids, padded to k.
+    """Map positions to the user's ids and pad the result to k columns.
 
     Args:
-        positions, distances: `[num_queries, m]`, best first, `NO_ID` where there is none; m is at most k.
-        ids: of the vectors, by position.
+        positions, distances: `[num_queries, m]`, best first, `NO_ID` for no result; m is at most k.
+        ids: the id of each position.
     """
     there = positions != NO_ID
     found = np.full(positions.shape, NO_ID, np.int64)
@@ -51,17 +51,17 @@ def found_at(positions: NDArray[Any], distances: NDArray[Any], ids: NDArray[np.i
 
 @dataclass(frozen=True, slots=True)
 class IndexStats:
-    """What an index holds, and how.
+    """The size, layout and measured recall of an index.
 
     Args:
         kind: its name in `build`.
-        dtype: of the vectors, by name.
-        device_bytes: that the fullest device holds of it.
-        layouts: how its vectors are split in each way that they are held in, in words.
-        searches: each program made for it so far, by number of queries and k: seconds that the plan predicts.
-        reached: whether the recall target was, by what the sample that was measured when the index was built promises of other
-            queries (`recall_at_least` of `details`); True of exact search; None where nothing could be measured.
-        details: of this kind alone.
+        dtype: name of the vectors' dtype.
+        device_bytes: bytes of the index on the device that holds the most.
+        layouts: the partition spec of the vectors in each stored layout, as text.
+        searches: predicted seconds of each compiled program, by number of queries and k.
+        reached: whether the lower confidence bound of the recall (`recall_at_least` in `details`) reached the target
+            when the index was built; True for exact search; None if recall could not be measured.
+        details: entries of this kind only.
     """
 
     kind: str
@@ -78,33 +78,33 @@ class IndexStats:
 
 
 class Index(Protocol):
-    """Vectors that can be searched. Made by `build` or `load`."""
+    """A searchable corpus, made by `build` or `load`."""
 
     def search(
         self, queries: ArrayLike, k: int, *, filter: ArrayLike | None = None, effort: int | None = None
     ) -> Found:
-        """The k nearest of each query, or as many of them as the effort finds.
+        """Find the k nearest vectors of each query, or as many of them as the effort finds.
 
         Args:
-            queries: `[num_queries, d]`, or one, `[d]`, whose results then are `[k]`.
-            k: any number; beyond what there is, results are padded with id -1.
-            filter: of each vector, in the order given to `build`, whether it may be returned: bool, `[n]`.
-            effort: lists that are looked into, or nodes of a graph that are kept in hand; by default what reached the
-                recall target when the index was built. An exact index takes none.
+            queries: `[num_queries, d]`; or one query, `[d]`, whose results have shape `[k]`.
+            k: number of neighbours; results beyond the corpus are padded with id -1.
+            filter: bool `[n]`, the vectors that may be returned, in the order given to `build`.
+            effort: number of probed lists, or beam width of a graph; by default the effort that reached the recall
+                target at build time. An exact index takes none.
 
         Raises:
-            SearchError: naming what of these cannot be.
+            SearchError: an invalid argument, by name.
         """
         ...
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the index to one file, whole or not at all; `load` reads it, onto any number of devices.
+        """Write the index to one file, atomically; `load` reads it onto any number of devices.
 
         Raises:
-            IndexFileError: it cannot be written.
+            IndexFileError: the file cannot be written.
         """
         ...
 
     def stats(self) -> IndexStats:
-        """What it holds, and how."""
+        """The size, layout and measured recall of the index."""
         ...

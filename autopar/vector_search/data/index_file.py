@@ -1,12 +1,12 @@
-"""One file for an index: what kind it is, its settings, its arrays, and digests of all these.
+"""Read and write an index file: header, arrays, and a digest of each.
 
-    magic, length of the header, digest of the header    fixed
-    header                                               JSON: version, kind, settings, and of each array its name,
-                                                         dtype, shape, offset and digest
-    arrays                                               as they lie in memory, one after the other
+    magic, header length, header digest    fixed size
+    header                                 JSON: version, kind, settings; for each array its name, dtype, shape, offset
+                                           and digest
+    arrays                                 raw bytes in C order, one after the other
 
-A file is written beside its name and then renamed, so that under the name there is a whole one or what was there before.
-Whatever is read is held against its digest: a file that was cut short or in which a bit has flipped is refused.
+`write` writes a temporary file in the same folder and renames it, so a crash leaves the previous file. `read` verifies
+every digest: a truncated file or a flipped bit is an error.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autopar.errors import IndexFileError
 from autopar.vector_search.data.inputs import DTYPES
 
 _MAGIC = b"autopar index\n"
-_VERSION, _READ = 3, (2, 3)  # of version 2 nothing has a centre
+_VERSION, _READ = 3, (2, 3)  # version 2 has no centre
 _DIGEST = 16  # bytes
-_WAY_OUT = "Copy it again from where it came from, or build and save the index anew"
+_WAY_OUT = "Copy the file again, or rebuild and save the index"
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a file holds."""
+    """The contents of an index file."""
 
     kind: str
     settings: Mapping[str, Any]
@@ -45,13 +45,14 @@ class Saved:
 def write(
     path: str | os.PathLike[str], kind: str, settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]
 ) -> None:
-    """Write a file, whole or not at all.
+    """Write an index file atomically.
 
     Args:
-        settings: what JSON takes. arrays: by name.
+        settings: JSON-serializable settings.
+        arrays: arrays by name.
 
     Raises:
-        IndexFileError: it cannot be written.
+        IndexFileError: the file cannot be written.
     """
     target = Path(path)
     entries, parts, offset = [], [], 0
@@ -75,7 +76,7 @@ def write(
         Path(unfinished).replace(target)
     except OSError as error:
         raise IndexFileError(
-            f"{target} cannot be written: {error.strerror or error}. Give a path in a folder with room"
+            f"{target} cannot be written: {error.strerror or error}. Give a path in a writable folder with free space"
         ) from None
     finally:
         if unfinished is not None:
@@ -83,10 +84,10 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> Saved:
-    """Read a file.
+    """Read and verify an index file.
 
     Raises:
-        IndexFileError: it is not there, is no index, is of another version, or is damaged; it says where.
+        IndexFileError: the file is missing, no index, of another version, or damaged; the text says where.
     """
     target = Path(path)
     try:
@@ -96,18 +97,18 @@ def read(path: str | os.PathLike[str]) -> Saved:
         raise IndexFileError(f"{target} cannot be read: {error.strerror or error}") from None
     first = len(_MAGIC) + 8 + _DIGEST
     if bytes(data[: len(_MAGIC)]) != _MAGIC[:size]:
-        raise IndexFileError(f"{target} is no index that autopar has saved: it begins otherwise. {_WAY_OUT}")
+        raise IndexFileError(f"{target} is not an autopar index: its first bytes differ. {_WAY_OUT}")
     length = int.from_bytes(bytes(data[len(_MAGIC) : len(_MAGIC) + 8]), "little")
     if size < first or size - first < length:
-        raise IndexFileError(f"{target} is cut short or damaged within its header, at {size:,} bytes. {_WAY_OUT}")
+        raise IndexFileError(f"{target} is truncated or damaged in its header, at {size:,} bytes. {_WAY_OUT}")
     header = bytes(data[first : first + length])
     if _digest(header) != bytes(data[first - _DIGEST : first]).hex():
-        raise IndexFileError(f"{target} is damaged: its header is not what was written. {_WAY_OUT}")
+        raise IndexFileError(f"{target} is damaged: the digest of its header does not match. {_WAY_OUT}")
     about = _header(target, header)
     if about["version"] not in _READ:
         raise IndexFileError(
-            f"{target} is of version {about['version']}, and this autopar reads {_VERSION}: load it with the one that"
-            " saved it, or build the index anew"
+            f"{target} has version {about['version']}, and this autopar reads version {_VERSION}: load it with the autopar"
+            " that saved it, or rebuild the index"
         )
     arrays: dict[str, NDArray[Any]] = {}
     for entry in about["arrays"]:
@@ -115,9 +116,9 @@ def read(path: str | os.PathLike[str]) -> Saved:
         begin, num_bytes = first + length + entry["offset"], dtype.itemsize * math.prod(entry["shape"])
         part = data[begin : begin + num_bytes]
         if part.nbytes != num_bytes:
-            raise IndexFileError(f"{target} is cut short within `{entry['name']}`, at {size:,} bytes. {_WAY_OUT}")
+            raise IndexFileError(f"{target} is truncated in `{entry['name']}`, at {size:,} bytes. {_WAY_OUT}")
         if _digest(memoryview(part)) != entry["digest"]:
-            raise IndexFileError(f"{target} is damaged: `{entry['name']}` is not what was written. {_WAY_OUT}")
+            raise IndexFileError(f"{target} is damaged: `{entry['name']}` does not match its digest. {_WAY_OUT}")
         arrays[entry["name"]] = part.view(np.ndarray).view(dtype).reshape(entry["shape"])
     saved = Saved(about["kind"], about["settings"], arrays)
     why = _inconsistent(saved)
@@ -126,25 +127,25 @@ def read(path: str | os.PathLike[str]) -> Saved:
     return saved
 
 
-# -- what a header may say: a right digest says that it is as it was written, not by whom -------
+# -- validation: a matching digest proves that the file is unchanged, not that its author is trusted
 
 
-#: Dtypes that an array may have: numbers, nothing that Python would have to make.
+#: Dtypes that an array may have: numbers only, no Python objects.
 _DTYPES = {**DTYPES, **{name: np.dtype(name) for name in ("uint8", "uint16", "int32", "int64", "bool")}}
-#: Of each field of the header and of the entry of an array, its type.
+#: Types of the fields of the header, and of an array's entry.
 _FIELDS = {"version": int, "kind": str, "settings": dict, "arrays": list}
 _ENTRY = {"name": str, "dtype": str, "shape": list, "offset": int, "digest": str}
-#: No length, offset or number of a setting is above it.
+#: Upper bound of every length, offset and number in the settings.
 _MOST = 2**48
-#: Nor is one that counts lists, edges or nodes above this.
+#: Upper bound of the counts of lists, edges and nodes.
 _MOST_COUNT = 10**7
 
 
 def _header(target: Path, header: bytes) -> dict[str, Any]:
-    """The header, each field of its type.
+    """Parse the header and check the type of each field.
 
     Raises:
-        IndexFileError: naming the field.
+        IndexFileError: the invalid field, by name.
     """
 
     def refuse(what: str) -> IndexFileError:
@@ -153,23 +154,23 @@ def _header(target: Path, header: bytes) -> dict[str, Any]:
     try:
         about = json.loads(header)
     except (ValueError, RecursionError) as error:
-        raise refuse(f"its header is no JSON ({error})") from None
+        raise refuse(f"its header is not JSON ({error})") from None
     if not isinstance(about, dict):
-        raise refuse("its header is no object")
+        raise refuse("its header is not a JSON object")
     for place, record, fields in [("", about, _FIELDS)] + [
         (f"arrays[{n}].", entry, _ENTRY) for n, entry in enumerate(_list(about.get("arrays")))
     ]:
         for name, kind in fields.items():
             if not isinstance(record, dict) or type(record.get(name)) is not kind:
-                raise refuse(f"`{place}{name}` of its header is not of the type {kind.__name__}")
+                raise refuse(f"`{place}{name}` of its header is not of type {kind.__name__}")
     for entry in about["arrays"]:
         numbers = [entry["offset"], *entry["shape"]]
         if not all(type(number) is int and 0 <= number <= _MOST for number in numbers):
-            raise refuse(f"`{entry['name']}` has the shape {entry['shape']}, at {entry['offset']}")
+            raise refuse(f"`{entry['name']}` has shape {entry['shape']} at offset {entry['offset']}")
         if entry["dtype"] not in _DTYPES or math.prod(entry["shape"]) > _MOST or len(entry["shape"]) > 8:
-            raise refuse(f"`{entry['name']}` is {entry['dtype']} of the shape {entry['shape']}")
+            raise refuse(f"`{entry['name']}` is {entry['dtype']} of shape {entry['shape']}")
     if not _is_finite(about["settings"]):
-        raise refuse("a setting is no finite number")
+        raise refuse("a setting is not finite, or out of bounds")
     return about
 
 
@@ -178,13 +179,13 @@ def _list(value: Any) -> list[Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether all numbers of a JSON value are, and none is out of all bounds."""
+    """Whether all numbers of a JSON value are finite and within bounds."""
     if isinstance(value, dict | list):
         return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
     return not isinstance(value, int | float) or abs(value) <= _MOST
 
 
-#: Of arrays by name, their dtypes and number of dims, whatever the kind of index.
+#: Dtypes and number of dims of the known arrays, for any index kind.
 _ARRAYS = {
     "vectors": (tuple(DTYPES), 2),
     "ids": (("int64",), 1),
@@ -199,33 +200,31 @@ _ARRAYS = {
     "copies": (("int32", "int64"), 1),
     "first_copy": (("int32", "int64"), 1),
 }
-#: Settings that are whole numbers, and the least of each.
+#: Integer settings and their lower bounds.
 _COUNTS = {"num_lists": 1, "copies": 1, "refined": 0, "degree": 1, "width": 1, "effort": 1}
 
 
 def _inconsistent(saved: Saved) -> str | None:
-    """What cannot be in an index of the kinds that autopar knows, in words; arrays of other names are their kind's own."""
+    """The first contradiction in an index of a built-in kind, as text; unknown arrays belong to a user's kind."""
     arrays, settings = saved.arrays, dict(saved.settings)
     for name, array in arrays.items():
         dtypes, num_dims = _ARRAYS.get(name, ((array.dtype.name,), array.ndim))
         if array.dtype.name not in dtypes or array.ndim != num_dims:
-            return f"`{name}` is {array.dtype.name} of the shape {list(array.shape)}"
+            return f"`{name}` is {array.dtype.name} of shape {list(array.shape)}"
     measured = settings.get("measured")
     counts = settings | (measured if isinstance(measured, dict) else {})
     for name, least in _COUNTS.items():
         if name in counts and (type(counts[name]) is not int or not least <= counts[name] <= _MOST_COUNT):
-            return (
-                f"its setting `{name}` is {counts[name]!r}: it has to be a whole number from {least} to {_MOST_COUNT:,}"
-            )
+            return f"its setting `{name}` is {counts[name]!r}: expected an integer from {least} to {_MOST_COUNT:,}"
     if "vectors" not in arrays or "ids" not in arrays:
-        return None  # an index of a kind of the user's own
+        return None  # a user's index kind
     num, dim = arrays["vectors"].shape
     if dim < 1:
-        return f"`vectors` has the shape {[num, dim]}"
+        return f"`vectors` has shape {[num, dim]}"
     for name, rise in (("first_block", 0), ("first_copy", 1)):
         first = arrays.get(name)
         if first is not None and (len(first) < 1 or first[0] != 0 or (np.diff(first) < rise).any()):
-            return f"`{name}` does not begin at 0 and rise"
+            return f"`{name}` does not start at 0 and increase"
     if ("copies" in arrays) != ("first_copy" in arrays) or ("copies" in arrays and arrays["first_copy"][-1] != num):
         return f"`first_copy` does not end with the {num:,} vectors"
     nodes = len(arrays["first_copy"]) - 1 if "first_copy" in arrays else num
@@ -235,7 +234,7 @@ def _inconsistent(saved: Saved) -> str | None:
         shapes |= _shapes_of_lists(arrays, settings, dim)
     for name, shape in shapes.items():
         if name in arrays and arrays[name].shape != shape:
-            return f"`{name}` has the shape {list(arrays[name].shape)}, and should have {list(shape)}"
+            return f"`{name}` has shape {list(arrays[name].shape)}, expected {list(shape)}"
     for name, least, most in (("positions", -1, num), ("edges", -1, nodes), ("entries", 0, nodes), ("copies", 0, num)):
         array = arrays.get(name)
         if array is not None and array.size and not least <= int(array.min()) <= int(array.max()) < most:
@@ -246,7 +245,7 @@ def _inconsistent(saved: Saved) -> str | None:
 def _shapes_of_lists(
     arrays: Mapping[str, NDArray[Any]], settings: Mapping[str, Any], dim: int
 ) -> dict[str, tuple[Any, ...]]:
-    """What the shapes of lists have to be, by those of others."""
+    """The shapes that the arrays of inverted lists need to have."""
     num_lists, first = settings.get("num_lists"), arrays["first_block"]
     blocks = (int(first[-1]), *(arrays["positions"].shape[1:] if "positions" in arrays else ()))
     found: dict[str, tuple[Any, ...]] = {"first_block": (1 + (num_lists or 0),), "centroids": (num_lists, dim)}

@@ -1,17 +1,17 @@
-"""How like two vectors are: scores to search by, and distances as a user sees them.
+"""Score vectors against queries, and convert scores to user-facing distances, for each metric.
 
-In: queries and vectors, `[.., d]`, of f32, bf16 or int8. Out: scores, of which larger is better, so that one
-program serves every metric; and from them the distances: of `l2` squared, smaller is better; of `inner_product` and
-`cosine` the similarity itself. Missing results have id -1 and score -inf (of integers the smallest there is).
+In: queries and vectors, `[.., d]`, of f32, bf16 or int8. Out: scores, larger is better, so that one program serves
+every metric; and distances: squared distances for `l2`, smaller is better; similarities for `inner_product` and
+`cosine`. A missing result has id -1 and score -inf (for integers the minimum).
 
     l2              2 q.x - |x|^2        squared distance |q|^2 - score
     inner_product   q.x                  q.x
     cosine          q.x / |x|            q.x / (|q| |x|)
 
-What depends on the vectors alone, `|x|^2` or `1/|x|`, is their *term*: made once, when an index is built.
+`|x|^2` or `1/|x|` depends on the vector only. It is called the vector's *term* and is computed once, at build time.
 
-int8 is exact: products are added as 32-bit integers, as which l2's scores and distances stay. bf16 is added as f32, and
-f32 is multiplied as such, also where a device would round it to fewer bits.
+int8 is exact: products accumulate in int32, which is also the dtype of the scores and distances of l2. bf16 accumulates
+in f32. f32 products use full precision, also on devices whose default is lower.
 """
 
 from __future__ import annotations
@@ -26,32 +26,29 @@ from jax import lax
 Metric = Literal["l2", "inner_product", "cosine"]
 METRICS: tuple[Metric, ...] = get_args(Metric)
 
-#: Of a place in a result that nothing fills.
+#: The id and position of a missing result.
 NO_ID = -1
 
-#: Up to so many, the vectors come first in a product.
+#: With at most this many queries, the vectors are the left operand of the matmul.
 FEW_QUERIES = 4
 
-#: Elements that a vector of int8 may have at most: |2 q.x - |x|^2| stays within 32 bits.
+#: Maximum d of int8 vectors: |2 q.x - |x|^2| then fits in int32.
 MAX_INT8_DIM = (2**31 - 1) // (3 * 128 * 128)
 
 
 def score_dtype(vectors: jnp.dtype, metric: Metric) -> jnp.dtype:
-    """Of scores and distances of vectors of a dtype: int32 of int8, except of cosine; else f32."""
+    """The dtype of scores and distances: int32 for int8 vectors, except cosine; f32 otherwise."""
     is_exact = vectors == jnp.int8 and metric != "cosine"
     return jnp.dtype(jnp.int32 if is_exact else jnp.float32)
 
 
 def worst_score(dtype: jnp.dtype) -> float | int:
-    """What no score is below."""
+    """The lower bound of all scores."""
     return int(jnp.iinfo(dtype).min) if jnp.issubdtype(dtype, jnp.integer) else -math.inf
 
 
 def terms(vectors: jax.Array, metric: Metric) -> jax.Array | None:
-    """What a score needs of each vector, `[..., d]`, beside its product with the query, `[...]`; None of `inner_product`.
-
-    The cosine of a vector of zeros is 0.
-    """
+    """The terms, `[...]`, of vectors `[..., d]`; None for `inner_product`. A zero vector has cosine 0."""
     if metric == "inner_product":
         return None
     squares = _squares(vectors)
@@ -62,48 +59,50 @@ def terms(vectors: jax.Array, metric: Metric) -> jax.Array | None:
 
 
 def scores(queries: jax.Array, vectors: jax.Array, metric: Metric, term: jax.Array | None = None) -> jax.Array:
-    """Of each query and vector, larger is better.
+    """Score every query against every vector; larger is better.
 
     Args:
-        queries: `[num_queries, d]`. vectors: `[..., d]`, of the same dtype.
-        term: `terms(vectors, metric)`, `[...]`, where it is known.
+        queries: `[num_queries, d]`.
+        vectors: `[..., d]`, of the same dtype.
+        term: `terms(vectors, metric)`, `[...]`; computed if None.
 
     Returns:
         `[num_queries, ...]`, of `score_dtype`.
     """
     term = terms(vectors, metric) if term is None else term
     if term is None:
-        return products(queries, vectors)
+        return inner_products(queries, vectors)
     if metric == "cosine":
-        return products(queries, vectors).astype(jnp.float32) * term
+        return inner_products(queries, vectors).astype(jnp.float32) * term
     if queries.dtype == jnp.int8:
-        return 2 * products(queries, vectors) - term
-    return products(2 * queries, vectors) - term  # doubled exactly, and before there are many
+        return 2 * inner_products(queries, vectors) - term
+    # doubling is exact, and cheaper on the queries than on the scores
+    return inner_products(2 * queries, vectors) - term
 
 
-def products(queries: jax.Array, vectors: jax.Array) -> jax.Array:
-    """`[num_queries, ...]`: q.x, of int8 exact in int32."""
+def inner_products(queries: jax.Array, vectors: jax.Array) -> jax.Array:
+    """The inner products q.x, `[num_queries, ...]`; exact in int32 for int8."""
     kind = {
         "precision": lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None,
         "preferred_element_type": jnp.int32 if queries.dtype == jnp.int8 else jnp.float32,
     }
     *shape, dim = vectors.shape
-    if len(queries) <= FEW_QUERIES:  # XLA's CPU backend is 15 times slower at so few rows from the left
+    if len(queries) <= FEW_QUERIES:  # XLA's CPU backend is 15 times slower with so few rows on the left
         found = lax.dot_general(vectors, queries, (((len(shape),), (1,)), ((), ())), **kind)
         return jnp.moveaxis(found, -1, 0)
-    # as a matrix: a product with more dims begins by copying them, transposed
+    # flattened to a matrix: XLA transposes and copies operands with more dims first
     found = lax.dot_general(queries, vectors.reshape(-1, dim), (((1,), (1,)), ((), ())), **kind)
     return found.reshape(len(queries), *shape)
 
 
 def distances_of(found: jax.Array, queries: jax.Array, metric: Metric) -> jax.Array:
-    """Scores as a user sees them.
+    """Convert scores to user-facing distances.
 
     Args:
-        found: `[..., k]`, of `queries`, `[..., d]`.
+        found: scores, `[..., k]`, of `queries`, `[..., d]`.
 
     Returns:
-        of l2 the squared distance; else the similarity. What is missing stays the worst there is: of l2 the largest.
+        Squared distances for l2; similarities otherwise. A missing result keeps the worst value; for l2 the largest.
     """
     if metric == "inner_product":
         return found
@@ -112,18 +111,18 @@ def distances_of(found: jax.Array, queries: jax.Array, metric: Metric) -> jax.Ar
         length = jnp.sqrt(squares.astype(jnp.float32))
         return jnp.where(length > 0, found / jnp.where(length > 0, length, 1), jnp.where(jnp.isneginf(found), found, 0))
     missing = found == worst_score(found.dtype)
-    distances = jnp.maximum(squares - jnp.where(missing, 0, found), 0)  # by rounding it might be below
+    distances = jnp.maximum(squares - jnp.where(missing, 0, found), 0)  # rounding can make it negative
     return jnp.where(missing, worst_distance(found.dtype, metric), distances)
 
 
 def worst_distance(dtype: jnp.dtype, metric: Metric) -> float | int:
-    """Of a place in a result that nothing fills."""
+    """The distance of a missing result."""
     if metric != "l2":
         return worst_score(dtype)
     return int(jnp.iinfo(dtype).max) if jnp.issubdtype(dtype, jnp.integer) else math.inf
 
 
 def _squares(vectors: jax.Array) -> jax.Array:
-    """`[...]`: |x|^2."""
+    """|x|^2, `[...]`."""
     wide = vectors.astype(jnp.int32 if vectors.dtype == jnp.int8 else jnp.float32)
     return jnp.sum(wide * wide, axis=-1)

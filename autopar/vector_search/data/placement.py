@@ -1,6 +1,6 @@
-"""Where an index is to lie.
+"""Hold the planning options of an index: mesh, hardware, memory budget, expected batch.
 
-In: what the user asked for. Out: `Place`: the options that every program of the index is planned with.
+In: the user's options. Out: `Place`, the options with which every program of the index is planned.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 
 from autopar.planner.request import requested_meshes, requested_profile
 
-#: What one step of a loop may touch, in bytes: on a CPU what stays in its caches; elsewhere, where each step is launched
-#: anew, as much as makes that worth it (not measured on a GPU).
+#: Working set of one loop iteration in bytes. On a CPU it fits the caches; elsewhere each iteration launches kernels,
+#: so it is large enough to amortize the launch (not measured on a GPU).
 CACHED_BYTES, _LAUNCHED_BYTES = 4_000_000, 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an index is to lie, as asked for.
+    """The planning options of an index.
 
     Args:
-        options: of `autopar.plan`: mesh, hardware, memory_budget_bytes, cache.
-        batch: queries that a search is expected to have.
+        options: options of `autopar.plan`: mesh, hardware, memory_budget_bytes, cache.
+        batch: expected number of queries in a search.
     """
 
     options: Mapping[str, Any]
@@ -30,17 +30,17 @@ class Place:
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh."""
+        """The number of devices of the mesh."""
         return requested_meshes(self.options.get("mesh"), None)[0].num_devices
 
     @property
     def budget_bytes(self) -> float:
-        """Of one device."""
-        asked = self.options.get("memory_budget_bytes")
-        return requested_profile(self.options.get("hardware")).usable_bytes if asked is None else float(asked)
+        """The memory budget of one device."""
+        budget = self.options.get("memory_budget_bytes")
+        return requested_profile(self.options.get("hardware")).usable_bytes if budget is None else float(budget)
 
     @property
     def step_bytes(self) -> int:
-        """That one step of a loop may touch on all devices."""
+        """The working set of one loop iteration, on all devices."""
         is_cpu = requested_profile(self.options.get("hardware")).platform == "cpu"
         return CACHED_BYTES if is_cpu else _LAUNCHED_BYTES * self.num_devices

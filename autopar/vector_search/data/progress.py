@@ -1,6 +1,6 @@
-"""A bar while an index is built.
+"""Show a progress bar while an index is built.
 
-In: whether to show one. Out: a function to say what is being done and how much of the whole is.
+In: whether to show it. Out: a function that reports the current stage and the completed fraction.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-#: Takes what is being done, and the fraction of the whole that is.
+#: Takes the name of the current stage, and the completed fraction of the build.
 Report = Callable[[str, float], None]
 
 
 @contextmanager
 def progress_bar(show: bool | None) -> Iterator[Report]:
-    """A bar on standard error.
+    """Show a progress bar on standard error.
 
     Args:
-        show: None: where a person sees it.
+        show: None: only if standard error is a terminal.
     """
     if not (sys.stderr.isatty() if show is None else show):
         yield lambda stage, fraction: None

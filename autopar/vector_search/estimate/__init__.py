@@ -1,4 +1,4 @@
-"""An index planned for absent devices.
+"""Estimates of a search for devices that need not exist.
 
 In: sizes, a hardware profile.
 Out: layouts, latency, bytes.

@@ -1,7 +1,8 @@
-"""An exact search planned for devices that need not be there, and what the other kinds would take: nothing is allocated.
+"""Plan an exact search, and size the other index kinds, for devices that need not exist; nothing is allocated.
 
-In: `PaperSearch` and the devices. Out: `SearchOnPaper`: the plan of the search that `build` would make for so many
-vectors, the same for other batches, and sizes. The program planned is the exact index's own, of abstract arrays.
+In: `SearchSpec` and the devices. Out: `SearchEstimate`: the plan of the search that `build` would make for a corpus of
+that size, the same for other batch sizes, and the size of each index. The planned program is the exact index's own,
+traced with abstract arrays.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from autopar.vector_search.estimate.sizes import (
     PARTS,
     FewerDevices,
     NodesInBlocks,
-    PaperSearch,
     Part,
+    SearchSpec,
     index_bytes,
     least_devices,
     nodes_in_blocks,
@@ -34,19 +35,20 @@ from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_sea
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
 from autopar.verification.figures import sent_bytes
 
-#: Batches shown beside the one asked for: how the layout changes with it.
+#: Batch sizes that are planned in addition to the requested one.
 _OTHER_BATCHES = (1, 100, 10_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBatch:
-    """One number of queries.
+    """The planned exact search for one batch size.
 
     Args:
-        plan: None where nothing fits, and `refused` says why.
-        corpus_ways, queries_ways: into how many parts the plan splits each; 1: every device has all.
-        sent_bytes: that one device sends for one query. most_bytes: of k candidates from each device, a value and a
-            position each, which is what a merge at one device would have to get.
+        plan: None if no plan fits; `refused` then holds the error.
+        corpus_ways, queries_ways: number of shards of each; 1: replicated.
+        sent_bytes: bytes that one device sends per query.
+        most_bytes: bytes of k candidates, value and position, from every device: what a merge on one device would
+            receive.
     """
 
     batch: int
@@ -63,13 +65,14 @@ class PlannedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IndexOnPaper:
-    """One kind of index.
+class IndexEstimate:
+    """The size of one index kind.
 
     Args:
-        num_bytes: of all parts. least_devices: that hold them in what a plan may fill; `least_bare`: in all their memory.
-        read_bytes: that one query alone reads of it.
-        fewer: on fewer devices than that, what stays on disk.
+        num_bytes: bytes of all parts.
+        least_devices: number of devices whose memory budget holds the index; `least_bare`: whose full memory holds it.
+        read_bytes: bytes that a single query reads.
+        fewer: the index on fewer devices, with the rest on disk.
     """
 
     name: str
@@ -82,39 +85,41 @@ class IndexOnPaper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOnPaper:
-    """What there is to say. `asked` is one of `batches`; `room_bytes` is what a plan may fill of a device."""
+class SearchEstimate:
+    """The estimate of one search. `requested` is the entry of `batches` for the spec's batch size; `room_bytes` is the
+    memory of one device that a plan may fill."""
 
-    case: PaperSearch
+    case: SearchSpec
     profile: HardwareProfile
     num_devices: int
     room_bytes: float
-    asked: PlannedBatch
+    requested: PlannedBatch
     batches: tuple[PlannedBatch, ...]
-    indexes: tuple[IndexOnPaper, ...]
+    indexes: tuple[IndexEstimate, ...]
     blocks: NodesInBlocks
 
 
-def search_on_paper(
-    case: PaperSearch,
+def estimate_search(
+    case: SearchSpec,
     *,
     indexes: Sequence[str] = tuple(PARTS),
     progress: Progress | None = None,
     **options: Any,
-) -> SearchOnPaper:
-    """Plan the exact search, and size the indexes.
+) -> SearchEstimate:
+    """Plan the exact search, and size the index kinds.
 
     Args:
-        indexes: of `PARTS`, those to tell of.
-        options: of `autopar.plan`: mesh or num_devices, hardware, memory_budget_bytes, pin, time_limit_s, cache.
+        indexes: index kinds to include, of `PARTS`.
+        options: options of `autopar.plan`: mesh or num_devices, hardware, memory_budget_bytes, pin, time_limit_s,
+            cache.
 
     Raises:
-        SearchError: an index that is not known.
-        AutoparError: of planning; a search that fits no device is no error, but told.
+        SearchError: an unknown index kind.
+        AutoparError: planning fails. A batch that fits no device is part of the result, not an error.
     """
     for name in indexes:
         if name not in PARTS:
-            raise SearchError(f"`index` is {name!r}: on paper there are {', '.join(PARTS)}")
+            raise SearchError(f"`index` is {name!r}: expected one of {', '.join(PARTS)}")
     profile = requested_profile(options.get("hardware"))
     budget = options.get("memory_budget_bytes")
     room = MemoryBudget(profile.usable_bytes if budget is None else float(budget)).plan_bytes
@@ -126,21 +131,21 @@ def search_on_paper(
         report(f"plan {number:,} queries", done / len(numbers))
         batches.append(_planned(case, number, num_devices, {**options, "hardware": profile}))
     report("done", 1.0)
-    return SearchOnPaper(
+    return SearchEstimate(
         case=case,
         profile=profile,
         num_devices=num_devices,
         room_bytes=room,
-        asked=batches[numbers.index(case.batch)],
+        requested=batches[numbers.index(case.batch)],
         batches=tuple(batches),
         indexes=tuple(_index(case, name, room, profile.hbm_bytes) for name in indexes),
         blocks=nodes_in_blocks(case),
     )
 
 
-def _index(case: PaperSearch, name: str, room: float, memory: float) -> IndexOnPaper:
+def _index(case: SearchSpec, name: str, room: float, memory: float) -> IndexEstimate:
     size = index_bytes(case, name)
-    return IndexOnPaper(
+    return IndexEstimate(
         name=name,
         parts=PARTS[name](case),
         num_bytes=size,
@@ -151,9 +156,9 @@ def _index(case: PaperSearch, name: str, room: float, memory: float) -> IndexOnP
     )
 
 
-def _planned(case: PaperSearch, batch: int, num_devices: int, options: dict[str, Any]) -> PlannedBatch:
+def _planned(case: SearchSpec, batch: int, num_devices: int, options: dict[str, Any]) -> PlannedBatch:
     tiling, blocks = Tiling.of(case.num_vectors, num_devices), Blocks.of(batch, num_devices)
-    k = min(case.k, tiling.places)
+    k = min(case.k, tiling.capacity)
     arguments = exact_arguments(tiling, blocks, case.dim, DTYPES[case.dtype], case.metric)
     most = num_devices * k * (4 + 4.0)
     try:
@@ -170,11 +175,11 @@ def _planned(case: PaperSearch, batch: int, num_devices: int, options: dict[str,
         refused="",
         corpus_ways=_ways(made, vectors),
         queries_ways=_ways(made, queries),
-        sent_bytes=sent / blocks.places,
+        sent_bytes=sent / blocks.capacity,
         most_bytes=most,
     )
 
 
 def _ways(made: Plan, tensor: TensorPlan) -> int:
-    """Into how many parts it is split."""
+    """The number of shards of a tensor."""
     return made.mesh.sizes(tuple(axis for axes in tensor.sharding.dims for axis in axes))

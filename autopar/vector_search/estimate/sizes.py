@@ -1,7 +1,8 @@
-"""How large an index is, and what it reads: arithmetic on sizes, of vectors that need not be there.
+"""Compute the size of each index kind and the bytes that a query reads, from sizes only.
 
-In: `PaperSearch`, how many vectors of what, and how they are searched. Out: the parts of each kind of index in bytes; how
-many devices they take; with fewer, what stays on disk and what reading it there allows; what blocks cost a node.
+In: `SearchSpec`, the corpus and the search parameters. Out: the parts of each index kind in bytes; the number of
+devices that hold them; with fewer devices, the bytes on disk and the query rate that the drives allow; the read
+amplification of graph nodes in disk blocks.
 """
 
 from __future__ import annotations
@@ -16,25 +17,29 @@ from autopar.errors import SearchError
 from autopar.vector_search.data.inputs import DTYPES, MAX_VECTORS, checked_count, checked_metric
 from autopar.vector_search.data.metrics import MAX_INT8_DIM, Metric
 
-#: Bytes of a position, of a neighbour in a list, of what a score needs of a vector beside itself.
-_WORD = 4
+#: Bytes of a position, an edge, or a term.
+_ENTRY_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PaperSearch:
-    """What is to be searched, and how.
+class SearchSpec:
+    """The corpus and the search parameters of an estimate.
 
     Args:
-        dtype: of the vectors, by name. batch: queries at once. k: neighbours of each.
-        degree: of a graph, neighbours in a node's list. beam: nodes that a walk looks at.
-        code_bytes: of a product quantiser; by default the most that divide `dim`, up to 32.
-        num_lists: by default twice the square root of the vectors, as an index is built. num_probes: lists that a query
-            looks into. rerank: candidates that are scored again by their vectors; by default ten for each neighbour.
-        block_bytes: that a drive reads at least.
-        ssd_bytes_per_s: what drives read, each a case of its own.
+        dtype: name of the vectors' dtype.
+        batch: queries per batch.
+        k: neighbours per query.
+        degree: neighbours per graph node.
+        beam: nodes that a beam search expands.
+        code_bytes: bytes of a product-quantized code; by default the largest divisor of `dim` up to 32.
+        num_lists: inverted lists; by default twice the square root of the number of vectors, as in `build`.
+        num_probes: lists that a query probes.
+        rerank: candidates that are re-ranked by their vectors; by default ten per neighbour.
+        block_bytes: smallest read of a drive.
+        ssd_bytes_per_s: read bandwidths of the drives; each is a case of its own.
 
     Raises:
-        SearchError: what cannot be, by name.
+        SearchError: an invalid value, by name.
     """
 
     num_vectors: int
@@ -56,25 +61,25 @@ class PaperSearch:
         checked_metric(self.metric)
         checked_count("k", self.k)
         if self.dtype not in DTYPES:
-            raise SearchError(f"vectors of {self.dtype!r}: an index takes {', '.join(DTYPES)}")
+            raise SearchError(f"`dtype` is {self.dtype!r}: expected one of {', '.join(DTYPES)}")
         if self.num_vectors > MAX_VECTORS:
             raise SearchError(
-                f"{self.num_vectors:,} vectors: one index takes at most {MAX_VECTORS:,}. Plan for several"
+                f"{self.num_vectors:,} vectors: one index holds at most {MAX_VECTORS:,}. Estimate several indexes"
             )
         if self.dtype == "int8" and self.dim > MAX_INT8_DIM:
             raise SearchError(
-                f"vectors of {self.dim:,} x int8: products are exact up to {MAX_INT8_DIM:,}. Take float32"
+                f"vectors of {self.dim:,} x int8: int32 scores are exact up to {MAX_INT8_DIM:,} elements. Use float32"
             )
         for name in ("num_vectors", "dim", "batch", "degree", "beam", "num_probes", "block_bytes"):
             if getattr(self, name) < 1:
-                raise SearchError(f"`{name}` is {getattr(self, name)!r}: give a whole number of at least 1")
+                raise SearchError(f"`{name}` is {getattr(self, name)!r}: give an integer of at least 1")
         for name in ("code_bytes", "num_lists", "rerank"):
             if getattr(self, name) < 0:
-                raise SearchError(f"`{name}` is {getattr(self, name)!r}: give at least 1, or leave it out")
+                raise SearchError(f"`{name}` is {getattr(self, name)!r}: give at least 1, or omit it")
         if self.code_bytes and self.dim % self.code_bytes:
-            can = ", ".join(map(str, _divisors(self.dim)))
+            divisors = ", ".join(map(str, _divisors(self.dim)))
             raise SearchError(
-                f"codes of {self.code_bytes} bytes: each is of as many of the {self.dim} elements. Give {can}"
+                f"`code_bytes` is {self.code_bytes}: it has to divide the {self.dim} elements of a vector. Give {divisors}"
             )
         defaults = {
             "code_bytes": max(n for n in _divisors(self.dim) if n <= 32),
@@ -90,22 +95,22 @@ class PaperSearch:
 
     @property
     def list_bytes(self) -> int:
-        """Of a node's neighbours."""
-        return self.degree * _WORD
+        """Bytes of one adjacency list."""
+        return self.degree * _ENTRY_BYTES
 
     @property
     def node_bytes(self) -> int:
-        """Of a graph's node on disk: its vector and its list."""
+        """Bytes of one graph node on disk: its vector and its adjacency list."""
         return self.vector_bytes + self.list_bytes
 
     @property
     def _term_bytes(self) -> int:
-        return 0 if self.metric == "inner_product" else _WORD
+        return 0 if self.metric == "inner_product" else _ENTRY_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of an index. `num_rows` of `row_bytes` each."""
+    """One array of an index: `num_rows` rows of `row_bytes`."""
 
     name: str
     row_bytes: int
@@ -116,55 +121,58 @@ class Part:
         return self.row_bytes * self.num_rows
 
 
-def _exact(case: PaperSearch) -> tuple[Part, ...]:
-    return (*_vectors(case), Part("marks: which may be returned", 1, case.num_vectors))
+def _exact(case: SearchSpec) -> tuple[Part, ...]:
+    return (*_vectors(case), Part("mask of returnable vectors", 1, case.num_vectors))
 
 
-def _graph(case: PaperSearch) -> tuple[Part, ...]:
-    return (*_vectors(case), Part(f"lists of {case.degree} neighbours", case.list_bytes, case.num_vectors))
+def _graph(case: SearchSpec) -> tuple[Part, ...]:
+    return (*_vectors(case), Part(f"adjacency lists, {case.degree} neighbours", case.list_bytes, case.num_vectors))
 
 
-def _ivfpq(case: PaperSearch) -> tuple[Part, ...]:
+def _ivfpq(case: SearchSpec) -> tuple[Part, ...]:
     return (
         Part(f"codes of {case.code_bytes} bytes", case.code_bytes, case.num_vectors),
-        Part("positions in lists", _WORD, case.num_vectors),
-        Part("centroids, float32", case.dim * _WORD, case.num_lists),
-        Part("vectors, for the re-rank", case.vector_bytes, case.num_vectors),
+        Part("positions of the vectors", _ENTRY_BYTES, case.num_vectors),
+        Part("centroids, float32", case.dim * _ENTRY_BYTES, case.num_lists),
+        Part("vectors, for re-ranking", case.vector_bytes, case.num_vectors),
     )
 
 
-def _vectors(case: PaperSearch) -> tuple[Part, ...]:
+def _vectors(case: SearchSpec) -> tuple[Part, ...]:
     vectors = Part(f"vectors, {case.dim} x {case.dtype}", case.vector_bytes, case.num_vectors)
     if not case._term_bytes:
         return (vectors,)
-    return vectors, Part("squared lengths" if case.metric == "l2" else "lengths", case._term_bytes, case.num_vectors)
+    return vectors, Part("squared norms" if case.metric == "l2" else "norms", case._term_bytes, case.num_vectors)
 
 
-#: The parts of each kind of index, by what the command line calls it. Read-only.
-PARTS: Mapping[str, Callable[[PaperSearch], tuple[Part, ...]]] = MappingProxyType(
+#: The parts of each index kind, by the kind's name on the command line. Read-only.
+PARTS: Mapping[str, Callable[[SearchSpec], tuple[Part, ...]]] = MappingProxyType(
     {"exact": _exact, "graph": _graph, "ivfpq": _ivfpq}
 )
 
 
-def index_bytes(case: PaperSearch, index: str) -> int:
-    """All parts of an index."""
+def index_bytes(case: SearchSpec, index: str) -> int:
+    """Bytes of all parts of an index."""
     return sum(part.num_bytes for part in PARTS[index](case))
 
 
-def read_bytes(case: PaperSearch, index: str) -> float:
-    """What one query alone reads of an index in memory: all of it; the lists, vectors and terms of the nodes that a walk
-    looks at; or the centroids, the codes of the probed lists and the vectors to score again."""
+def read_bytes(case: SearchSpec, index: str) -> float:
+    """Bytes that a single query reads of an index in memory.
+
+    exact: the whole index. graph: adjacency list, neighbours and terms of the expanded nodes. ivfpq: centroids, codes
+    of the probed lists, vectors to re-rank.
+    """
     if index == "exact":
         return index_bytes(case, index)
     if index == "graph":
         near = case.degree * (case.vector_bytes + case._term_bytes)
         return case.beam * (case.list_bytes + near)
     probed = min(case.num_probes, case.num_lists) / case.num_lists * case.num_vectors
-    codes = probed * (case.code_bytes + _WORD)
-    return case.num_lists * case.dim * _WORD + codes + case.rerank * case.vector_bytes
+    codes = probed * (case.code_bytes + _ENTRY_BYTES)
+    return case.num_lists * case.dim * _ENTRY_BYTES + codes + case.rerank * case.vector_bytes
 
 
-# -- what does not fit ------------------------------------------------------------------------
+# -- indexes larger than memory ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +180,10 @@ class FewerDevices:
     """An index on so few devices that a part of it stays on disk.
 
     Args:
-        memory_bytes: of the index, on all devices. disk_bytes: the rest.
-        reads: blocks that one query has to read; of an exact index all of the rest, once for a batch.
-        queries_per_s: that the drives allow, one number for each of `ssd_bytes_per_s`.
+        memory_bytes: bytes in the memory of all devices.
+        disk_bytes: the remaining bytes.
+        reads: disk blocks per query; for an exact index, per batch: all blocks on disk.
+        queries_per_s: query rate that the drives allow, for each of `ssd_bytes_per_s`.
     """
 
     index: str
@@ -186,24 +195,25 @@ class FewerDevices:
 
 
 def least_devices(num_bytes: float, room_bytes: float) -> int:
-    """That hold an index, by its bytes alone.
+    """The smallest number of devices that hold an index, by bytes only.
 
     Args:
-        room_bytes: of one device.
+        room_bytes: usable memory of one device.
     """
     return max(1, math.ceil(num_bytes / room_bytes))
 
 
-def with_fewer_devices(case: PaperSearch, index: str, room_bytes: float) -> tuple[FewerDevices, ...]:
-    """The index on 1, 2, 4, .. devices, as long as it does not fit."""
+def with_fewer_devices(case: SearchSpec, index: str, room_bytes: float) -> tuple[FewerDevices, ...]:
+    """The index on 1, 2, 4, .. devices, as long as it does not fit in their memory."""
     enough = least_devices(index_bytes(case, index), room_bytes)
     return tuple(_on(case, index, 2**n, 2**n * room_bytes) for n in range((enough - 1).bit_length()))
 
 
-def _on(case: PaperSearch, index: str, num_devices: int, memory: float) -> FewerDevices:
+def _on(case: SearchSpec, index: str, num_devices: int, memory: float) -> FewerDevices:
     on_disk = index_bytes(case, index) - memory
     reads = _reads(case, index, memory)
-    at_once = case.batch if index == "exact" else 1  # a scan serves a batch; a walk and a probe are a query's own
+    # one scan serves a batch; beam search and probes read for one query
+    at_once = case.batch if index == "exact" else 1
     speeds = tuple(at_once * speed / (reads * case.block_bytes) for speed in case.ssd_bytes_per_s)
     return FewerDevices(
         index=index,
@@ -215,36 +225,37 @@ def _on(case: PaperSearch, index: str, num_devices: int, memory: float) -> Fewer
     )
 
 
-def _reads(case: PaperSearch, index: str, memory: float) -> float:
-    """Blocks on disk that are read, where which are asked for is by chance."""
+def _reads(case: SearchSpec, index: str, memory: float) -> float:
+    """Expected disk blocks per query, if accesses are uniformly random."""
     size = index_bytes(case, index)
     if index == "exact":
         return (size - memory) / case.block_bytes
     if index == "graph":
         return case.beam * (1 - memory / size) * _blocks(case.node_bytes, case)
-    # the vectors go to disk first: a code is looked at far more often than what it stands for
+    # vectors go to disk before codes: a query reads many more codes than vectors
     vectors = case.num_vectors * case.vector_bytes
     small = size - vectors
     missing_vectors, missing_codes = min(1.0, (size - memory) / vectors), max(0.0, 1 - memory / small)
-    list_bytes = case.num_vectors / case.num_lists * (case.code_bytes + _WORD)
+    list_bytes = case.num_vectors / case.num_lists * (case.code_bytes + _ENTRY_BYTES)
     lists = min(case.num_probes, case.num_lists) * missing_codes * _blocks(list_bytes, case)
     return case.rerank * missing_vectors * _blocks(case.vector_bytes, case) + lists
 
 
-def _blocks(num_bytes: float, case: PaperSearch) -> int:
-    """Blocks to read for something that begins with one."""
+def _blocks(num_bytes: float, case: SearchSpec) -> int:
+    """Number of blocks of an object that starts at a block boundary."""
     return math.ceil(num_bytes / case.block_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodesInBlocks:
-    """A graph's nodes on disk, none cut by a block that it fits into.
+    """Graph nodes on disk; no node crosses a block boundary unless it is larger than a block.
 
     Args:
-        node_bytes: vector and list. per_block: nodes in a block; 0 where one takes several, `blocks_per_node`.
-        amplification: bytes read for each byte of a node that is looked at.
-        disk_bytes: of all nodes.
-        drives: for each of `ssd_bytes_per_s`: blocks, and queries of `beam` nodes each, in a second.
+        node_bytes: vector and adjacency list.
+        per_block: nodes per block; 0 if a node takes several blocks, `blocks_per_node`.
+        amplification: bytes read per byte of an expanded node.
+        disk_bytes: bytes of all nodes on disk.
+        drives: blocks per second and queries per second of `beam` nodes, for each of `ssd_bytes_per_s`.
     """
 
     node_bytes: int
@@ -256,10 +267,10 @@ class NodesInBlocks:
     drives: tuple[Mapping[str, Any], ...]
 
 
-def nodes_in_blocks(case: PaperSearch) -> NodesInBlocks:
-    """What blocks cost where all nodes are on disk, and nothing is kept of what was read.
+def nodes_in_blocks(case: SearchSpec) -> NodesInBlocks:
+    """The read amplification of a graph whose nodes are all on disk, without a cache.
 
-    >>> case = nodes_in_blocks(PaperSearch(num_vectors=1_400_000_000, dim=100, dtype="int8"))
+    >>> case = nodes_in_blocks(SearchSpec(num_vectors=1_400_000_000, dim=100, dtype="int8"))
     >>> case.node_bytes, case.per_block, round(case.amplification, 1)
     (356, 11, 11.5)
     """

@@ -1,6 +1,6 @@
-"""A search on paper, for people and for programs.
+"""Render a search estimate as tables and as JSON.
 
-In: `SearchOnPaper`. Out: tables on a console; JSON types.
+In: `SearchEstimate`. Out: tables on a console; JSON types.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ from rich.text import Text
 from autopar.report.explain import explain_json
 from autopar.system.text_tables import finite, inset, new_table, section, share_text
 from autopar.system.units import human_bytes, human_number, human_seconds
-from autopar.vector_search.estimate.estimate import PlannedBatch, SearchOnPaper
+from autopar.vector_search.estimate.estimate import PlannedBatch, SearchEstimate
 
 _FITS = (
-    "`least`: devices whose memory holds the index, by its bytes alone; `bare`: if all of a device's memory could be"
-    " filled. `one query reads`: what a query by itself has to look at in memory; `at most`: queries/s if that alone took"
-    " time, which a batch of an exact search shares."
+    "`min devices`: devices whose memory budget holds the index, by bytes only; `full memory`: with all of their memory."
+    " `read/query`: bytes that a single query reads; `bound`: queries/s at the memory bandwidth. A batch of an exact search"
+    " shares one read."
 )
 _BATCHES = (
-    "Predicted by the cost model for the exact search's own program. `sent`: bytes that a device sends for one query;"
-    " k candidates of every device, a value and a position each, are {most}."
+    "Predicted by the cost model for the program of the exact index. `sent`: bytes that a device sends per query; k"
+    " candidates of every device, value and position, are {most}."
 )
 _FEWER = (
-    "What does not fit in memory is read from the drives: of an exact index all of it, once for each batch of {batch:,};"
-    " of a graph the nodes that a walk of {beam} looks at, of ivfpq the {rerank} vectors to score again (and codes, where"
-    " these do not fit), each as a block, and none kept. The drives are those of all devices together."
+    "The drives hold what does not fit in memory. exact: a batch of {batch:,} reads all of it once; graph: a query reads"
+    " the {beam} nodes that it expands; ivfpq: a query reads the {rerank} vectors to re-rank, and codes if these do not fit."
+    " Each read is a block, without a cache. The bandwidth is that of the drives of all devices."
 )
 
 
-def render_on_paper(told: SearchOnPaper, console: Console) -> None:
-    """Print it."""
-    case, profile = told.case, told.profile
-    devices = "device" if told.num_devices == 1 else "devices"
+def render_search_estimate(estimate: SearchEstimate, console: Console) -> None:
+    """Print the estimate as tables."""
+    case, profile = estimate.case, estimate.profile
+    devices = "device" if estimate.num_devices == 1 else "devices"
     console.print(
         Text(
             f"Search of {case.num_vectors:,} vectors, {case.dim} x {case.dtype}, {case.metric}, k = {case.k}, on"
-            f" {told.num_devices} {profile.name} {devices}, on paper",
+            f" {estimate.num_devices} {profile.name} {devices}, estimated",
             "bold",
         )
     )
     console.print(
         inset(
             Text(
-                f"A plan may fill {human_bytes(told.room_bytes)} of a device; it has {human_bytes(profile.hbm_bytes)}, and"
-                f" reads {human_bytes(profile.hbm_bytes_per_s)}/s of it."
+                f"A device has {human_bytes(profile.hbm_bytes)} of memory at {human_bytes(profile.hbm_bytes_per_s)}/s; a plan"
+                f" may fill {human_bytes(estimate.room_bytes)}."
             )
         ),
         "",
     )
-    _print_indexes(told, console)
-    _print_batches(told, console)
-    _print_fewer(told, console)
-    if any(one.name == "graph" for one in told.indexes):
-        _print_blocks(told, console)
+    _print_indexes(estimate, console)
+    _print_batches(estimate, console)
+    _print_fewer(estimate, console)
+    if any(one.name == "graph" for one in estimate.indexes):
+        _print_blocks(estimate, console)
 
 
-def _print_indexes(told: SearchOnPaper, console: Console) -> None:
-    parts = new_table("index", "part", "each", "in all", right=("each", "in all"))
-    numbers = ("in all", "least", "bare", f"on {told.num_devices}, each", "one query reads", "at most")
+def _print_indexes(estimate: SearchEstimate, console: Console) -> None:
+    parts = new_table("index", "part", "per row", "total", right=("per row", "total"))
+    numbers = ("total", "min devices", "full memory", f"each of {estimate.num_devices}", "read/query", "bound")
     fits = new_table("index", *numbers, right=numbers)
-    bandwidth = told.num_devices * told.profile.hbm_bytes_per_s
-    for one in told.indexes:
+    bandwidth = estimate.num_devices * estimate.profile.hbm_bytes_per_s
+    for one in estimate.indexes:
         for part in one.parts:
             row = (one.name if part is one.parts[0] else "", part.name)
             parts.add_row(*map(Text, (*row, human_bytes(part.row_bytes), human_bytes(part.num_bytes))))
-        each = one.num_bytes / told.num_devices
-        share = share_text(each, told.room_bytes)
+        each = one.num_bytes / estimate.num_devices
+        share = share_text(each, estimate.room_bytes)
         fits.add_row(
             *map(
                 Text,
@@ -78,21 +78,21 @@ def _print_indexes(told: SearchOnPaper, console: Console) -> None:
                     human_bytes(one.num_bytes),
                     str(one.least_devices),
                     str(one.least_bare),
-                    f"{human_bytes(each)} ({share})" if each <= told.room_bytes else f"no: {human_bytes(each)}",
+                    f"{human_bytes(each)} ({share})" if each <= estimate.room_bytes else f"no: {human_bytes(each)}",
                     human_bytes(one.read_bytes),
                     f"{human_number(bandwidth / one.read_bytes)}/s",
                 ),
             )
         )
-    console.print(*section("What an index holds", parts), sep="\n")
-    console.print(*section("What fits", fits, _FITS), sep="\n")
+    console.print(*section("Size of each index", parts), sep="\n")
+    console.print(*section("Devices that hold an index", fits, _FITS), sep="\n")
 
 
-def _print_batches(told: SearchOnPaper, console: Console) -> None:
+def _print_batches(estimate: SearchEstimate, console: Console) -> None:
     numbers = ("time", "queries/s", "peak", "sent")
     table = new_table("batch", "corpus", "queries", "mesh", *numbers, right=("batch", *numbers))
-    for one in told.batches:
-        mark = " *" if one.batch == told.case.batch else ""
+    for one in estimate.batches:
+        mark = " *" if one.batch == estimate.case.batch else ""
         if one.plan is None:
             table.add_row(f"{one.batch:,}{mark}", *["nothing fits", *["-"] * 6])
             continue
@@ -112,18 +112,18 @@ def _print_batches(told: SearchOnPaper, console: Console) -> None:
                 ),
             )
         )
-    legend = _BATCHES.format(most=human_bytes(told.asked.most_bytes))
-    console.print(*section("Exact search, as planned", table, f"{legend} *: the batch asked for."), sep="\n")
-    if told.asked.plan is None:
-        console.print(inset(Text(f"Nothing fits: {told.asked.refused}")), "")
+    legend = _BATCHES.format(most=human_bytes(estimate.requested.most_bytes))
+    console.print(*section("Planned exact search", table, f"{legend} *: the requested batch."), sep="\n")
+    if estimate.requested.plan is None:
+        console.print(inset(Text(f"Nothing fits: {estimate.requested.refused}")), "")
 
 
-def _print_fewer(told: SearchOnPaper, console: Console) -> None:
-    case = told.case
+def _print_fewer(estimate: SearchEstimate, console: Console) -> None:
+    case = estimate.case
     speeds = [f"at {human_bytes(speed)}/s" for speed in case.ssd_bytes_per_s]
     numbers = ("devices", "in memory", "on disk", "reads", *speeds)
     table = new_table("index", *numbers, right=numbers)
-    for index in told.indexes:
+    for index in estimate.indexes:
         for one in index.fewer:
             reads = (
                 f"{human_bytes(one.reads * case.block_bytes)}" if one.index == "exact" else f"{one.reads:.1f} blocks"
@@ -143,14 +143,12 @@ def _print_fewer(told: SearchOnPaper, console: Console) -> None:
             )
     if table.row_count:
         legend = _FEWER.format(batch=case.batch, beam=case.beam, rerank=case.rerank)
-        console.print(*section("With fewer devices: what stays on disk", table, legend), sep="\n")
+        console.print(*section("Fewer devices: the rest of the index on disk", table, legend), sep="\n")
 
 
-def _print_blocks(told: SearchOnPaper, console: Console) -> None:
-    case, blocks = told.case, told.blocks
-    table = new_table(
-        "drives", "blocks/s", "of nodes", "queries/s", right=("drives", "blocks/s", "of nodes", "queries/s")
-    )
+def _print_blocks(estimate: SearchEstimate, console: Console) -> None:
+    case, blocks = estimate.case, estimate.blocks
+    table = new_table("drives", "blocks/s", "useful", "queries/s", right=("drives", "blocks/s", "useful", "queries/s"))
     for drive in blocks.drives:
         table.add_row(
             *map(
@@ -163,36 +161,36 @@ def _print_blocks(told: SearchOnPaper, console: Console) -> None:
                 ),
             )
         )
-    holds = f"{blocks.per_block} to a block" if blocks.per_block else f"{blocks.blocks_per_node} blocks each"
+    holds = f"{blocks.per_block} per block" if blocks.per_block else f"{blocks.blocks_per_node} blocks each"
     legend = (
         f"A node is {case.vector_bytes:,} + {case.degree} x {case.list_bytes // case.degree} = {blocks.node_bytes:,} bytes,"
-        f" {holds} of {blocks.block_bytes:,}, {human_bytes(blocks.disk_bytes)} in all. To look at one reads"
-        f" {blocks.amplification:.1f} times its bytes. A query looks at {case.beam}."
+        f" {holds} of {blocks.block_bytes:,}, {human_bytes(blocks.disk_bytes)} in total. The read amplification is"
+        f" {blocks.amplification:.1f}. A query expands {case.beam} nodes. `useful`: bytes of the expanded nodes."
     )
-    console.print(*section("A graph's nodes in blocks, all on disk", table, legend), sep="\n")
+    console.print(*section("Graph nodes in disk blocks", table, legend), sep="\n")
 
 
 def _split(ways: int) -> str:
-    return "whole" if ways == 1 else f"{ways} parts"
+    return "replicated" if ways == 1 else f"{ways} shards"
 
 
-def on_paper_json(told: SearchOnPaper) -> dict[str, Any]:
-    """As JSON types: raw seconds and bytes, and the plan of the batch asked for as `explain` gives it."""
+def search_estimate_json(estimate: SearchEstimate) -> dict[str, Any]:
+    """The estimate as JSON types: seconds and bytes, and the plan of the requested batch as `explain` gives it."""
     return finite(
         {
             "format": "autopar-search-on-paper",
             "version": 1,
-            "search": asdict(told.case),
-            "hardware": told.profile.name,
-            "num_devices": told.num_devices,
-            "room_bytes": told.room_bytes,
+            "search": asdict(estimate.case),
+            "hardware": estimate.profile.name,
+            "num_devices": estimate.num_devices,
+            "room_bytes": estimate.room_bytes,
             "indexes": [
                 asdict(one) | {"parts": [asdict(part) | {"num_bytes": part.num_bytes} for part in one.parts]}
-                for one in told.indexes
+                for one in estimate.indexes
             ],
-            "batches": [_batch_json(one) for one in told.batches],
-            "nodes_in_blocks": asdict(told.blocks),
-            "plan": None if told.asked.plan is None else explain_json(told.asked.plan),
+            "batches": [_batch_json(one) for one in estimate.batches],
+            "nodes_in_blocks": asdict(estimate.blocks),
+            "plan": None if estimate.requested.plan is None else explain_json(estimate.requested.plan),
         }
     )
 

@@ -1,4 +1,4 @@
-"""What all approximate indexes share: programs, filters, re-ranking, tuning to a recall target.
+"""The shared part of all approximate indexes: programs, filters, re-ranking, recall tuning.
 
 In: a search `Method`.
 Out: an index.

@@ -1,7 +1,7 @@
-"""The arrays of a corpus on devices, in each of the layouts that plans have asked for.
+"""Keep the arrays of a corpus on devices, in every layout that plans use.
 
-In: arrays of the corpus, and where a plan wants each. Out: the same arrays, lying there. A layout that is not held is
-made as one copy more, if the devices have room for it by the budget; else the plan has to do with the first.
+In: arrays of the corpus and shardings. Out: the arrays in those shardings. A new layout is a further copy, made if the
+memory budget allows; otherwise the plan has to use the first layout.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from jax.sharding import NamedSharding
 Arrays = tuple[jax.Array, ...]
 
 
-class Held:
-    """A corpus on devices. The one mutable thing of an index: it grows by layouts.
+class DeviceCorpus:
+    """A corpus on devices. It is the only mutable part of an index: it gains layouts.
 
     Args:
-        arrays: the corpus's, on the host or anywhere.
-        shardings: of the first layout. budget_bytes: of one device.
+        arrays: arrays of the corpus, on the host or on any device.
+        shardings: shardings of the first layout.
+        budget_bytes: memory budget of one device.
     """
 
     def __init__(self, arrays: Sequence[Any], shardings: Sequence[NamedSharding], budget_bytes: float) -> None:
         self._budget = budget_bytes
         self.layouts: list[Arrays] = [tuple(map(jax.device_put, arrays, shardings))]
         self._largest = max(range(len(arrays)), key=lambda i: self.layouts[0][i].nbytes)
-        self.specs = [shardings[self._largest].spec]  # of the vectors, in each layout
+        self.specs = [shardings[self._largest].spec]  # spec of the vectors in each layout
 
-    def at(self, shardings: Sequence[NamedSharding], peak_bytes: float) -> Arrays | None:
-        """The arrays as they are to lie; None where a copy more would be more than the devices may hold.
+    def in_layout(self, shardings: Sequence[NamedSharding], peak_bytes: float) -> Arrays | None:
+        """Return the arrays in the given shardings; None if a further copy exceeds the memory budget.
 
         Args:
-            peak_bytes: that a device needs for the program that asks for them, they among them.
+            peak_bytes: peak memory per device of the program that uses them, the arrays included.
         """
         for arrays in self.layouts:
             if all(a.sharding.is_equivalent_to(s, a.ndim) for a, s in zip(arrays, shardings, strict=True)):
@@ -47,7 +48,7 @@ class Held:
 
     @property
     def device_bytes(self) -> int:
-        """That each device holds."""
+        """Bytes of all layouts on each device."""
         return sum(_device_bytes(arrays, [a.sharding for a in arrays]) for arrays in self.layouts)
 
 

@@ -1,8 +1,8 @@
-"""The programs of an index: each planned when first asked for, with the corpus lying as it wants.
+"""Plan and cache the programs of an index, with the corpus in the layout that each plan chooses.
 
-In: how a key is made a function and the shapes of its arguments. Out: the planned program of a key, and the corpus's
-arrays as that program takes them. The corpus lies as the first program's plan says; where another is faster in another
-layout, it is held in that one too if the memory budget allows, and else planned for the layout there is.
+In: a function from a key to a step and the shapes of its arguments. Out: the planned program of a key, and the corpus
+in that program's layout. The plan of the default key determines the first layout. A program whose best layout differs
+gets a further copy of the corpus, if the memory budget allows; otherwise it is planned for the first layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from autopar.api.planned_function import Planned
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.vector_search.data.placement import Place
-from autopar.vector_search.frame.device_corpus import Arrays, Held
+from autopar.vector_search.frame.device_corpus import Arrays, DeviceCorpus
 
 #: A function to plan, and the shapes of its arguments.
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -28,54 +28,53 @@ class Programs(Generic[Key]):
     """The programs of one corpus.
 
     Args:
-        step: of a key, the function to plan and the shapes of its arguments: queries, the corpus, and whatever else a
-            search brings along.
-        home: the key whose plan says how the corpus lies.
-        num_arrays: of the corpus: they come after the queries, which are one.
+        step: maps a key to the function to plan and the shapes of its arguments: queries, corpus, further inputs.
+        default: key whose plan determines the first layout.
+        num_arrays: number of the corpus's arrays; they follow the queries, a single array.
     """
 
-    def __init__(self, step: Callable[[Key], Step], home: Key, num_arrays: int, place: Place) -> None:
+    def __init__(self, step: Callable[[Key], Step], default: Key, num_arrays: int, place: Place) -> None:
         self._step, self._place = step, place
-        self._corpus = slice(1, 1 + num_arrays)
-        self._home_key, self._home = home, self._planned(home)
-        self.made: dict[Key, tuple[Planned, Arrays]] = {}
-        self._held: Held | None = None
+        self._arrays = slice(1, 1 + num_arrays)
+        self._default_key, self._default = default, self._planned(default)
+        self.planned: dict[Key, tuple[Planned, Arrays]] = {}
+        self._corpus: DeviceCorpus | None = None
 
     @property
     def shardings(self) -> tuple[NamedSharding, ...]:
-        """How the corpus lies first."""
-        return self._home.shardings[self._corpus]
+        """The shardings of the first layout."""
+        return self._default.shardings[self._arrays]
 
     @property
-    def held(self) -> Held:
+    def corpus(self) -> DeviceCorpus:
         """The corpus on the devices."""
-        assert self._held is not None, "nothing is held yet"
-        return self._held
+        assert self._corpus is not None, "the corpus is not placed yet"
+        return self._corpus
 
-    def hold(self, corpus: Sequence[Any]) -> None:
-        """Lay out the corpus's arrays, of the host or of any device."""
-        self._held = Held(corpus, self.shardings, self._place.budget_bytes)
+    def place(self, corpus: Sequence[Any]) -> None:
+        """Place the corpus's arrays, from the host or any device, in the first layout."""
+        self._corpus = DeviceCorpus(corpus, self.shardings, self._place.budget_bytes)
 
-    def of(self, key: Key, *, as_it_lies: bool = False) -> tuple[Planned, Arrays]:
-        """The program of a search, and the corpus as it takes it.
+    def get(self, key: Key, *, keep_layout: bool = False) -> tuple[Planned, Arrays]:
+        """The planned program of a key, and the corpus in its layout.
 
         Args:
-            as_it_lies: plan a new one for the first layout, as for a program that is run but a few times.
+            keep_layout: plan a new program for the first layout, as for one that runs only a few times.
         """
-        if key not in self.made:
-            best = None if as_it_lies else self._as_is_best(key)
-            self.made[key] = best or (self._planned(key, self._pins()), self.held.layouts[0])
-        return self.made[key]
+        if key not in self.planned:
+            best = None if keep_layout else self._in_best_layout(key)
+            self.planned[key] = best or (self._planned(key, self._pins()), self.corpus.layouts[0])
+        return self.planned[key]
 
-    def _as_is_best(self, key: Key) -> tuple[Planned, Arrays] | None:
-        """None where there is no room for one layout more."""
-        program = self._home if key == self._home_key else self._planned(key)
-        corpus = self.held.at(program.shardings[self._corpus], program.plan.prediction.peak_bytes)
+    def _in_best_layout(self, key: Key) -> tuple[Planned, Arrays] | None:
+        """The program in its best layout; None if the memory budget has no space for a further layout."""
+        program = self._default if key == self._default_key else self._planned(key)
+        corpus = self.corpus.in_layout(program.shardings[self._arrays], program.plan.prediction.peak_bytes)
         return None if corpus is None else (program, corpus)
 
     def _pins(self) -> Mapping[str, Any]:
-        inputs = self._home.plan.inputs[self._corpus]
-        return {"pin": {t.path: partition_spec(t.sharding) for t in inputs}, "mesh": self._home.mesh}
+        inputs = self._default.plan.inputs[self._arrays]
+        return {"pin": {t.path: partition_spec(t.sharding) for t in inputs}, "mesh": self._default.mesh}
 
     def _planned(self, key: Key, more: Mapping[str, Any] = MappingProxyType({})) -> Planned:
         function, arguments = self._step(key)

@@ -1,10 +1,11 @@
-"""How much of the true neighbours a search finds, and the least effort with which it finds enough.
+"""Measure recall on a sample, and find the least search effort that reaches a recall target.
 
-In: what was found of a sample and what is true; a recall to reach. Out: an effort, and what was measured on the way.
+In: search results and true neighbours of a sample; a recall target. Out: an effort, and the recall of each effort
+tried.
 
-A sample finds sometimes more and sometimes less than all queries like it, and of many efforts the one that is kept is where
-it happened to find much. So a target is reached where it is not above the least recall that such a sample speaks for:
-a lower confidence bound of the mean.
+The recall of a sample scatters around the recall of all queries, and the search for the least effort favours efforts
+whose sample happens to be good. The target therefore counts as reached only if the lower confidence bound of the mean
+recall reaches it.
 """
 
 from __future__ import annotations
@@ -19,33 +20,36 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID, Metric
 
-#: Neighbours of which recall is the share that is found.
+#: k of the measured recall@k.
 MEASURED_AT = 10
 
 Distances = NDArray[Any]
 Positions = NDArray[Any]
 
 
-#: Standard errors of a mean below which the true one is in one sample of 20.
-_ERRORS = 1.645
-#: Queries of a sample: at least and at most. Of a recall near 1 more tell whether it is reached: so many for each query that
-#: may find nothing.
-_LEAST_QUERIES, _MOST_QUERIES, _FOR_EACH_MISS = 512, 8192, 8
+#: One-sided 95 % confidence bound of a mean, in standard errors.
+_STANDARD_ERRORS = 1.645
+#: Minimum and maximum sample size; a target near 1 needs more queries: this many per query that may miss.
+_MIN_QUERIES, _MAX_QUERIES, _QUERIES_PER_MISS = 512, 8192, 8
 
 
 class Recall(NamedTuple):
-    """found: the share of the true neighbours that the queries of a sample find, on average. at_least: what all queries like
-    these find at least, as 19 samples of 20 tell it rightly."""
+    """The recall of a sample.
+
+    Args:
+        found: mean recall of the sample's queries.
+        at_least: lower confidence bound of the mean recall of all such queries; 19 of 20 samples give a valid bound.
+    """
 
     found: float
     at_least: float
 
     @classmethod
     def of(cls, shares: NDArray[Any]) -> Recall:
-        """Of what each query of a sample finds, `[num_queries]`; 1 where there is nothing to find.
+        """The recall of a sample whose queries have these recalls, `[num_queries]`; 1 for an empty sample.
 
-        The bound is as if one query more had found nothing. So few queries, or some that find all, do not pass for
-        certain: of n that find all it is about 1 - 2.6 / n.
+        The bound adds one query with recall 0. Small samples, and samples with a perfect recall, thus stay uncertain: n
+        perfect queries give about 1 - 2.6 / n.
 
         >>> Recall.of(np.ones(512)).at_least > 0.99, Recall.of(np.ones(20)).at_least > 0.9, Recall.of(np.ones(1)).at_least
         (True, False, 0.0)
@@ -54,13 +58,20 @@ class Recall(NamedTuple):
             return cls(1.0, 1.0)
         one_more = np.append(shares, 0.0)
         error = one_more.std(ddof=1) / math.sqrt(len(one_more))
-        return cls(float(shares.mean()), max(0.0, float(one_more.mean() - _ERRORS * error)))
+        return cls(float(shares.mean()), max(0.0, float(one_more.mean() - _STANDARD_ERRORS * error)))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """effort: kept for searches that name none. recall: with it; None where nothing could be measured. tried: recall by
-    effort. target: the recall that was asked for. at_least: as of `Recall`."""
+    """The result of the tuning.
+
+    Args:
+        effort: default effort of a search.
+        recall: mean recall of the sample at that effort; None if recall could not be measured.
+        tried: mean recall by effort.
+        target: recall target.
+        at_least: lower confidence bound, as in `Recall`.
+    """
 
     effort: int
     recall: float | None
@@ -70,17 +81,17 @@ class Measured:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the target was; None where nothing could be measured, or no target is known."""
+        """Whether the bound reached the target; None without a measurement or a target."""
         return None if self.at_least is None or self.target is None else self.at_least >= self.target
 
     @property
     def details(self) -> dict[str, Any]:
-        """For `stats`."""
+        """Entries for `stats`."""
         recall = {"recall": self.recall, "recall_at_least": self.at_least}
         return {"effort": self.effort, **recall, "recall_by_effort": dict(sorted(self.tried.items()))}
 
     def saved(self) -> dict[str, Any]:
-        """For a file, as JSON takes it."""
+        """JSON types for the index file."""
         return {
             "effort": self.effort,
             "recall": self.recall,
@@ -91,10 +102,10 @@ class Measured:
 
     @classmethod
     def loaded(cls, saved: Mapping[str, Any]) -> Measured:
-        """Of what `saved` gave.
+        """Parse what `saved` returned.
 
         Raises:
-            TypeError, ValueError, KeyError: if it gave something else.
+            TypeError, ValueError, KeyError: invalid content.
         """
         tried = {int(e): float(r) for e, r in saved["tried"]}
         shares = (saved["recall"], saved.get("target"), saved.get("at_least"))
@@ -103,14 +114,15 @@ class Measured:
 
 
 def least_effort(efforts: Sequence[int], target: float, recall_at: Callable[[int], Recall]) -> Measured:
-    """The first of rising efforts that surely reaches a recall. Where none does, the least of those that find most.
+    """Find the first effort whose recall bound reaches the target; otherwise the least effort of the highest recall.
 
-    Recall may stand still and rise again, as where lists hold the same vector many times: where one effort finds no more
-    than the last, the greatest says whether the target can be reached at all, and the least that reaches it is looked for
-    by halves.
+    Recall can stay flat and rise again, as in lists that contain the same vector many times. If an effort gains
+    nothing, the largest effort shows whether the target is reachable, and a bisection finds the least effort that
+    reaches it.
 
     Args:
-        efforts: rising. recall_at: measures one.
+        efforts: increasing efforts.
+        recall_at: measures the recall of an effort.
 
     >>> least_effort((1, 2, 4, 8), 0.9, lambda effort: Recall(1 - 0.3 / effort, 0.99 - 0.3 / effort))
     Measured(effort=4, recall=0.925, tried={1: 0.7, 2: 0.85, 4: 0.925}, target=0.9, at_least=0.915)
@@ -130,51 +142,53 @@ def least_effort(efforts: Sequence[int], target: float, recall_at: Callable[[int
 
     for low in range(len(efforts)):
         if reaches(low):
-            return _kept(efforts[low], tried, target)
+            return _measured_at(efforts[low], tried, target)
         if low and tried[efforts[low]].found <= tried[efforts[low - 1]].found:
             break
     if not reaches(high):
-        return _kept(min(tried, key=lambda effort: (-tried[effort].found, effort)), tried, target)
+        return _measured_at(min(tried, key=lambda effort: (-tried[effort].found, effort)), tried, target)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
-    return _kept(efforts[high], tried, target)
+    return _measured_at(efforts[high], tried, target)
 
 
-def _kept(effort: int, tried: Mapping[int, Recall], target: float) -> Measured:
+def _measured_at(effort: int, tried: Mapping[int, Recall], target: float) -> Measured:
     found = {each: recall.found for each, recall in tried.items()}
     return Measured(effort, found[effort], found, target, tried[effort].at_least)
 
 
-def queries_for(target: float) -> int:
-    """Of how many queries a sample is to tell whether a recall is reached.
+def sample_size(target: float) -> int:
+    """The number of sample queries needed to decide whether a recall target is reached.
 
-    >>> queries_for(0.95), queries_for(0.995), queries_for(1)
+    >>> sample_size(0.95), sample_size(0.995), sample_size(1)
     (512, 1600, 8192)
     """
-    misses = max(1 - target, _FOR_EACH_MISS / _MOST_QUERIES)
-    return max(_LEAST_QUERIES, round(_FOR_EACH_MISS / misses))
+    misses = max(1 - target, _QUERIES_PER_MISS / _MAX_QUERIES)
+    return max(_MIN_QUERIES, round(_QUERIES_PER_MISS / misses))
 
 
-def can_tell(num_queries: int, target: float) -> bool:
-    """Whether so many can speak for a recall at all, if they find all.
+def can_reach(num_queries: int, target: float) -> bool:
+    """Whether the recall bound of a perfect sample of this size reaches the target.
 
-    >>> can_tell(20, 0.95), can_tell(60, 0.95)
+    >>> can_reach(20, 0.95), can_reach(60, 0.95)
     (False, True)
     """
     return Recall.of(np.ones(num_queries)).at_least >= target
 
 
-def shares_of(found: tuple[Distances, Positions], truth: tuple[Distances, Positions], metric: Metric) -> NDArray[Any]:
-    """The share of its true neighbours that each query finds. One as near as the last of them counts: of equal vectors
-    any may be found.
+def recall_per_query(
+    found: tuple[Distances, Positions], truth: tuple[Distances, Positions], metric: Metric
+) -> NDArray[Any]:
+    """The recall of each query. A result as near as the last true neighbour counts as found: equal vectors are
+    interchangeable.
 
     Args:
-        found, truth: distances and positions, `[num_queries, k]`, best first; distances computed alike, so that those of
-            equal vectors are equal. `NO_ID` in the truth, where there are fewer neighbours, counts for nothing.
+        found, truth: distances and positions, `[num_queries, k]`, best first. Equal vectors need identical distances in
+            both (`distances_between`). `NO_ID` in the truth, for fewer than k neighbours, is ignored.
 
     Returns:
-        of each query that has neighbours.
+        The recall of each query that has neighbours.
     """
     (distances, positions), (best, nearest) = found, truth
     is_true = (positions[:, :, None] == nearest[:, None, :]).any(axis=-1)
@@ -186,7 +200,7 @@ def shares_of(found: tuple[Distances, Positions], truth: tuple[Distances, Positi
 
 
 def in_steps(first: int, last: int) -> tuple[int, ...]:
-    """Rising numbers, two to each doubling, with the last.
+    """Increasing integers from `first` to `last`, two per doubling.
 
     >>> in_steps(4, 20)
     (4, 6, 8, 12, 16, 20)

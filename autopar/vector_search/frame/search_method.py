@@ -1,6 +1,6 @@
-"""How one kind of index searches a part of its vectors, and the program that the planner gets of it.
+"""Define how an index kind searches, `Method`, and build the step that the planner plans for it.
 
-In: what a kind says of itself, `Method`, and which search is asked for. Out: the function to plan.
+In: a `Method` and the key of a search. Out: the function to plan and the shapes of its arguments.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from autopar.vector_search.data.metrics import Metric, distances_of
 from autopar.vector_search.frame.planned_programs import Step
 from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
-#: Queries of one program: more are searched one after the other.
+#: Maximum queries of one program; larger batches run in chunks.
 AT_ONCE = 1024
 
 
 class Method(Protocol):
-    """How one kind of index searches.
+    """How one index kind searches.
 
     Args:
-        kind: its name in `build`. metric: of its vectors.
-        refined: candidates for each neighbour, which are scored again by the vectors themselves; 0: scores are exact.
-        usual: an effort to plan the layout for. most: more makes no difference.
-        details, settings: what `stats` tells of it, and what a file keeps.
+        kind: its name in `build`.
+        metric: metric of its vectors.
+        refined: candidates per neighbour that are re-ranked by the vectors; 0: scores are exact.
+        usual: effort that the first layout is planned for.
+        most: effort beyond which results do not change.
+        details, settings: entries for `stats`, and for the index file.
     """
 
     @property
@@ -65,35 +67,38 @@ class Method(Protocol):
         """The program to plan.
 
         Args:
-            arrays: of this kind. allowed: bool `[n]`: which vectors may be found.
-            left_out: what each query is not to find: itself and its equals, where it is one of the vectors.
+            arrays: arrays of this kind.
+            allowed: bool `[n]`, vectors that may be returned.
+            left_out: vectors that each query excludes: itself and its duplicates, if the query is a vector of the
+                corpus.
         """
         ...
 
     def efforts(self, arrays: Any, sample: NDArray[Any], truth: NDArray[Any], recall_target: float) -> Sequence[int]:
-        """Rising efforts, among which the one to reach a recall is looked for.
+        """Increasing efforts to try for a recall target.
 
         Args:
-            sample: queries. truth: the neighbours of each, by position, `[num_queries, k]`.
+            sample: queries.
+            truth: positions of the true neighbours, `[num_queries, k]`.
         """
         ...
 
     def enough(self, k: int) -> int:
-        """The least effort with which k vectors can be expected, and found well."""
+        """The least effort that finds k vectors with good recall."""
         ...
 
     def num_compared(self, effort: int) -> float:
-        """How many vectors a query is compared with."""
+        """Number of vectors that a query is compared with."""
         ...
 
     def saved(self, arrays: Any) -> dict[str, NDArray[Any]]:
-        """What a file keeps of its arrays, beside the vectors."""
+        """Arrays for the index file, in addition to the vectors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """A program: for so many queries, with this effort, with or without what a filter and a sample bring."""
+    """The key of a program: number of queries, k, effort, and whether it takes a filter and exclusions."""
 
     num_queries: int
     k: int
@@ -103,10 +108,11 @@ class Search:
 
 
 def step_of(method: Method, search: Search, arrays: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Step:
-    """The function to plan, and the shapes of its arguments: queries, arrays, what is allowed and what is left out.
+    """Build the step to plan, and the shapes of its arguments: queries, arrays, filter, exclusions.
 
     Args:
-        arrays: shapes of a kind's. shape, dtype: of the vectors, `[n, d]`.
+        arrays: shapes of the kind's arrays.
+        shape, dtype: shape `[n, d]` and dtype of the vectors.
     """
 
     def step(queries: jax.Array, arrays: Any, allowed: jax.Array | None, left_out: LeftOut | None) -> Any:

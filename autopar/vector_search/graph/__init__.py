@@ -1,4 +1,4 @@
-"""Neighbor graphs, walked by beam search.
+"""Neighbour graphs and their beam search.
 
 In: vectors.
 Out: an index of edges.

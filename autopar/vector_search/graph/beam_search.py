@@ -1,9 +1,9 @@
-"""A graph walked by many queries at once, in one program: each keeps a beam of the best nodes that it has seen.
+"""Search a neighbour graph by beam search, for a batch of queries in one program.
 
-In: a `NeighbourGraph` and queries. Out: the best k nodes, and how many scores were computed. In every round each query
-takes the best nodes of its beam that it has not looked at (`width` of them), and scores their neighbours that it has
-not seen; what it has seen is a bit for each node, so that nothing is sorted to find what is there twice. A query ends
-when it has looked at all of its beam; the program ends with the last query, or after a number of rounds.
+In: a `NeighbourGraph` and queries. Out: the best k nodes, and the number of scores computed. In each iteration, a query
+expands the best `width` unexpanded nodes of its beam: it scores their unvisited neighbours and merges them into the
+beam. A bitset marks visited nodes, so no sort is needed to find duplicates. A query is finished when its whole beam is
+expanded; the loop ends with the last query, or after a fixed number of iterations.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ from autopar.vector_search.kernels.top_k_merge import LeftOut, is_first
 _BITS = 32
 
 
-class Walked(NamedTuple):
-    """`scores` `[num_queries, k]`, best first, int32 `positions`, `NO_ID` where there is none; int32 `num_scored`,
-    `[num_queries]`: how many vectors each query was compared with."""
+class BeamSearchResult(NamedTuple):
+    """The result of a beam search.
+
+    Args:
+        scores: `[num_queries, k]`, best first.
+        positions: int32 `[num_queries, k]`, `NO_ID` for no result.
+        num_scored: int32 `[num_queries]`, number of vectors that each query was compared with.
+    """
 
     scores: jax.Array
     positions: jax.Array
@@ -33,8 +38,8 @@ class Walked(NamedTuple):
 class _Beam(NamedTuple):
     scores: jax.Array  # [num_queries, beam]
     positions: jax.Array
-    is_looked_at: jax.Array
-    seen: jax.Array  # uint32 [num_queries, words]: a bit for each node
+    is_expanded: jax.Array
+    visited: jax.Array  # uint32 [num_queries, words]: one bit per node
     num_scored: jax.Array
 
 
@@ -44,21 +49,21 @@ def search(
     k: int,
     beam: int = 64,
     width: int = 1,
-    rounds: int | None = None,
+    iterations: int | None = None,
     allowed: jax.Array | None = None,
     left_out: LeftOut | None = None,
-) -> Walked:
-    """The best k nodes of the beam where the walk ends.
+) -> BeamSearchResult:
+    """The best k nodes of the final beam.
 
     Args:
         queries: `[num_queries, d]`, of the vectors' dtype.
-        beam: nodes kept, at least k: more finds more, and takes longer.
-        width: nodes looked at in one round: more makes fewer rounds, and some more scores.
-        rounds: end after so many, whether or not the beam has been looked at; without it when it has. A program of a
-            known number of rounds is planned for what it costs, and takes as long for any queries.
-        allowed: bool `[n]`: which of the beam may be found; the walk goes through all, so that they are the nearest
-            of those, though fewer than k where the beam ends before.
-        left_out: nodes that a query's walk takes for not there, such as itself.
+        beam: beam width, at least k; a wider beam raises recall and time.
+        width: nodes expanded per iteration; more nodes need fewer iterations and slightly more scores.
+        iterations: fixed number of iterations; None: until all beams are expanded. A fixed number has a known trip
+            count for the cost model, and the same time for any queries.
+        allowed: bool `[n]`, nodes that may be returned. The search also expands the others, so results are the nearest
+            allowed nodes of the final beam, possibly fewer than k.
+        left_out: nodes that a query ignores, such as itself.
     """
     beam = max(beam, k)
     num_queries, num_nodes = queries.shape[0], graph.vectors.shape[0]
@@ -73,47 +78,49 @@ def search(
     )
     entries = jnp.broadcast_to(graph.entries, (num_queries, graph.entries.shape[0]))
 
-    def visit(walk: _Beam, nodes: jax.Array) -> _Beam:
+    def visit(state: _Beam, nodes: jax.Array) -> _Beam:
         if left_out is not None:
             nodes = jnp.where(left_out.has(nodes, left_out.own[:, None]), NO_ID, nodes)
-        walk, nodes, score = _seen(graph, queries, walk, nodes)
-        best, positions, is_looked_at = _merged(
-            (walk.scores, walk.positions, walk.is_looked_at), (score, nodes, nodes == NO_ID), beam
+        state, nodes, score = _score_unvisited(graph, queries, state, nodes)
+        best, positions, is_expanded = _merge_top(
+            (state.scores, state.positions, state.is_expanded), (score, nodes, nodes == NO_ID), beam
         )
-        return walk._replace(scores=best, positions=positions, is_looked_at=is_looked_at)
+        return state._replace(scores=best, positions=positions, is_expanded=is_expanded)
 
-    def one_round(walk: _Beam) -> _Beam:
-        best, place = lax.top_k(jnp.where(walk.is_looked_at, worst, walk.scores), min(width, beam))
-        nodes = jnp.where(best == worst, NO_ID, jnp.take_along_axis(walk.positions, place, axis=1))
-        walk = walk._replace(is_looked_at=jax.vmap(lambda one, at: one.at[at].set(True))(walk.is_looked_at, place))
+    def expand(state: _Beam) -> _Beam:
+        best, place = lax.top_k(jnp.where(state.is_expanded, worst, state.scores), min(width, beam))
+        nodes = jnp.where(best == worst, NO_ID, jnp.take_along_axis(state.positions, place, axis=1))
+        state = state._replace(is_expanded=jax.vmap(lambda one, at: one.at[at].set(True))(state.is_expanded, place))
         near = jnp.where((nodes == NO_ID)[:, :, None], NO_ID, graph.edges[jnp.maximum(nodes, 0)])
-        return visit(walk, near.reshape(num_queries, -1))
+        return visit(state, near.reshape(num_queries, -1))
 
-    walk = visit(start, entries)
-    if rounds is None:
-        walk = lax.while_loop(lambda walk: ~jnp.all(walk.is_looked_at), one_round, walk)
+    state = visit(start, entries)
+    if iterations is None:
+        state = lax.while_loop(lambda state: ~jnp.all(state.is_expanded), expand, state)
     else:
-        walk = lax.fori_loop(0, rounds, lambda _, walk: one_round(walk), walk)
+        state = lax.fori_loop(0, iterations, lambda _, state: expand(state), state)
     if allowed is None:
-        return Walked(walk.scores[:, :k], walk.positions[:, :k], walk.num_scored)
-    may = (walk.positions != NO_ID) & allowed[jnp.maximum(walk.positions, 0)]
-    found, place = lax.top_k(jnp.where(may, walk.scores, worst), k)
-    positions = jnp.take_along_axis(jnp.where(may, walk.positions, NO_ID), place, axis=1)
-    return Walked(found, positions, walk.num_scored)
+        return BeamSearchResult(state.scores[:, :k], state.positions[:, :k], state.num_scored)
+    may = (state.positions != NO_ID) & allowed[jnp.maximum(state.positions, 0)]
+    found, place = lax.top_k(jnp.where(may, state.scores, worst), k)
+    positions = jnp.take_along_axis(jnp.where(may, state.positions, NO_ID), place, axis=1)
+    return BeamSearchResult(found, positions, state.num_scored)
 
 
-def _seen(
-    graph: NeighbourGraph, queries: jax.Array, walk: _Beam, nodes: jax.Array
+def _score_unvisited(
+    graph: NeighbourGraph, queries: jax.Array, state: _Beam, nodes: jax.Array
 ) -> tuple[_Beam, jax.Array, jax.Array]:
-    """`nodes`, `[num_queries, w]`, less those seen before or twice among them; their scores; all marked as seen."""
+    """Score the nodes of `nodes`, `[num_queries, w]`, that are unvisited and no duplicates, and mark them visited."""
     word = jnp.maximum(nodes, 0) // _BITS
     bit = jnp.uint32(1) << (jnp.maximum(nodes, 0) % _BITS).astype(jnp.uint32)
-    is_new = (nodes != NO_ID) & ((jnp.take_along_axis(walk.seen, word, axis=1) & bit) == 0)
-    if nodes.shape[1] > graph.degree:  # of more than one node: one neighbour may be there twice
+    is_new = (nodes != NO_ID) & ((jnp.take_along_axis(state.visited, word, axis=1) & bit) == 0)
+    if nodes.shape[1] > graph.degree:  # neighbours of several nodes may repeat
         is_new &= is_first(nodes)
     nodes = jnp.where(is_new, nodes, NO_ID)
-    # each bit is added once, so that adding sets it
-    seen = jax.vmap(lambda one, at, bits: one.at[at].add(bits))(walk.seen, word, jnp.where(is_new, bit, jnp.uint32(0)))
+    # each bit is added once, so addition sets it
+    visited = jax.vmap(lambda one, at, bits: one.at[at].add(bits))(
+        state.visited, word, jnp.where(is_new, bit, jnp.uint32(0))
+    )
     at = jnp.maximum(nodes, 0)
     term_axis = None if graph.terms is None else 0
     term = None if graph.terms is None else graph.terms[at]
@@ -121,12 +128,12 @@ def _seen(
         queries, graph.vectors[at], term
     )
     score = jnp.where(is_new, score, worst_score(score.dtype))
-    num_scored = walk.num_scored + jnp.sum(is_new, axis=1, dtype=jnp.int32)
-    return walk._replace(seen=seen, num_scored=num_scored), nodes, score
+    num_scored = state.num_scored + jnp.sum(is_new, axis=1, dtype=jnp.int32)
+    return state._replace(visited=visited, num_scored=num_scored), nodes, score
 
 
-def _merged(some: tuple[jax.Array, ...], others: tuple[jax.Array, ...], num: int) -> tuple[jax.Array, ...]:
-    """The best `num` of both by their scores, which come first; what belongs to them goes along."""
-    both = [jnp.concatenate(each, axis=1) for each in zip(some, others, strict=True)]
+def _merge_top(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...], num: int) -> tuple[jax.Array, ...]:
+    """The best `num` rows of both tuples by their first array, the scores."""
+    both = [jnp.concatenate(each, axis=1) for each in zip(first, second, strict=True)]
     best, place = lax.top_k(both[0], num)
     return best, *(jnp.take_along_axis(each, place, axis=1) for each in both[1:])

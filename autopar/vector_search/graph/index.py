@@ -1,7 +1,6 @@
-"""The graph of near vectors as an index, `graph`.
+"""Provide the index kind `graph`: a neighbour graph whose search effort is the beam width.
 
-In: what is asked for, or a file. Out: an `ApproximateIndex` whose effort is the number of nodes that a walk keeps in hand. Of
-vectors that are equal one is a node, and stands for all (`copies`).
+In: a build request, or a file. Out: an `ApproximateIndex`. Equal vectors are one node (`duplicate_expansion`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.build_request import Asked
-from autopar.vector_search.data.centering import less_centre, moved
+from autopar.vector_search.data.centering import centre_for_l2, subtract_centre
 from autopar.vector_search.data.duplicates import Duplicates
 from autopar.vector_search.data.index_file import Saved
 from autopar.vector_search.data.inputs import checked_metric
@@ -32,16 +31,16 @@ from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
 GRAPH = "graph"
 
-#: Edges of a node; nodes of the beam that one round looks at; nodes that walks begin at.
+#: Edges per node; nodes expanded per iteration; initial entry points.
 DEGREE, WIDTH, NUM_ENTRIES = 32, 4, 32
-#: Beams that recall is measured with.
+#: Beam widths to try for a recall target.
 _EFFORTS = in_steps(16, 512)
-#: Of the neighbours of a node that is looked at, those that have not been seen before, about.
-_NEW = 0.5
+#: Typical fraction of an expanded node's neighbours that are unvisited.
+_UNVISITED_FRACTION = 0.5
 
 
 class Nodes(NamedTuple):
-    """graph: of the distinct vectors. copies: what each stands for; None: for itself alone."""
+    """graph: graph of the distinct vectors. copies: their groups of equal vectors; None if all vectors are distinct."""
 
     graph: NeighbourGraph
     copies: Copies | None = None
@@ -49,10 +48,12 @@ class Nodes(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """How a graph is searched: a `Method`.
+    """The search `Method` of a graph.
 
     Args:
-        num_nodes: distinct vectors. degree: edges of a node. width: nodes looked at in one round.
+        num_nodes: number of distinct vectors.
+        degree: edges per node.
+        width: nodes expanded per iteration.
     """
 
     metric: Metric
@@ -64,22 +65,22 @@ class Graph:
 
     @property
     def most(self) -> int:
-        """All nodes in hand."""
+        """A beam of all nodes."""
         return self.num_nodes
 
     @property
     def usual(self) -> int:
-        """As many as reach a recall of 0.95 of vectors that are easy to tell apart."""
+        """A beam width that gives a recall of 0.95 on easy data."""
         return min(64, self.num_nodes)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For a file."""
+        """Settings for the index file."""
         return {"degree": self.degree, "width": self.width}
 
     @property
     def details(self) -> dict[str, Any]:
-        """For `stats`."""
+        """Entries for `stats`."""
         return self.settings
 
     def search(
@@ -92,34 +93,34 @@ class Graph:
         k: int,
         effort: int,
     ) -> Best:
-        """The best k of a beam of `effort` nodes."""
+        """The best k nodes of a beam of width `effort`."""
         graph, copies = arrays
-        counted = None
+        counts = None
         if copies is not None:
-            counted = copies.counted(allowed)
-            allowed = counted.is_allowed
+            counts = copies.count_allowed(allowed)
+            allowed = counts.is_allowed
             left_out = left_out and copies.left_out(left_out)
         found = beam.search(
             graph, queries, min(k, self.num_nodes), effort, self.width, allowed=allowed, left_out=left_out
         )
         best = Best(found.scores, found.positions)
-        return best if copies is None or counted is None else copies.of(best, k, counted)
+        return best if copies is None or counts is None else copies.expand(best, k, counts)
 
     def efforts(self, arrays: Nodes, sample: NDArray[Any], truth: NDArray[Any], recall_target: float) -> Sequence[int]:
-        """All that are tried, for any target."""
+        """All beam widths, for any target."""
         del arrays, sample, truth, recall_target
         return tuple(dict.fromkeys(min(each, self.num_nodes) for each in _EFFORTS))
 
     def enough(self, k: int) -> int:
-        """Half as many again: those at the end of a beam are not the nearest."""
+        """1.5 k: the end of a beam is not accurate."""
         return -(-3 * k // 2)
 
     def num_compared(self, effort: int) -> float:
-        """A walk looks at about as many nodes as it keeps."""
-        return effort * self.degree * _NEW
+        """A beam search expands about as many nodes as its beam holds."""
+        return effort * self.degree * _UNVISITED_FRACTION
 
     def saved(self, arrays: Nodes) -> dict[str, NDArray[Any]]:
-        """Edges, where walks begin, and which vectors are equal."""
+        """Edges, entry points, and groups of equal vectors."""
         graph, copies = arrays
         found = {"edges": np.asarray(graph.edges), "entries": np.asarray(graph.entries)}
         if copies is not None:
@@ -127,28 +128,28 @@ class Graph:
         return found
 
 
-def build(asked: Asked) -> ApproximateIndex:
-    """The graph of the vectors.
+def build(request: Asked) -> ApproximateIndex:
+    """Build a graph index.
 
     Raises:
-        SearchError: a setting that is not known or cannot be.
+        SearchError: an unknown or invalid setting.
     """
-    settings = asked.whole_numbers(GRAPH, {"degree": DEGREE, "width": WIDTH})
-    asked.report(f"connect {len(asked.vectors):,} vectors", 0.1)
-    less, centre = moved(asked.vectors, asked.metric)
-    copies = _copies_among(asked.vectors, asked.metric)
-    distinct = less if copies is None else less[copies.firsts]
-    graph = build_graph(distinct, asked.metric, settings["degree"], NUM_ENTRIES)
-    method = Graph(asked.metric, len(distinct), settings["degree"], settings["width"])
-    asked.report("lay out the graph", 0.7)
+    settings = request.whole_numbers(GRAPH, {"degree": DEGREE, "width": WIDTH})
+    request.report(f"connect {len(request.vectors):,} vectors", 0.1)
+    centred, centre = centre_for_l2(request.vectors, request.metric)
+    copies = _copies_among(request.vectors, request.metric)
+    distinct = centred if copies is None else centred[copies.firsts]
+    graph = build_graph(distinct, request.metric, settings["degree"], NUM_ENTRIES)
+    method = Graph(request.metric, len(distinct), settings["degree"], settings["width"])
+    request.report("lay out the graph", 0.7)
     nodes = Nodes(graph, copies)
-    index = ApproximateIndex(method, nodes, asked.vectors, asked.ids, asked.place, why=asked.why, centre=centre)
-    index.measure(asked.recall_target, asked.report, asked.queries)
+    index = ApproximateIndex(method, nodes, request.vectors, request.ids, request.place, why=request.why, centre=centre)
+    index.measure(request.recall_target, request.report, request.queries)
     return index
 
 
 def _copies_among(vectors: NDArray[Any], metric: Metric) -> Copies | None:
-    """None where no two are equal."""
+    """The groups of equal vectors; None if all are distinct."""
     same = Duplicates.of(vectors, metric)
     if same.num_groups == len(vectors):
         return None
@@ -156,13 +157,13 @@ def _copies_among(vectors: NDArray[Any], metric: Metric) -> Copies | None:
 
 
 def load(saved: Saved, place: Place) -> ApproximateIndex:
-    """What `save` has written."""
+    """Restore a saved graph index."""
     arrays, settings = saved.arrays, saved.settings
     metric = checked_metric(settings["metric"])
     centre = arrays.get("centre")
     copies = Copies(arrays["copies"], arrays["first_copy"]) if "copies" in arrays else None
     distinct = arrays["vectors"] if copies is None else arrays["vectors"][copies.firsts]
-    placed = jnp.asarray(less_centre(distinct, centre))
+    placed = jnp.asarray(subtract_centre(distinct, centre))
     graph = NeighbourGraph(
         placed, terms(placed, metric), jnp.asarray(arrays["edges"]), jnp.asarray(arrays["entries"]), metric
     )

@@ -1,4 +1,4 @@
-"""Inverted lists, of vectors or of product-quantized codes.
+"""Inverted files (IVF): inverted lists of vectors or of product-quantized codes.
 
 In: vectors.
 Out: an index of lists.

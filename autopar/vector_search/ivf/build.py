@@ -1,7 +1,6 @@
-"""From vectors to inverted lists that can be searched.
+"""Build inverted lists: k-means, optional closure assignment, optional product quantization.
 
-In: vectors, and how they are to be kept. Out: `InvertedLists`: k-means, then closure if a vector may be in several lists,
-then codes in place of vectors if asked for.
+In: vectors and list parameters. Out: `InvertedLists`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from autopar.vector_search.kernels.robust_prune import unit
 
 
 def usual_num_lists(num_vectors: int) -> int:
-    """About twice the square root: a query then compares itself with as many centroids as vectors of a few lists."""
+    """About 2 sqrt(n): a query then scores about as many centroids as vectors of a few lists."""
     return max(1, min(num_vectors, round(2 * math.sqrt(num_vectors))))
 
 
@@ -30,24 +29,25 @@ def build_lists(
     num_lists: int | None = None,
     copies: int = 1,
     num_parts: int | None = None,
-    rounds: int = 10,
+    iterations: int = 10,
     seed: int = 0,
 ) -> InvertedLists:
-    """The lists of `vectors`, `[n, d]`, of which there is at least one.
+    """Build the lists of `vectors`, `[n, d]`, with n of at least 1.
 
     Args:
-        num_lists: at most n; `usual_num_lists`, where it is not given.
-        copies: in how many lists a vector may be. num_parts: bytes of a code; the lists hold vectors without it.
+        num_lists: at most n; by default `usual_num_lists`.
+        copies: maximum number of lists per vector.
+        num_parts: bytes of a code; None: the lists hold vectors.
     """
     num_lists = min(len(vectors), num_lists or usual_num_lists(len(vectors)))
-    near = np.asarray(unit(jnp.asarray(vectors))) if metric == "cosine" else vectors
-    placed = jnp.asarray(near)
-    clusters = k_means(placed, num_lists, rounds, seed)
+    normalized = np.asarray(unit(jnp.asarray(vectors))) if metric == "cosine" else vectors
+    placed = jnp.asarray(normalized)
+    clusters = k_means(placed, num_lists, iterations, seed)
     lists = clusters.lists if copies == 1 else closure(placed, clusters.centroids, clusters.lists, copies)
-    centroids, where = np.asarray(clusters.centroids), np.asarray(lists)
+    centroids, assignment = np.asarray(clusters.centroids), np.asarray(lists)
     if num_parts is None:
-        return fill(vectors, centroids, where, metric)
-    differences = placed.astype(jnp.float32) - clusters.centroids[clusters.lists]
+        return fill(vectors, centroids, assignment, metric)
+    residuals = placed.astype(jnp.float32) - clusters.centroids[clusters.lists]
     num_codes = min(256, len(vectors))
-    books = train_codebooks(differences, num_parts, rounds, seed, num_codes)
-    return fill_codes(near, centroids, where, metric, books)
+    books = train_codebooks(residuals, num_parts, iterations, seed, num_codes)
+    return fill_codes(normalized, centroids, assignment, metric, books)

@@ -1,7 +1,7 @@
-"""Inverted lists as indexes: `ivf`, lists of vectors, and `ivfpq`, lists of codes, scored again by the vectors.
+"""Provide the index kinds `ivf`, inverted lists of vectors, and `ivfpq`, inverted lists of codes with re-ranking.
 
-In: what is asked for, or a file. Out: an `ApproximateIndex` whose effort is the number of lists that a query probes: with
-all of them `ivf` is exact. Codes lie on the devices in place of vectors, which stay in the host's memory.
+In: a build request, or a file. Out: an `ApproximateIndex` whose search effort is num_probes; `ivf` with all lists
+probed is exact. `ivfpq` keeps the codes on the devices and the vectors in host memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import SearchError
 from autopar.vector_search.data.build_request import Asked
-from autopar.vector_search.data.centering import less_centre, moved
+from autopar.vector_search.data.centering import centre_for_l2, subtract_centre
 from autopar.vector_search.data.index_file import Saved
 from autopar.vector_search.data.inputs import checked_metric
 from autopar.vector_search.data.metrics import NO_ID, Metric, scores, terms
@@ -33,19 +33,19 @@ from autopar.vector_search.kernels.top_k_merge import Best, LeftOut
 
 IVF, IVF_PQ = "ivf", "ivfpq"
 
-#: Candidates of codes that are scored again, for each neighbour.
+#: Re-ranked candidates per neighbour.
 _REFINED = 8
-#: Vectors of the lists probed, for each neighbour, at least.
+#: Minimum vectors in the probed lists, per neighbour.
 _PER_NEIGHBOUR = 4
 
 
 @dataclass(frozen=True)
 class Lists:
-    """How inverted lists are searched: a `Method`.
+    """The search `Method` of inverted lists.
 
     Args:
-        copies: in how many lists a vector may be.
-        step_bytes: as of `list_search.shape_of`.
+        copies: maximum number of lists per vector.
+        step_bytes: as in `list_search.shape_of`.
     """
 
     kind: str
@@ -63,17 +63,17 @@ class Lists:
 
     @property
     def usual(self) -> int:
-        """A sixteenth of them."""
+        """A sixteenth of the lists."""
         return -(-self.num_lists // 16)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """For a file."""
+        """Settings for the index file."""
         return {"num_lists": self.num_lists, "copies": self.copies, "refined": self.refined}
 
     @property
     def details(self) -> dict[str, Any]:
-        """For `stats`."""
+        """Entries for `stats`."""
         return {name: value for name, value in self.settings.items() if value}
 
     def search(
@@ -87,13 +87,14 @@ class Lists:
         effort: int,
     ) -> Best:
         """The best k of the `effort` nearest lists."""
-        how = list_search.shape_of(arrays, queries.shape[0], min(effort, self.num_lists), self.step_bytes)
-        return list_search.search(arrays, queries, k, effort, allowed, how, left_out)
+        shape = list_search.shape_of(arrays, queries.shape[0], min(effort, self.num_lists), self.step_bytes)
+        return list_search.search(arrays, queries, k, effort, allowed, shape, left_out)
 
     def efforts(
         self, arrays: InvertedLists, sample: NDArray[Any], truth: NDArray[Any], recall_target: float
     ) -> Sequence[int]:
-        """From the number of lists on that hold enough of the true neighbours: of vectors that is enough."""
+        """Efforts from the least one whose lists contain enough true neighbours; lists of vectors find all that they
+        contain."""
         near = np.argsort(-np.asarray(scores(jnp.asarray(sample, jnp.float32), arrays.centroids, self.metric)), axis=1)
         rank = np.argsort(near, axis=1, kind="stable")
         lists = lists_of(arrays, self.num_vectors)[truth]  # [num_queries, k, copies]
@@ -101,23 +102,23 @@ class Lists:
         needed = 1 + np.where(lists == NO_ID, self.num_lists, ranks).min(axis=2)
         wanted = (truth != NO_ID).sum(axis=1)
 
-        def hold_enough(effort: int) -> bool:
-            held = ((needed <= effort) & (truth != NO_ID)).sum(axis=1)
-            return Recall.of(held[wanted > 0] / wanted[wanted > 0]).at_least >= recall_target
+        def contain_enough(effort: int) -> bool:
+            num_found = ((needed <= effort) & (truth != NO_ID)).sum(axis=1)
+            return Recall.of(num_found[wanted > 0] / wanted[wanted > 0]).at_least >= recall_target
 
-        first = 1 + bisect_left(range(1, self.num_lists), True, key=hold_enough)
+        first = 1 + bisect_left(range(1, self.num_lists), True, key=contain_enough)
         return in_steps(first, self.num_lists)
 
     def enough(self, k: int) -> int:
-        """Lists that hold some times k on average."""
+        """Lists that hold several times k vectors on average."""
         return -(-_PER_NEIGHBOUR * k * self.num_lists // self.num_vectors)
 
     def num_compared(self, effort: int) -> float:
-        """Those in so many lists on average."""
+        """Vectors in `effort` lists on average."""
         return self.num_vectors * min(1.0, effort / self.num_lists)
 
     def saved(self, arrays: InvertedLists) -> dict[str, NDArray[Any]]:
-        """Centroids; where lists begin; what is in them, by position; codes and what they stand for."""
+        """Centroids, offsets of the lists, positions, codes and codebooks."""
         found = {
             "centroids": np.asarray(arrays.centroids),
             "first_block": np.asarray(arrays.first_block),
@@ -129,59 +130,57 @@ class Lists:
         return found
 
 
-def build(asked: Asked, kind: str) -> ApproximateIndex:
-    """Lists of the vectors, of one kind.
+def build(request: Asked, kind: str) -> ApproximateIndex:
+    """Build an index of inverted lists.
 
     Raises:
-        SearchError: a setting that is not known or cannot be.
+        SearchError: an unknown or invalid setting.
     """
-    num, dim = asked.vectors.shape
+    num, dim = request.vectors.shape
     known = {"num_lists": usual_num_lists(num), "copies": 1}
     if kind == IVF_PQ:
         known |= {"code_bytes": _usual_code_bytes(dim), "refined": _REFINED}
-    settings = asked.whole_numbers(kind, known)
+    settings = request.whole_numbers(kind, known)
     code_bytes = settings.get("code_bytes")
     if code_bytes is not None and dim % code_bytes:
         raise SearchError(
-            f"`code_bytes` is {code_bytes}, and vectors have {dim} elements: give a number that divides it"
+            f"`code_bytes` is {code_bytes}: it has to divide the {dim} elements of a vector. Give a divisor"
         )
     if settings["num_lists"] > num:
-        raise SearchError(
-            f"`num_lists` is {settings['num_lists']:,}, and there are {num:,} vectors: give at most as many"
-        )
-    asked.report(f"put {num:,} vectors into {settings['num_lists']:,} lists", 0.1)
-    less, centre = moved(asked.vectors, asked.metric)
-    lists = build_lists(less, asked.metric, settings["num_lists"], settings["copies"], code_bytes)
+        raise SearchError(f"`num_lists` is {settings['num_lists']:,}: give at most the number of vectors, {num:,}")
+    request.report(f"assign {num:,} vectors to {settings['num_lists']:,} lists", 0.1)
+    centred, centre = centre_for_l2(request.vectors, request.metric)
+    lists = build_lists(centred, request.metric, settings["num_lists"], settings["copies"], code_bytes)
     method = Lists(
         kind,
-        asked.metric,
+        request.metric,
         num,
         settings["num_lists"],
         settings["copies"],
-        asked.place.step_bytes,
+        request.place.step_bytes,
         settings.get("refined", 0),
     )
-    asked.report("lay out the lists", 0.7)
-    index = ApproximateIndex(method, lists, asked.vectors, asked.ids, asked.place, why=asked.why, centre=centre)
-    index.measure(asked.recall_target, asked.report, asked.queries)
+    request.report("lay out the lists", 0.7)
+    index = ApproximateIndex(method, lists, request.vectors, request.ids, request.place, why=request.why, centre=centre)
+    index.measure(request.recall_target, request.report, request.queries)
     return index
 
 
 def load(saved: Saved, place: Place) -> ApproximateIndex:
-    """What `save` has written."""
+    """Restore a saved index of inverted lists."""
     arrays, settings = saved.arrays, saved.settings
     metric = checked_metric(settings["metric"])
     positions, first, centre = arrays["positions"], arrays["first_block"], arrays.get("centre")
     if "codebooks" in arrays:
-        books, held, term = Codebooks(jnp.asarray(arrays["codebooks"])), jnp.asarray(arrays["codes"]), None
+        books, contents, term = Codebooks(jnp.asarray(arrays["codebooks"])), jnp.asarray(arrays["codes"]), None
     else:
-        held = jnp.asarray(less_centre(arrays["vectors"], centre)[np.maximum(positions, 0)])
-        held = jnp.where(jnp.asarray(positions != NO_ID)[:, :, None], held, jnp.zeros((), held.dtype))
-        books, term = None, terms(held, metric)
+        contents = jnp.asarray(subtract_centre(arrays["vectors"], centre)[np.maximum(positions, 0)])
+        contents = jnp.where(jnp.asarray(positions != NO_ID)[:, :, None], contents, jnp.zeros((), contents.dtype))
+        books, term = None, terms(contents, metric)
     lists = InvertedLists(
         jnp.asarray(arrays["centroids"]),
         jnp.asarray(first),
-        held,
+        contents,
         term,
         jnp.asarray(positions),
         longest_of(np.diff(first)),
@@ -197,5 +196,5 @@ def load(saved: Saved, place: Place) -> ApproximateIndex:
 
 
 def _usual_code_bytes(dim: int) -> int:
-    """The most that divide d and are no more than a quarter of it."""
+    """The largest divisor of d up to d / 4."""
     return max(each for each in range(1, max(2, dim // 4 + 1)) if dim % each == 0)

@@ -1,8 +1,8 @@
-"""IVF: vectors in lists around centroids, of which a query is compared with the nearest lists alone.
+"""Store vectors, or their codes, in inverted lists (IVF) of fixed-size blocks.
 
-In: vectors, centroids, and the list of each vector. Out: `InvertedLists`, a pytree of arrays: each list is a run of blocks
-of equal size, of which the last is filled up with padding. Blocks hold the vectors (`fill`, IVF-Flat), or their codes
-(`fill_codes`, IVF-PQ). `list_search` searches both.
+In: vectors, centroids, and the list of each vector. Out: `InvertedLists`, a pytree. A list is a run of blocks of equal
+size; its last block is padded. Blocks hold vectors (`fill`, IVF-Flat) or codes (`fill_codes`, IVF-PQ). `ivf.search`
+searches both.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jax.tree_util import register_dataclass
 from autopar.vector_search.data.metrics import NO_ID, Metric, terms
 from autopar.vector_search.ivf.product_quantization import Codebooks, encode
 
-#: Vectors.
-_ENCODED_AT_ONCE = 65536
+#: Vectors encoded per chunk.
+_ENCODE_CHUNK = 65536
 
-#: Slots of a block, at least: powers of two, as all of these.
-_LEAST_SLOTS = 16
+#: Minimum slots per block. All slot counts are powers of two.
+_MIN_SLOTS = 16
 
-#: At most so many, and at most such a share of what a list has on average, so that padding is less than a third as a rule.
-_SLOTS, _SHARE = 128, 0.6
+#: Maximum slots per block, and maximum fraction of the mean list length: padding then stays below a third.
+_MAX_SLOTS, _MAX_FRACTION = 128, 0.6
 
-#: Long lists have larger blocks, of which each of the devices that share one has enough.
-_MOST_SLOTS, _SHARE_OF_LONG = 1024, 1 / 8
+#: Long lists have larger blocks, so that every device gets enough of a block that is sharded.
+_MAX_LONG_SLOTS, _LONG_FRACTION = 1024, 1 / 8
 
 
 @partial(
@@ -40,18 +40,18 @@ _MOST_SLOTS, _SHARE_OF_LONG = 1024, 1 / 8
 )
 @dataclass(frozen=True, slots=True)
 class InvertedLists:
-    """Lists, each a run of blocks.
+    """Inverted lists, each a run of blocks.
 
     Args:
         centroids: f32 `[num_lists, d]`.
-        first_block: int32 `[num_lists + 1]`: where each list's blocks begin, and all end. Each list has at least one.
-        vectors: `[num_blocks, slots, d]`, or codes of what vectors differ by from the centroid of their list, uint8
-            `[num_blocks, slots, num_parts]`.
-        terms: `[num_blocks, slots]`, as `metrics.terms`; None of inner products, and of codes.
-        positions: int32 `[num_blocks, slots]`: which vector of the corpus it is; `NO_ID` of padding.
-        codebooks: of lists of codes, what these stand for.
-        longest: how many blocks the longest 1, 2, 4, .. lists have together, and all have.
-        copies: in how many lists a vector may be at most.
+        first_block: int32 `[num_lists + 1]`, offsets of the lists in blocks. Each list has at least one block.
+        vectors: `[num_blocks, slots, d]`; or codes of the residuals from the list's centroid, uint8 `[num_blocks,
+            slots, num_parts]`.
+        terms: `[num_blocks, slots]`, as `metrics.terms`; None for inner products and codes.
+        positions: int32 `[num_blocks, slots]`, positions in the corpus; `NO_ID` for padding.
+        codebooks: codebooks of the codes; None for vectors.
+        longest: total blocks of the longest 1, 2, 4, .. lists, and of all lists.
+        copies: maximum number of lists per vector.
     """
 
     centroids: jax.Array
@@ -78,23 +78,23 @@ class InvertedLists:
 
     @property
     def slots(self) -> int:
-        """Of a block."""
+        """Slots per block."""
         return self.positions.shape[1]
 
     def most_blocks(self, num_lists: int) -> int:
-        """So many lists have no more blocks than this, whichever they are."""
+        """Maximum total blocks of any `num_lists` lists."""
         return self.longest[min((num_lists - 1).bit_length(), len(self.longest) - 1)]
 
 
 def usual_slots(num_vectors: int, num_lists: int) -> int:
-    """Of a block."""
+    """Slots per block."""
     mean = num_vectors / num_lists
-    slots = max(_LEAST_SLOTS, min(_SLOTS, _SHARE * mean), min(_MOST_SLOTS, _SHARE_OF_LONG * mean))
+    slots = max(_MIN_SLOTS, min(_MAX_SLOTS, _MAX_FRACTION * mean), min(_MAX_LONG_SLOTS, _LONG_FRACTION * mean))
     return 1 << (int(slots).bit_length() - 1)
 
 
 def longest_of(num_blocks: np.ndarray) -> tuple[int, ...]:
-    """`InvertedLists.longest`, of lists of so many blocks each."""
+    """`InvertedLists.longest` for lists with these numbers of blocks."""
     together = np.cumsum(np.sort(num_blocks)[::-1])
     counts = [2**n for n in range((len(together) - 1).bit_length())]
     return (*(int(together[count - 1]) for count in counts), int(together[-1]))
@@ -103,17 +103,18 @@ def longest_of(num_blocks: np.ndarray) -> tuple[int, ...]:
 def fill(
     vectors: np.ndarray, centroids: np.ndarray, lists: np.ndarray, metric: Metric, slots: int | None = None
 ) -> InvertedLists:
-    """The lists, filled with vectors.
+    """Fill inverted lists with vectors.
 
     Args:
-        vectors: `[n, d]`. centroids: `[num_lists, d]`.
-        lists: int `[n]`, the list of each vector; or `[n, copies]`, `NO_ID` where a vector is in fewer.
-        slots: of a block; `usual_slots` where it is not given.
+        vectors: `[n, d]`.
+        centroids: `[num_lists, d]`.
+        lists: int `[n]`, the list of each vector; or `[n, copies]`, `NO_ID` for fewer lists.
+        slots: slots per block; by default `usual_slots`.
     """
-    laid = _laid(lists, len(centroids), slots)
-    positions = _rows(laid.members, laid.places, NO_ID)
-    held = jnp.asarray(_rows(vectors, positions, 0))
-    return _filled(laid, centroids, held, terms(held, metric), positions, metric, None)
+    layout = _slot_layout(lists, len(centroids), slots)
+    positions = _gather_rows(layout.members, layout.places, NO_ID)
+    contents = jnp.asarray(_gather_rows(vectors, positions, 0))
+    return _assemble(layout, centroids, contents, terms(contents, metric), positions, metric, None)
 
 
 def fill_codes(
@@ -124,26 +125,31 @@ def fill_codes(
     codebooks: Codebooks,
     slots: int | None = None,
 ) -> InvertedLists:
-    """The lists, filled with codes of what vectors differ by from their list's centroid; arguments as of `fill`.
+    """Fill inverted lists with codes of the residuals from the centroids; arguments as in `fill`.
 
-    For cosines give unit vectors: a centroid is near to nothing else.
+    For cosine pass unit vectors: only these are near their centroids.
     """
-    laid = _laid(lists, len(centroids), slots)
-    middle = np.asarray(centroids, np.float32)
-    codes = np.zeros((len(laid.members), codebooks.num_parts), np.uint8)
-    for at in range(0, len(codes), _ENCODED_AT_ONCE):
-        part = slice(at, at + _ENCODED_AT_ONCE)
-        codes[part] = encode(codebooks, jnp.asarray(vectors[laid.members[part]] - middle[laid.owners[part]]))
-    positions = _rows(laid.members, laid.places, NO_ID)
-    held = jnp.asarray(_rows(codes, laid.places, 0))
-    return _filled(laid, middle, held, None, positions, metric, codebooks)
+    layout = _slot_layout(lists, len(centroids), slots)
+    wide_centroids = np.asarray(centroids, np.float32)
+    codes = np.zeros((len(layout.members), codebooks.num_parts), np.uint8)
+    for at in range(0, len(codes), _ENCODE_CHUNK):
+        part = slice(at, at + _ENCODE_CHUNK)
+        codes[part] = encode(
+            codebooks, jnp.asarray(vectors[layout.members[part]] - wide_centroids[layout.owners[part]])
+        )
+    positions = _gather_rows(layout.members, layout.places, NO_ID)
+    contents = jnp.asarray(_gather_rows(codes, layout.places, 0))
+    return _assemble(layout, wide_centroids, contents, None, positions, metric, codebooks)
 
 
-class _Laid(NamedTuple):
-    """Where vectors go.
+class _SlotLayout(NamedTuple):
+    """The assignment of vectors to slots.
 
-    members: int32: vectors by position, list by list; one of several lists is there several times. owners: the list of
-    each. num_blocks: of each list. places: `[num_blocks, slots]`, which of `members` is in each slot; -1: padding.
+    Args:
+        members: int32, positions of the vectors, list by list; repeated for a vector in several lists.
+        owners: the list of each member.
+        num_blocks: blocks of each list.
+        places: `[num_blocks, slots]`, index into `members` of each slot; -1 for padding.
     """
 
     members: np.ndarray
@@ -153,7 +159,7 @@ class _Laid(NamedTuple):
     copies: int
 
 
-def _laid(lists: np.ndarray, num_lists: int, slots: int | None) -> _Laid:
+def _slot_layout(lists: np.ndarray, num_lists: int, slots: int | None) -> _SlotLayout:
     lists = lists if lists.ndim == 2 else lists[:, None]
     member, column = np.nonzero(lists != NO_ID)
     owner = lists[member, column]
@@ -163,53 +169,53 @@ def _laid(lists: np.ndarray, num_lists: int, slots: int | None) -> _Laid:
     slots = slots or usual_slots(len(member), num_lists)
     num_blocks = np.maximum(1, -(-counts // slots))
     block_owner = np.repeat(np.arange(num_lists), num_blocks)
-    block = np.arange(len(block_owner)) - (np.cumsum(num_blocks) - num_blocks)[block_owner]  # within its list
+    block = np.arange(len(block_owner)) - (np.cumsum(num_blocks) - num_blocks)[block_owner]  # index within its list
     slot = block[:, None] * slots + np.arange(slots)
     places = np.where(slot < counts[block_owner, None], start[block_owner, None] + slot, -1)
-    return _Laid(member[by_list].astype(np.int32), owner[by_list], num_blocks, places, lists.shape[1])
+    return _SlotLayout(member[by_list].astype(np.int32), owner[by_list], num_blocks, places, lists.shape[1])
 
 
-def _rows(of: np.ndarray, which: np.ndarray, padding: int) -> np.ndarray:
+def _gather_rows(of: np.ndarray, which: np.ndarray, padding: int) -> np.ndarray:
     """`of[which]`, with `padding` where `which` is negative."""
     found = of[np.maximum(which, 0)]
     found[which < 0] = padding
     return found
 
 
-def _filled(
-    laid: _Laid,
+def _assemble(
+    layout: _SlotLayout,
     centroids: np.ndarray,
-    held: jax.Array,
+    contents: jax.Array,
     term: jax.Array | None,
     positions: np.ndarray,
     metric: Metric,
     codebooks: Codebooks | None,
 ) -> InvertedLists:
-    first = np.concatenate([[0], np.cumsum(laid.num_blocks)]).astype(np.int32)
+    first = np.concatenate([[0], np.cumsum(layout.num_blocks)]).astype(np.int32)
     return InvertedLists(
         jnp.asarray(centroids, jnp.float32),
         jnp.asarray(first),
-        held,
+        contents,
         term,
         jnp.asarray(positions),
-        longest_of(laid.num_blocks),
+        longest_of(layout.num_blocks),
         metric,
-        laid.copies,
+        layout.copies,
         codebooks,
     )
 
 
 def members(index: InvertedLists) -> Sequence[np.ndarray]:
-    """The positions in each list, in the order of `centroids`: for a look at an index, and for tests."""
+    """Positions of the vectors in each list, in the order of `centroids`; for inspection and tests."""
     rows = np.split(np.asarray(index.positions), np.asarray(index.first_block)[1:-1])
     return [row[row != NO_ID] for row in rows]
 
 
 def lists_of(index: InvertedLists, num_vectors: int) -> np.ndarray:
-    """int32 `[num_vectors, copies]`: the lists that each vector is in; `NO_ID` where it is in fewer."""
-    held = members(index)
-    owner = np.repeat(np.arange(len(held), dtype=np.int32), [len(each) for each in held])
-    member = np.concatenate(held)
+    """int32 `[num_vectors, copies]`: the lists of each vector; `NO_ID` for fewer lists."""
+    contents = members(index)
+    owner = np.repeat(np.arange(len(contents), dtype=np.int32), [len(each) for each in contents])
+    member = np.concatenate(contents)
     order = np.argsort(member, kind="stable")
     owner, member = owner[order], member[order]
     found = np.full((num_vectors, index.copies), NO_ID, np.int32)

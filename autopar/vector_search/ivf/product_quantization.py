@@ -1,9 +1,8 @@
-"""Product quantisation: a vector as one byte for each of its parts, the nearest of 256 centroids of that part.
+"""Encode vectors with product quantization: one byte per subvector, the nearest of 256 centroids.
 
-In: vectors, or what they differ by from the centroids of their lists. Out: `Codebooks`, codes, and vectors again from
-codes. The distance of a query from the vector that a code stands for is the sum of its tables' entries, the asymmetric
-distance; here it is computed as a product with the vectors decoded, which reads no tables: lists are decoded once for
-all queries that probe them, and the rest is that of lists of vectors (`list_search`).
+In: vectors, or residuals from the centroids of their lists. Out: `Codebooks`, codes, and decoded vectors. The
+asymmetric distance of a query to a code equals the distance to the decoded vector, so no lookup tables are needed: the
+search decodes a list once for all queries that probe it, and then scores it like a list of vectors (`ivf.search`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jax.tree_util import register_dataclass
 
 from autopar.vector_search.kernels.k_means import nearest, train
 
-#: Centroids of a part: as many as a byte can name.
+#: Centroids per codebook: as many as a byte can index.
 NUM_CODES = 256
 
 
@@ -38,30 +37,36 @@ class Codebooks:
 
 
 def train_codebooks(
-    vectors: jax.Array, num_parts: int, rounds: int = 10, seed: int = 0, num_codes: int = NUM_CODES, sample: int = 65536
+    vectors: jax.Array,
+    num_parts: int,
+    iterations: int = 10,
+    seed: int = 0,
+    num_codes: int = NUM_CODES,
+    sample: int = 65536,
 ) -> Codebooks:
-    """Codebooks by k-means of each part by itself.
+    """Train one k-means codebook per subvector.
 
     Args:
-        vectors: `[n, d]`, of which at most `sample` are looked at. num_parts: divides d.
-        num_codes: at most n, and at most 256.
+        vectors: `[n, d]`; at most `sample` of them are used.
+        num_parts: number of subvectors, a divisor of d.
+        num_codes: centroids per codebook, at most n and 256.
     """
     order = jax.random.permutation(jax.random.key(seed), vectors.shape[0])[:sample]
     parts = _parts(vectors[order], num_parts)
     keys = jax.random.split(jax.random.key(seed), num_parts)
-    one = partial(train, rounds=rounds, chunk=1024)
+    one = partial(train, iterations=iterations, chunk=1024)
     return Codebooks(jax.vmap(lambda part, key: one(part, part[:num_codes], key=key))(parts, keys))
 
 
 @jax.jit
 def encode(codebooks: Codebooks, vectors: jax.Array) -> jax.Array:
-    """uint8 `[n, num_parts]`: of each part of `vectors`, `[n, d]`, the nearest centroid."""
+    """uint8 `[n, num_parts]`: for each subvector of `vectors`, `[n, d]`, its nearest centroid."""
     code, _ = jax.vmap(nearest)(_parts(vectors, codebooks.num_parts), codebooks.centroids)
     return code.T.astype(jnp.uint8)
 
 
 def decode(codebooks: Codebooks, codes: jax.Array) -> jax.Array:
-    """f32 `[.., d]`: what codes, `[.., num_parts]`, stand for."""
+    """f32 `[.., d]`: the vectors of codes, `[.., num_parts]`."""
     num_parts, num_codes, width = codebooks.centroids.shape
     rows = codes.astype(jnp.int32) + jnp.arange(num_parts, dtype=jnp.int32) * num_codes
     flat = codebooks.centroids.reshape(num_parts * num_codes, width)
@@ -70,6 +75,6 @@ def decode(codebooks: Codebooks, codes: jax.Array) -> jax.Array:
 
 
 def _parts(vectors: jax.Array, num_parts: int) -> jax.Array:
-    """f32 `[num_parts, n, d / num_parts]`."""
+    """Subvectors, f32 `[num_parts, n, d / num_parts]`."""
     num, dim = vectors.shape
     return jnp.moveaxis(vectors.astype(jnp.float32).reshape(num, num_parts, dim // num_parts), 1, 0)

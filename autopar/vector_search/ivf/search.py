@@ -1,15 +1,15 @@
-"""Search of inverted lists from the lists' side: each block of a list is read once for many queries that probe it.
+"""Search inverted lists in one program: each block of a list is read once for many queries that probe it.
 
-In: `InvertedLists` and queries. Out: the best k of the lists that each query probes. One program:
+In: `InvertedLists` and queries. Out: the best k of the probed lists of each query.
 
-    probes = the lists nearest to each query
-    units  = a block of a list, and some of the queries that probe it           (seats)
-    scores = queries of the unit x vectors of the block: batched products of padded matrices, so many units at a time
-    best   = the best groups of slots by the maximum of each, then the best slots of these groups
+    probes = nearest lists of each query
+    items  = pairs of a block and up to `rows` queries that probe its list      (probe_batching)
+    scores = batched matmuls, queries of an item x vectors of its block, several items per iteration
+    best   = the groups of slots with the largest maxima, then the best slots of these groups
 
-Nothing is approximate: k groups by their maxima hold the best k slots. How many units there are depends on the queries:
-a loop goes on until all are done. There is room for as many as any queries can need, so that nothing is left for a
-second search, and candidates are sorted once.
+The result is exact within the probed lists: the k groups with the largest maxima contain the k best slots. The number
+of items depends on the queries, so a loop runs until all items are done. Buffers are sized for the worst case, so one
+pass suffices and candidates are sorted once.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from jax import lax
 from autopar.vector_search.data.metrics import NO_ID, score_dtype, scores, worst_score
 from autopar.vector_search.data.placement import CACHED_BYTES
 from autopar.vector_search.ivf.lists import InvertedLists
-from autopar.vector_search.ivf.probe_batching import Units, num_units, seats, units
+from autopar.vector_search.ivf.probe_batching import WorkItems, group_by_list, num_work_items, work_items
 from autopar.vector_search.ivf.product_quantization import decode
 from autopar.vector_search.kernels.top_k_merge import Best, LeftOut, distinct
 
-#: Queries of a unit, at least and at most: powers of two.
-_LEAST_ROWS, _MOST_ROWS = 8, 32
+#: Minimum and maximum queries per item, powers of two.
+_MIN_ROWS, _MAX_ROWS = 8, 32
 
-#: The loop over units goes round so many times where the last unit of each list is half full: the number it is priced for
-#: (`graph.ir.UNKNOWN_TRIPS`).
-_USUAL_TURNS = 8
+#: Iterations of the loop if the last item of each list is half full: the trip count that the cost model assumes for a
+#: loop whose trip count is unknown.
+_TYPICAL_ITERATIONS = 8
 
-#: Groups of a block, at least: so many devices may share it, with whole groups each.
-_LEAST_GROUPS = 8
+#: Minimum groups per block, so that up to this many devices can share a block in whole groups.
+_MIN_GROUPS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of the work. rows: queries of a unit. at_once: units."""
+    """Shape of the work. rows: queries per item. at_once: items per loop step."""
 
     rows: int
     at_once: int
 
 
 def shape_of(index: InvertedLists, num_queries: int, num_probes: int, step_bytes: int = CACHED_BYTES) -> Shape:
-    """By how many probes a list has on average: with many rows a product is faster, with few less is in vain.
+    """Choose rows by the mean probes per list: more rows make faster matmuls, fewer rows waste less padding.
 
     Args:
-        step_bytes: that the vectors, the queries and the scores of the units at once may have.
+        step_bytes: working set of one loop step: vectors, queries and scores of its items.
     """
     mean = max(1.0, num_queries * num_probes / index.num_lists)
-    rows = min(num_queries, _MOST_ROWS, max(_LEAST_ROWS, 2 ** round(math.log2(mean))))
-    unit_bytes = 4 * (index.slots * index.dim + rows * index.dim + rows * index.slots)
-    return Shape(rows, max(1, step_bytes // unit_bytes))
+    rows = min(num_queries, _MAX_ROWS, max(_MIN_ROWS, 2 ** round(math.log2(mean))))
+    item_bytes = 4 * (index.slots * index.dim + rows * index.dim + rows * index.slots)
+    return Shape(rows, max(1, step_bytes // item_bytes))
 
 
 def search(
@@ -66,17 +66,16 @@ def search(
     k: int,
     num_probes: int,
     allowed: jax.Array | None = None,
-    how: Shape | None = None,
+    shape: Shape | None = None,
     left_out: LeftOut | None = None,
 ) -> Best:
-    """The best k of the vectors in the `num_probes` lists nearest to each query.
+    """The best k of the vectors in the `num_probes` nearest lists of each query.
 
     Args:
         queries: `[num_queries, d]`, of the vectors' dtype.
-        allowed: bool `[n]`: by position, which vectors may be found; all, where it is not given. Lists that hold none of
-            these are not probed, as long as there are others.
-        how: `shape_of` this batch, where it is not given. It changes no result.
-        left_out: what each query is not to find.
+        allowed: bool `[n]`, vectors that may be returned; None: all. Lists without such vectors are probed last.
+        shape: shape of the work, by default `shape_of`; it changes no result.
+        left_out: vectors that each query excludes.
     """
     nearest = scores(queries.astype(jnp.float32), index.centroids, index.metric)
     if allowed is not None:
@@ -84,7 +83,7 @@ def search(
         some = jnp.concatenate([jnp.zeros(1, some.dtype), some])[index.first_block]
         nearest = jnp.where(some[1:] > some[:-1], nearest, -jnp.inf)
     probes = lax.top_k(nearest, min(num_probes, index.num_lists))[1].astype(jnp.int32)
-    return search_lists(index, queries, k, probes, allowed, how, left_out)
+    return search_lists(index, queries, k, probes, allowed, shape, left_out)
 
 
 def search_lists(
@@ -93,33 +92,33 @@ def search_lists(
     k: int,
     probes: jax.Array,
     allowed: jax.Array | None = None,
-    how: Shape | None = None,
+    shape: Shape | None = None,
     left_out: LeftOut | None = None,
 ) -> Best:
-    """The same in lists that are known: `probes`, int32 `[num_queries, num_probes]`, none twice for a query."""
+    """Search given lists: `probes`, int32 `[num_queries, num_probes]`, distinct per query."""
     num_queries, num_probes = probes.shape
-    how = how or shape_of(index, num_queries, num_probes)
+    shape = shape or shape_of(index, num_queries, num_probes)
     wanted = k * index.copies
     most_blocks = index.most_blocks(num_probes)
-    group = _group(index.slots, most_blocks * index.slots, wanted)
-    most, usual = num_units(num_queries, how.rows, index.num_blocks, most_blocks)
-    how = replace(how, at_once=min(how.at_once, most))
-    room, per_turn = _room(most, usual, how.at_once)
+    group = _group_size(index.slots, most_blocks * index.slots, wanted)
+    most, usual = num_work_items(num_queries, shape.rows, index.num_blocks, most_blocks)
+    shape = replace(shape, at_once=min(shape.at_once, most))
+    max_items, steps_per_iteration = _loop_sizes(most, usual, shape.at_once)
 
     positions = index.positions
     if allowed is not None:
         positions = jnp.where(_is_allowed(positions, allowed), positions, NO_ID)
-    seating = seats(probes, index.num_lists)
-    all_units = units(seating, index.first_block, how.rows, room)
-    pool = _multiplied(index, positions, queries, seating.asks, all_units, how, group, per_turn, left_out)
+    by_list = group_by_list(probes, index.num_lists)
+    items = work_items(by_list, index.first_block, shape.rows, max_items)
+    pool = _score_items(index, positions, queries, by_list.queries, items, shape, group, steps_per_iteration, left_out)
 
     blocks = _blocks_of(index.first_block, probes, most_blocks)
     probed = jnp.take_along_axis(probes, blocks.probe, axis=1)
-    seat = jnp.take_along_axis(seating.seat, blocks.probe, axis=1)
+    rank = jnp.take_along_axis(by_list.rank, blocks.probe, axis=1)
     num_blocks = index.first_block[probed + 1] - index.first_block[probed]
-    unit = all_units.before[probed] + seat // how.rows * num_blocks + blocks.place
-    row = jnp.where(blocks.is_there, unit * how.rows + seat % how.rows, 0)
-    found = _best(pool, row, blocks.is_there, wanted)
+    item = items.first_item[probed] + rank // shape.rows * num_blocks + blocks.place
+    row = jnp.where(blocks.is_valid, item * shape.rows + rank % shape.rows, 0)
+    found = _best(pool, row, blocks.is_valid, wanted)
 
     block = jnp.take_along_axis(index.first_block[probed] + blocks.place, found.block, axis=1)
     at = jnp.where(found.scores == worst_score(found.scores.dtype), NO_ID, positions[block, found.slot])
@@ -128,89 +127,90 @@ def search_lists(
 
 
 def _is_allowed(positions: jax.Array, allowed: jax.Array) -> jax.Array:
-    """bool, as positions."""
+    """bool, shape of `positions`."""
     return (positions != NO_ID) & allowed[jnp.maximum(positions, 0)]
 
 
-def _group(slots: int, num_slots: int, k: int) -> int:
-    """How many slots have one maximum: the maxima of all, and the slots of k groups, are then fewest together."""
+def _group_size(slots: int, num_slots: int, k: int) -> int:
+    """Slots per group: minimizes the number of maxima of all groups plus the slots of k groups."""
     best = 2 ** round(math.log2(max(1.0, math.sqrt(num_slots / k))))
-    return math.gcd(slots, max(1, min(slots // _LEAST_GROUPS, best)))
+    return math.gcd(slots, max(1, min(slots // _MIN_GROUPS, best)))
 
 
-def _room(most: int, usual: int, at_once: int) -> tuple[int, int]:
-    """Room for units, and how many steps of `at_once` units a turn of the loop takes.
+def _loop_sizes(most: int, usual: int, at_once: int) -> tuple[int, int]:
+    """Buffer size in items, and loop steps of `at_once` items per iteration.
 
     Args:
-        most: no more than these can be. usual: as many as one expects.
+        most: upper bound of the items.
+        usual: expected items.
     """
-    per_turn = -(-usual // (at_once * _USUAL_TURNS))
-    return at_once * per_turn * -(-most // (at_once * per_turn)), per_turn
+    steps_per_iteration = -(-usual // (at_once * _TYPICAL_ITERATIONS))
+    return at_once * steps_per_iteration * -(-most // (at_once * steps_per_iteration)), steps_per_iteration
 
 
-# -- products --------------------------------------------------------------------------------
+# -- scores ---------------------------------------------------------------------------------
 
 
 class _Pool(NamedTuple):
-    """What all units found. scores: `[most * rows, groups, group]`. maxima: `[most * rows, groups]`."""
+    """Scores of all items. scores: `[most * rows, groups, group]`. maxima: `[most * rows, groups]`."""
 
     scores: jax.Array
     maxima: jax.Array
 
 
-def _multiplied(
+def _score_items(
     index: InvertedLists,
     positions: jax.Array,
     queries: jax.Array,
-    asks: jax.Array,
-    all_units: Units,
-    how: Shape,
+    item_queries: jax.Array,
+    items: WorkItems,
+    shape: Shape,
     group: int,
-    per_turn: int,
+    steps_per_iteration: int,
     left_out: LeftOut | None,
 ) -> _Pool:
-    """The scores of all units.
+    """Score all items.
 
     Args:
-        positions: of the index, with `NO_ID` where a slot may not be found. asks: as of `Seats`.
+        positions: positions of the index, `NO_ID` where a slot may not be returned.
+        item_queries: `ProbesByList.queries`.
     """
-    most, groups = all_units.block.shape[0], index.slots // group
-    row = jnp.arange(how.rows, dtype=jnp.int32)
+    most, groups = items.blocks.shape[0], index.slots // group
+    row = jnp.arange(shape.rows, dtype=jnp.int32)
 
     def step(state: tuple[jax.Array, _Pool], _: None) -> tuple[tuple[jax.Array, _Pool], None]:
         at, pool = state
         which, block, first = (
-            lax.dynamic_slice_in_dim(each, at, how.at_once)
-            for each in (all_units.which, all_units.block, all_units.asks)
+            lax.dynamic_slice_in_dim(each, at, shape.at_once) for each in (items.lists, items.blocks, items.first_probe)
         )
-        who = asks[jnp.minimum(first[:, None] + row, asks.shape[0] - 1)]
-        found = _scored(index, queries[who], which, block)
+        item_query = item_queries[jnp.minimum(first[:, None] + row, item_queries.shape[0] - 1)]
+        found = _scored(index, queries[item_query], which, block)
         slot = positions[block][:, None, :]
         is_out = slot == NO_ID
         if left_out is not None:
-            is_out |= left_out.has(slot, left_out.own[who][:, :, None])
+            is_out |= left_out.has(slot, left_out.own[item_query][:, :, None])
         found = jnp.where(is_out, worst_score(found.dtype), found)
-        found = found.reshape(how.at_once * how.rows, groups, group)
-        start = at * how.rows
+        found = found.reshape(shape.at_once * shape.rows, groups, group)
+        start = at * shape.rows
         scored = lax.dynamic_update_slice_in_dim(pool.scores, found, start, axis=0)
         maxima = lax.dynamic_update_slice_in_dim(pool.maxima, found.max(axis=-1), start, axis=0)
-        return (at + how.at_once, _Pool(scored, maxima)), None
+        return (at + shape.at_once, _Pool(scored, maxima)), None
 
     dtype = score_dtype(jnp.dtype(jnp.float32) if index.codebooks is not None else queries.dtype, index.metric)
-    rows = most * how.rows
+    rows = most * shape.rows
     pool = _Pool(jnp.zeros((rows, groups, group), dtype), jnp.zeros((rows, groups), dtype))
     state = (jnp.zeros((), jnp.int32), pool)
-    if most == how.at_once:
+    if most == shape.at_once:
         return step(state, None)[0][1]
     return lax.while_loop(
-        lambda state: state[0] < all_units.num_units,
-        lambda state: lax.scan(step, state, None, length=per_turn)[0],
+        lambda state: state[0] < items.num_items,
+        lambda state: lax.scan(step, state, None, length=steps_per_iteration)[0],
         state,
     )[1]
 
 
 def _scored(index: InvertedLists, queries: jax.Array, which: jax.Array, block: jax.Array) -> jax.Array:
-    """`[num_units, rows, slots]`: of queries, `[num_units, rows, d]`, in blocks of lists."""
+    """Scores of each item's queries, `[num_items, rows, d]`, in its block: `[num_items, rows, slots]`."""
     vectors = index.vectors[block]
     if index.codebooks is not None:
         queries = queries.astype(jnp.float32)
@@ -221,18 +221,21 @@ def _scored(index: InvertedLists, queries: jax.Array, which: jax.Array, block: j
     )
 
 
-# -- the best of them ------------------------------------------------------------------------
+# -- top k ----------------------------------------------------------------------------------
 
 
 class _Blocks(NamedTuple):
-    """The blocks that each query probes, one after the other: `[num_queries, most_blocks]`.
+    """The probed blocks of each query, `[num_queries, most_blocks]`.
 
-    probe: of which probe each is. place: within its list. is_there: False beyond the last.
+    Args:
+        probe: index of the probe.
+        place: index of the block in its list.
+        is_valid: False beyond the last block.
     """
 
     probe: jax.Array
     place: jax.Array
-    is_there: jax.Array
+    is_valid: jax.Array
 
 
 def _blocks_of(first_block: jax.Array, probes: jax.Array, most_blocks: int) -> _Blocks:
@@ -250,23 +253,24 @@ def _blocks_of(first_block: jax.Array, probes: jax.Array, most_blocks: int) -> _
 
 
 class _Found(NamedTuple):
-    """Of each query the best slots, `[num_queries, at most k]`: in which of its blocks, and where in it."""
+    """The best slots of each query, `[num_queries, at most k]`: the index of the block, and the slot in it."""
 
     scores: jax.Array
     block: jax.Array
     slot: jax.Array
 
 
-def _best(pool: _Pool, row: jax.Array, is_there: jax.Array, k: int) -> _Found:
-    """The best k of each query.
+def _best(pool: _Pool, row: jax.Array, is_valid: jax.Array, k: int) -> _Found:
+    """The best k slots of each query.
 
     Args:
-        row: `[num_queries, most_blocks]`: of the pool, of each block that a query probes. is_there: bool: of those.
+        row: `[num_queries, most_blocks]`, row of the pool for each probed block.
+        is_valid: bool `[num_queries, most_blocks]`, valid blocks.
     """
     num_queries, most_blocks = row.shape
     groups, group = pool.scores.shape[1:]
     worst = worst_score(pool.scores.dtype)
-    maxima = jnp.where(is_there[:, :, None], pool.maxima[row], worst).reshape(num_queries, most_blocks * groups)
+    maxima = jnp.where(is_valid[:, :, None], pool.maxima[row], worst).reshape(num_queries, most_blocks * groups)
     best, place = lax.top_k(maxima, min(k, most_blocks * groups))
     block, which = place // groups, place % groups
     fetched = pool.scores[jnp.take_along_axis(row, block, axis=1), which]
@@ -277,7 +281,7 @@ def _best(pool: _Pool, row: jax.Array, is_there: jax.Array, k: int) -> _Found:
 
 
 def _padded(found: Best, k: int) -> Best:
-    """To k, with what marks that there are no more."""
+    """Pad a result to k."""
     missing = ((0, 0), (0, k - found.scores.shape[1]))
     worst = worst_score(found.scores.dtype)
     return Best(

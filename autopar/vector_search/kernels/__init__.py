@@ -1,4 +1,4 @@
-"""Distances, top-k, k-means, pruning: functions of arrays.
+"""Array functions: distances, top-k, k-means, pruning, re-ranking.
 
 In: arrays.
 Out: arrays.

@@ -1,13 +1,12 @@
-"""k-means: centroids of vectors, and the list of each vector, of which none is much longer than the mean.
+"""Train k-means centroids and assign vectors to lists of bounded length.
 
-In: vectors. Out: `Clusters`. Every round is one pure step that can be compiled and planned: vectors stream by in chunks,
-are compared with all centroids by one product, and are added up by another (a one-hot matrix times the chunk, so that
-the sums are the same in every run, and split like any product).
+In: vectors. Out: `Clusters`. An iteration is a pure step that can be compiled and planned. It streams the vectors in
+chunks, scores a chunk against all centroids with one matmul, and sums the members with another (one-hot matrix times
+chunk), so that sums are deterministic and shard like any matmul.
 
-Between rounds, lists that are too long are cut in two, and the emptiest take one of the halves each: an empty list is
-one of these. Cells stay nearest-centroid cells, so that a search which probes the nearest loses nothing to balance.
-Only after the last round are vectors moved to other lists, where a list would still be too long (`within_room`): of
-equal vectors for example, which no centroid tells apart.
+Between iterations, the longest lists are split in two, and the shortest or empty lists take one half each. Cells stay
+nearest-centroid cells, so balancing costs no recall. After the last iteration, lists that would exceed the capacity
+move vectors to other lists (`assign_within_capacity`); an example is many equal vectors, which no centroid separates.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from jax import lax
 
 from autopar.vector_search.data.metrics import NO_ID, scores
 
-#: Lists longer than this many means are cut between rounds, if there is one shorter than the other figure. Cutting more
-#: of them costs recall (docs/decisions/0020-vector-search.md).
+#: Lists longer than _LONG means are split between iterations, if a list is shorter than _SHORT means. Splitting more of
+#: them costs recall (docs/decisions/0020-vector-search.md).
 _LONG, _SHORT = 2.0, 0.5
 
-#: Halves start this far apart, in parts of the distance of a list's vectors from their centroid.
-_APART = 0.05
+#: Offset of the two halves, as a fraction of the rms distance of a list's vectors from their centroid.
+_SPLIT_OFFSET = 0.05
 
 
 class Clusters(NamedTuple):
-    """centroids: f32 `[num_lists, d]`. lists: int32 `[n]`, of each vector. counts: int32 `[num_lists]`."""
+    """centroids: f32 `[num_lists, d]`. lists: int32 `[n]`, list of each vector. counts: int32 `[num_lists]`."""
 
     centroids: jax.Array
     lists: jax.Array
@@ -39,7 +38,8 @@ class Clusters(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of each list: vectors added up `[num_lists, d]`, how many, and their squared distances from the centroid."""
+    """For each list: sum of the vectors, `[num_lists, d]`, their number, and sum of their squared distances from the
+    centroid."""
 
     vectors: jax.Array
     counts: jax.Array
@@ -49,57 +49,57 @@ class Sums(NamedTuple):
 def k_means(
     vectors: jax.Array,
     num_lists: int,
-    rounds: int = 10,
+    iterations: int = 10,
     seed: int = 0,
     sample: int | None = None,
     most: float = 2.0,
     chunk: int = 8192,
 ) -> Clusters:
-    """Centroids and the list of each vector, the same for the same seed.
+    """Cluster vectors; deterministic for a seed.
 
     Args:
-        vectors: `[n, d]`, of any number type; l2 is what is made small. Give unit vectors for cosines.
+        vectors: `[n, d]`, of any number type. The objective is l2; pass unit vectors for cosine.
         num_lists: at most n.
-        sample: train on this many of the vectors; on at most 256 a list, where it is not given.
-        most: how many times the mean length a list may be: above 1.
-        chunk: vectors compared at once.
+        sample: number of training vectors; by default at most 256 per list.
+        most: upper bound of a list's length in mean lengths, above 1.
+        chunk: vectors scored at a time.
     """
     num_vectors = vectors.shape[0]
     order = jax.random.permutation(jax.random.key(seed), num_vectors)
     num_sampled = min(num_vectors, max(num_lists, 256 * num_lists if sample is None else sample))
     sampled = vectors if num_sampled == num_vectors else vectors[order[:num_sampled]]
-    centroids = train(sampled, vectors[order[:num_lists]], rounds, jax.random.key(seed), chunk)
-    # All lists together must hold all vectors.
-    room = max(math.ceil(num_vectors / num_lists), math.floor(most * num_vectors / num_lists))
-    lists = within_room(vectors, centroids, room, chunk)
+    centroids = train(sampled, vectors[order[:num_lists]], iterations, jax.random.key(seed), chunk)
+    capacity = max(math.ceil(num_vectors / num_lists), math.floor(most * num_vectors / num_lists))
+    lists = assign_within_capacity(vectors, centroids, capacity, chunk)
     return Clusters(centroids, lists, jnp.zeros(num_lists, jnp.int32).at[lists].add(1))
 
 
-@partial(jax.jit, static_argnames=("rounds", "chunk"))
-def train(vectors: jax.Array, start: jax.Array, rounds: int, key: jax.Array, chunk: int = 8192) -> jax.Array:
-    """Centroids, f32 `[num_lists, d]`, by rounds of `step` from `start`; lists are cut in all rounds but the last."""
-    chunks, is_there = _in_chunks(vectors, chunk)
-    keys = jax.random.split(key, rounds)
+@partial(jax.jit, static_argnames=("iterations", "chunk"))
+def train(vectors: jax.Array, start: jax.Array, iterations: int, key: jax.Array, chunk: int = 8192) -> jax.Array:
+    """Train centroids, f32 `[num_lists, d]`, from `start`; every iteration but the last splits long lists."""
+    chunks, is_vector = _in_chunks(vectors, chunk)
+    keys = jax.random.split(key, iterations)
 
-    def one_round(centroids: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
-        return step(chunks, is_there, centroids, key), None
+    def one_iteration(centroids: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
+        return step(chunks, is_vector, centroids, key), None
 
-    trained = lax.scan(one_round, start.astype(jnp.float32), keys[1:])[0]
-    return means(sums(chunks, is_there, trained), trained)
+    trained = lax.scan(one_iteration, start.astype(jnp.float32), keys[1:])[0]
+    return means(sums(chunks, is_vector, trained), trained)
 
 
-def step(chunks: jax.Array, is_there: jax.Array, centroids: jax.Array, key: jax.Array) -> jax.Array:
-    """One round: the means of the cells of `centroids`, the longest lists cut.
+def step(chunks: jax.Array, is_vector: jax.Array, centroids: jax.Array, key: jax.Array) -> jax.Array:
+    """One iteration: means of the cells, with the longest lists split.
 
     Args:
-        chunks: `[num_chunks, chunk, d]`. is_there: bool `[num_chunks, chunk]`, False of padding.
+        chunks: `[num_chunks, chunk, d]`.
+        is_vector: bool `[num_chunks, chunk]`, False for padding.
     """
-    found = sums(chunks, is_there, centroids)
-    return cut_long_lists(means(found, centroids), found, key)
+    found = sums(chunks, is_vector, centroids)
+    return split_long_lists(means(found, centroids), found, key)
 
 
-def sums(chunks: jax.Array, is_there: jax.Array, centroids: jax.Array) -> Sums:
-    """What the cells of `centroids` hold."""
+def sums(chunks: jax.Array, is_vector: jax.Array, centroids: jax.Array) -> Sums:
+    """Sums over the nearest-centroid cells."""
     num_lists, dim = centroids.shape
 
     def add(total: Sums, these: tuple[jax.Array, jax.Array]) -> tuple[Sums, None]:
@@ -117,17 +117,17 @@ def sums(chunks: jax.Array, is_there: jax.Array, centroids: jax.Array) -> Sums:
         return jax.tree.map(jnp.add, total, added), None
 
     nothing = Sums(jnp.zeros((num_lists, dim)), jnp.zeros(num_lists, jnp.int32), jnp.zeros(num_lists))
-    return lax.scan(add, nothing, (chunks, is_there))[0]
+    return lax.scan(add, nothing, (chunks, is_vector))[0]
 
 
 def means(found: Sums, centroids: jax.Array) -> jax.Array:
-    """Of each list; of an empty one the centroid it had."""
+    """The mean of each list; an empty list keeps its centroid."""
     counts = found.counts[:, None]
     return jnp.where(counts > 0, found.vectors / jnp.maximum(counts, 1), centroids)
 
 
-def cut_long_lists(centroids: jax.Array, found: Sums, key: jax.Array) -> jax.Array:
-    """The longest lists cut in two through their means, across a random direction; the emptiest take the halves."""
+def split_long_lists(centroids: jax.Array, found: Sums, key: jax.Array) -> jax.Array:
+    """Split the longest lists at their means along a random direction; the shortest lists take one half each."""
     num_lists, dim = centroids.shape
     by_length = jnp.argsort(found.counts)
     mean = jnp.sum(found.counts) / num_lists
@@ -135,60 +135,62 @@ def cut_long_lists(centroids: jax.Array, found: Sums, key: jax.Array) -> jax.Arr
     radius = jnp.sqrt(found.squared_distances[long] / jnp.maximum(found.counts[long], 1))
     direction = jax.random.normal(key, (num_lists, dim))
     direction = direction / jnp.linalg.norm(direction, axis=1, keepdims=True)
-    away = _APART * radius[:, None] * direction
-    is_cut = (found.counts[long] > _LONG * mean) & (found.counts[short] < _SHORT * mean)
-    is_cut = is_cut | ((found.counts[short] == 0) & (found.counts[long] > 1))
+    offset = _SPLIT_OFFSET * radius[:, None] * direction
+    is_split = (found.counts[long] > _LONG * mean) & (found.counts[short] < _SHORT * mean)
+    is_split = is_split | ((found.counts[short] == 0) & (found.counts[long] > 1))
     nowhere = num_lists
-    taken = centroids.at[jnp.where(is_cut, short, nowhere)].set(centroids[long] + away, mode="drop")
-    return taken.at[jnp.where(is_cut, long, nowhere)].set(centroids[long] - away, mode="drop")
+    moved = centroids.at[jnp.where(is_split, short, nowhere)].set(centroids[long] + offset, mode="drop")
+    return moved.at[jnp.where(is_split, long, nowhere)].set(centroids[long] - offset, mode="drop")
 
 
 def nearest(vectors: jax.Array, centroids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The list, int32 `[n]`, whose centroid is nearest to each vector, and its score."""
+    """The list of the nearest centroid of each vector, int32 `[n]`, and its score."""
     found = scores(vectors, centroids, "l2")
     best = jnp.max(found, axis=1)
     return jnp.argmax(found, axis=1).astype(jnp.int32), best
 
 
-@partial(jax.jit, static_argnames=("room", "chunk"))
-def within_room(vectors: jax.Array, centroids: jax.Array, room: int, chunk: int = 8192) -> jax.Array:
-    """The nearest list of each vector, int32 `[n]`, where no list may have more than `room`: a list keeps the vectors
-    nearest to it, the others go to their nearest list that is not full, until all have one.
+@partial(jax.jit, static_argnames=("capacity", "chunk"))
+def assign_within_capacity(vectors: jax.Array, centroids: jax.Array, capacity: int, chunk: int = 8192) -> jax.Array:
+    """Assign each vector to the nearest list with free capacity, int32 `[n]`.
+
+    A full list keeps the vectors nearest to it; the others go to their nearest list that is not full, until all are
+    assigned.
 
     Args:
-        room: `room * num_lists` is at least n.
+        capacity: maximum length of a list; `capacity * num_lists` is at least n.
     """
     num_vectors, num_lists = vectors.shape[0], centroids.shape[0]
-    assert room * num_lists >= num_vectors, (room, num_lists, num_vectors)
+    assert capacity * num_lists >= num_vectors, (capacity, num_lists, num_vectors)
     chunks, _ = _in_chunks(vectors, chunk)
     index = jnp.arange(num_vectors, dtype=jnp.int32)
 
     def place(lists: jax.Array) -> jax.Array:
-        held = jnp.zeros(num_lists, jnp.int32).at[jnp.where(lists == NO_ID, num_lists, lists)].add(1, mode="drop")
+        lengths = jnp.zeros(num_lists, jnp.int32).at[jnp.where(lists == NO_ID, num_lists, lists)].add(1, mode="drop")
 
-        def wanted(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def choose(part: jax.Array) -> tuple[jax.Array, jax.Array]:
             part = part.astype(jnp.float32)
             found = scores(part, centroids, "l2") - jnp.sum(part * part, axis=1)[:, None]
-            found = jnp.where(held < room, found, -jnp.inf)
+            found = jnp.where(lengths < capacity, found, -jnp.inf)
             return jnp.argmax(found, axis=1).astype(jnp.int32), jnp.max(found, axis=1)
 
-        want, score = (each.reshape(-1)[:num_vectors] for each in lax.map(wanted, chunks))
-        want = jnp.where(lists == NO_ID, want, num_lists)
-        want_sorted, _, who = lax.sort((want, -score, index), num_keys=2)
-        first = jnp.searchsorted(want_sorted, jnp.arange(num_lists + 1, dtype=jnp.int32)).astype(jnp.int32)
-        rank = index - first[want_sorted]
-        fits = (want_sorted < num_lists) & (rank < (room - held)[jnp.minimum(want_sorted, num_lists - 1)])
-        return lists.at[jnp.where(fits, who, num_vectors)].set(want_sorted, mode="drop")
+        choice, score = (each.reshape(-1)[:num_vectors] for each in lax.map(choose, chunks))
+        choice = jnp.where(lists == NO_ID, choice, num_lists)
+        sorted_lists, _, who = lax.sort((choice, -score, index), num_keys=2)
+        first = jnp.searchsorted(sorted_lists, jnp.arange(num_lists + 1, dtype=jnp.int32)).astype(jnp.int32)
+        rank = index - first[sorted_lists]
+        fits = (sorted_lists < num_lists) & (rank < (capacity - lengths)[jnp.minimum(sorted_lists, num_lists - 1)])
+        return lists.at[jnp.where(fits, who, num_vectors)].set(sorted_lists, mode="drop")
 
     none = jnp.full(num_vectors, NO_ID, jnp.int32)
     return lax.while_loop(lambda lists: jnp.any(lists == NO_ID), place, none)
 
 
 def _in_chunks(vectors: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """`[num_chunks, chunk, d]`, padded with zeros, and which of them are vectors."""
+    """Vectors as `[num_chunks, chunk, d]`, padded with zeros, and the mask of real vectors."""
     num_vectors, dim = vectors.shape
     chunk = min(chunk, num_vectors)
     num_chunks = -(-num_vectors // chunk)
     padded = jnp.pad(vectors, ((0, num_chunks * chunk - num_vectors), (0, 0)))
-    is_there = jnp.arange(num_chunks * chunk) < num_vectors
-    return padded.reshape(num_chunks, chunk, dim), is_there.reshape(num_chunks, chunk)
+    is_vector = jnp.arange(num_chunks * chunk) < num_vectors
+    return padded.reshape(num_chunks, chunk, dim), is_vector.reshape(num_chunks, chunk)

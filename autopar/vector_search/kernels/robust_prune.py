@@ -1,8 +1,7 @@
-"""Of what is near, what lies in different directions: the rule by which a graph keeps edges, and a vector its lists.
+"""Prune neighbours that lie in the same direction: the robust-prune rule of graph edges and of closure lists.
 
-In: near ones, nearest first, and how far all are apart. Out: which are kept. One after the other, nearest first, each
-is kept unless one that is kept already is nearer to it than the middle is, by the factor `alpha`. All middles are
-decided side by side.
+In: candidates sorted by distance, and their pairwise distances. Out: which candidates are kept. In order of distance, a
+candidate is kept unless a kept one is nearer to it than the node is, by the factor `alpha`. All nodes run in parallel.
 """
 
 from __future__ import annotations
@@ -12,23 +11,24 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def diverse(far: jax.Array, apart: jax.Array, is_there: jax.Array, alpha: float) -> jax.Array:
-    """bool `[n, m]`: which are kept.
+def robust_prune(distances: jax.Array, pairwise: jax.Array, is_valid: jax.Array, alpha: float) -> jax.Array:
+    """bool `[n, m]`: which candidates are kept.
 
     Args:
-        far: `[n, m]`: squared distances from each of n middles, none less than the one before it.
-        apart: `[n, m, m]`: squared distances between those m. is_there: bool `[n, m]`: what may be kept.
-        alpha: of squared distances: 1 keeps fewest.
+        distances: `[n, m]`, squared distances from each of n nodes, ascending.
+        pairwise: `[n, m, m]`, squared distances between the candidates.
+        is_valid: bool `[n, m]`, valid candidates.
+        alpha: factor on squared distances; 1 keeps the fewest.
     """
 
     def decide(place: jax.Array, is_kept: jax.Array) -> jax.Array:
-        to_others = lax.dynamic_index_in_dim(apart, place, axis=1, keepdims=False)
-        own = lax.dynamic_index_in_dim(far, place, axis=1)
-        is_led_to = jnp.any(is_kept & (alpha * to_others < own), axis=1)
-        there = lax.dynamic_index_in_dim(is_there, place, axis=1, keepdims=False)
-        return lax.dynamic_update_index_in_dim(is_kept, there & ~is_led_to, place, axis=1)
+        to_kept = lax.dynamic_index_in_dim(pairwise, place, axis=1, keepdims=False)
+        own = lax.dynamic_index_in_dim(distances, place, axis=1)
+        is_dominated = jnp.any(is_kept & (alpha * to_kept < own), axis=1)
+        valid = lax.dynamic_index_in_dim(is_valid, place, axis=1, keepdims=False)
+        return lax.dynamic_update_index_in_dim(is_kept, valid & ~is_dominated, place, axis=1)
 
-    return lax.fori_loop(0, far.shape[1], decide, jnp.zeros(far.shape, bool))
+    return lax.fori_loop(0, distances.shape[1], decide, jnp.zeros(distances.shape, bool))
 
 
 def squared_distances(some: jax.Array, others: jax.Array) -> jax.Array:
@@ -40,7 +40,7 @@ def squared_distances(some: jax.Array, others: jax.Array) -> jax.Array:
 
 
 def unit(vectors: jax.Array) -> jax.Array:
-    """f32 `[.., d]`, each of length 1, or 0: of cosine, l2 of these says which is nearer."""
+    """f32 `[.., d]`, normalized to length 1, or 0; l2 of unit vectors orders like cosine."""
     vectors = vectors.astype(jnp.float32)
     length = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / jnp.where(length > 0, length, 1)

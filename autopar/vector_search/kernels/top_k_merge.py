@@ -1,4 +1,4 @@
-"""What a search has found so far: the best of each query, and how two such findings become one."""
+"""Represent a top-k result, and deduplicate and mask results."""
 
 from __future__ import annotations
 
@@ -8,46 +8,42 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.vector_search.data.metrics import NO_ID, Metric, score_dtype, worst_score
+from autopar.vector_search.data.metrics import NO_ID, worst_score
 
 
 class Best(NamedTuple):
-    """`scores` `[num_queries, k]`, best first, and int32 `positions` of the corpus; `NO_ID` where there is none, with
-    the worst score there is."""
+    """`scores` `[num_queries, k]`, best first, and int32 `positions` in the corpus; `NO_ID` and the worst score for no
+    result."""
 
     scores: jax.Array
     positions: jax.Array
 
 
 class LeftOut(NamedTuple):
-    """What queries are not to find: themselves and their equals, where they are some of the vectors.
+    """Vectors that a query excludes: itself and its duplicates, if the query is a vector of the corpus.
 
-    groups: int32 `[n]`: vectors of one number are equal. own: int32 `[num_queries]`: the number that each query leaves out.
+    Args:
+        groups: int32 `[n]`, the group of equal vectors that each vector belongs to.
+        own: int32 `[num_queries]`, the group that each query excludes.
     """
 
     groups: Any
     own: Any
 
     def has(self, positions: jax.Array, own: jax.Array) -> jax.Array:
-        """bool, as `positions`: whether a vector is left out by the query whose `own`, broadcast to them, is given."""
+        """bool, shape of `positions`: whether the query with group `own` (broadcast) excludes a vector."""
         return self.groups[jnp.maximum(positions, 0)] == own
 
 
-def nothing(num_queries: int, k: int, dtype: jnp.dtype, metric: Metric) -> Best:
-    """Found of vectors of a dtype before any has been looked at."""
-    made = score_dtype(dtype, metric)
-    return Best(jnp.full((num_queries, k), worst_score(made), made), jnp.full((num_queries, k), NO_ID, jnp.int32))
-
-
 def distinct(found: Best, k: int) -> Best:
-    """The best k of which none is there twice."""
-    is_again = ~is_first(found.positions) & (found.positions != NO_ID)
+    """The k best distinct results."""
+    is_duplicate = ~is_first(found.positions) & (found.positions != NO_ID)
     worst = worst_score(found.scores.dtype)
-    best, place = lax.top_k(jnp.where(is_again, worst, found.scores), k)
+    best, place = lax.top_k(jnp.where(is_duplicate, worst, found.scores), k)
     return Best(best, jnp.where(best == worst, NO_ID, jnp.take_along_axis(found.positions, place, axis=1)))
 
 
 def is_first(table: jax.Array) -> jax.Array:
-    """bool, of `[rows, m]`: no equal one stands before it in its row."""
+    """bool `[rows, m]`: whether no earlier entry of the row is equal."""
     same = table[:, :, None] == table[:, None, :]
     return ~jnp.any(jnp.tril(same, -1), axis=-1)
