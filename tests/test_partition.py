@@ -857,8 +857,8 @@ def test_a_host_of_eight_and_two_of_four_have_these_submeshes() -> None:
         ((), "at least one DeviceGroup"),
         ((DeviceGroup("a", 0, 8),), "`num_hosts` must be a whole number of at least 1; got 0"),
         ((DeviceGroup("a", 1, -1),), "`devices_per_host` must be a whole number of at least 1; got -1"),
-        ((DeviceGroup("", 1, 1),), "needs the kind of its devices"),
-        ((DeviceGroup("a", 1, 8), DeviceGroup("a", 2, 8)), r"make them one, DeviceGroup\('a', 3, 8\)"),
+        ((DeviceGroup("", 1, 1),), "needs a kind of device"),
+        ((DeviceGroup("a", 1, 8), DeviceGroup("a", 2, 8)), r"merge them into DeviceGroup\('a', 3, 8\)"),
         (tuple(DeviceGroup(kind, 1, 1) for kind in "abcde"), "5 groups of hosts; at most 4"),
     ],
 )

@@ -127,7 +127,7 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
     whole = edges_of(cuttable.layered(layer_of, 2).stages(range(len(work()))))
     branches = Branches(problem, whole, lambda layer, part, same_host: 1e-3)
     stages = ExactPartitioner().partition(branches.widened()).stages
-    laid = branches.laid_out(stages)
+    laid = branches.forked_stages(stages)
     places = sorted({(stage, part) for stage, part in laid.place_of})
     return (
         cuttable.settled(layer_of, laid.stage_of, 2),

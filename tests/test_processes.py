@@ -186,13 +186,13 @@ HOST = r"\(host \S+\)"
 @pytest.mark.parametrize(
     ("mistake", "kind", "text"),
     [
-        ("code", "ProcessError", rf"process 1 {HOST}: its program is another: .*on process 0"),
-        ("number", "ProcessError", rf"process 1 {HOST}: a number written into its program is another: \S+\.py:\d+"),
+        ("code", "ProcessError", rf"process 1 {HOST}: its program differs: .*on process 0"),
+        ("number", "ProcessError", rf"process 1 {HOST}: a number written into its program differs: \S+\.py:\d+"),
         ("option", "ProcessError", rf"process 1 {HOST}: the option mesh is '4', and '2x2' on process 0"),
         (
             "shape",
             "ProcessError",
-            rf"process 1 {HOST}: its program is another: input `batch/x`: \S+\[16,64\] on process 0, \S+\[32,64\] there",
+            rf"process 1 {HOST}: its program differs: input `batch/x`: \S+\[16,64\] on process 0, \S+\[32,64\] there",
         ),
         ("budget", "BudgetError", "memory"),
         ("plan", "ProcessError", rf"process 1 {HOST}: its given plan is another"),
@@ -206,7 +206,7 @@ HOST = r"\(host \S+\)"
             rf"process 1 {HOST}: `batch/x` has shape \(7, 64\), and the plan takes \(8, 64\), the",
         ),
         ("dtype", "BatchError", r"`batch/y` is int32, and the plan was made for float32"),
-        ("no array", "BatchError", "`batch/y` is of type object, of which NumPy makes no array"),
+        ("no array", "BatchError", "`batch/y` is of type object, which NumPy cannot convert"),
         ("other paths", "BatchError", "got `batch/z`, which are not the paths of any argument"),
         ("host batch", "BatchError", rf"`batch/x` must be equal on every process.*process 1 {HOST} gave other"),
         ("size", "MeshError", r"mesh 2x8 .* needs 16 devices, but 4 \(cpu; 2 processes x 2\) are visible"),
@@ -361,7 +361,7 @@ def test_a_process_that_does_not_come_is_named_to_those_that_did() -> None:
     told = at_once(*[lambda exchange: exchange.judged("it", 0, len)] * 2, lambda exchange: None, wait_s=0.2)
     for error in told[:2]:
         assert isinstance(error, errors.ProcessError)
-        assert "process 2 of 3 did not come to it within 0.2 s" in str(error)
+        assert "process 2 of 3 did not arrive at it within 0.2 s" in str(error)
 
 
 def test_a_process_that_makes_another_call_is_named() -> None:

@@ -312,9 +312,9 @@ def test_branches_run_at_once() -> None:
         (
             lambda: build("interleaved", 4, 6, virtual=2),
             "schedule 'interleaved' runs in rounds of one microbatch for each of its 4 submeshes, and 6 microbatches are"
-            " no whole number of rounds: take 4 or 8 microbatches, or schedule='1f1b', which takes any number",
+            " not a whole number of rounds: choose 4 or 8 microbatches, or schedule='1f1b', which takes any number",
         ),
-        (lambda: build("interleaved", 4, 3, virtual=2), "no whole number of rounds: take 4 microbatches, or"),
+        (lambda: build("interleaved", 4, 3, virtual=2), "not a whole number of rounds: choose 4 microbatches, or"),
     ],
 )  # fmt: skip
 def test_what_a_user_is_told(call: Callable[[], object], message: str) -> None:
@@ -336,15 +336,15 @@ B = lambda stage, microbatch: Task(stage, microbatch, "backward")  # noqa: E731
     [
         (
             made([[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]),
-            "schedule 'mine' waits for itself: on submesh 0, the backward of microbatch 0 on stage 0 waits for the backward"
+            "schedule 'mine' deadlocks: on submesh 0, the backward of microbatch 0 on stage 0 waits for the backward"
             " of microbatch 0 on stage 1, which submesh 1 runs after the forward of microbatch 1 on stage 1; on submesh 1,"
             " the forward of microbatch 1 on stage 1 waits for the forward of microbatch 1 on stage 0, which submesh 0 runs"
-            " after the backward of microbatch 0 on stage 0. A submesh runs its tasks in the order given: put what others"
-            " wait for first",
+            " after the backward of microbatch 0 on stage 0. A submesh runs its tasks in the given order: move tasks"
+            " that others wait for to the front",
         ),
         (
             made([[B(0, 0), F(0, 0)]], ()),
-            "schedule 'mine' waits for itself: on submesh 0, the backward of microbatch 0 on stage 0 waits for the forward of"
+            "schedule 'mine' deadlocks: on submesh 0, the backward of microbatch 0 on stage 0 waits for the forward of"
             " microbatch 0 on stage 0, which submesh 0 runs after the backward of microbatch 0 on stage 0.",
         ),
         (
@@ -367,7 +367,7 @@ B = lambda stage, microbatch: Task(stage, microbatch, "backward")  # noqa: E731
         ),
         (
             made([[F(0, 0), B(1, 0), B(0, 0)], [F(1, 0)]]),
-            "schedule 'mine' runs microbatch 0 of stage 1 on submeshes 0 and 1; its backward pass must run where",
+            "schedule 'mine' runs microbatch 0 of stage 1 on submeshes 0 and 1; a backward pass must run",
         ),
     ],
 )  # fmt: skip
