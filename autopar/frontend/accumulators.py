@@ -1,4 +1,4 @@
-"""Values that a loop carries and only adds to, from zeros on: gradients that are accumulated, for example.
+"""Find loop carries that are accumulators: sums that start at zero, such as accumulated gradients.
 
 In: a trace and one of its loops. Out: the carries that are such sums. A sum that is pending over devices may stay so
 from trip to trip, and be taken once, after the loop.

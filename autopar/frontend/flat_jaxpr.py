@@ -1,4 +1,4 @@
-"""A program as one list of equations, loops and branches laid open in it.
+"""Flatten a jaxpr to one list of equations, including the bodies of loops and branches.
 
 In: a jaxpr, opened by `trace`. Out: `Equation`s over numbered values, and `Nest`s that are loops or branches. Calls are inlined. What has a program of its own (`scan`, `while`, `cond`) stands
 in the list as its *pieces*: one for each value that goes in, then its sections (a body, the branches), then one
@@ -96,22 +96,22 @@ class Flattener:
     # -- regions -----------------------------------------------------------------------------
 
     def scan(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """Constants, carry and stacks go in; carry and stacks come out."""
+        """Constants, carries and stacks enter; carries and stacks leave."""
         num_consts, num_carry = jax_compat.scan_counts(source)
-        trips = float(source.params["length"])
+        trip_count = float(source.params["length"])
         kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
         kinds += _so_many("enter_slice", len(operands) - len(kinds))
         nest = Nest("scan", source)
         body = source.params["jaxpr"]
         inner = self._enter(
-            nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trips
+            nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trip_count
         )
-        outs = self._section(nest, body, inner, stack, trips)
+        outs = self._section(nest, body, inner, stack, trip_count)
         kinds = [*_so_many("exit_carry", num_carry), *_so_many("exit_stack", len(outs) - num_carry)]
-        return self._exit(nest, kinds, [(out,) for out in outs], stack, trips)
+        return self._exit(nest, kinds, [(out,) for out in outs], stack, trip_count)
 
     def while_loop(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """The constants of both programs and the carry go in; the carry comes out."""
+        """The constants of condition and body and the carry enter; the carry leaves."""
         params = source.params
         num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
         test, _ = jax_compat.open_jaxpr(params["cond_jaxpr"])
@@ -128,7 +128,7 @@ class Flattener:
         return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIPS)
 
     def cond(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """Every branch is planned, and priced as if it ran."""
+        """All branches are planned, with the cost of each as if it ran."""
         branches = source.params["branches"]
         invars = jax_compat.open_jaxpr(branches[0])[0].invars
         nest = Nest("cond", source)
@@ -140,7 +140,7 @@ class Flattener:
         return self._exit(nest, kinds, list(zip(*outs, strict=True)), stack, 1.0)
 
     def barrier(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """Each operand passes by itself. The compiler sees them pass together, in replay."""
+        """Each operand passes separately; replay makes one barrier for the compiler."""
         values = [operand for operand in operands if isinstance(operand, int)]
         passed = {value: self.new_value(self.builder.avals[value]) for value in values}
         pieces = [self._made(source, (value,), (passed[value],), stack, "barrier") for value in passed]
@@ -148,7 +148,7 @@ class Flattener:
         return [passed[operand] if isinstance(operand, int) else operand for operand in operands]
 
     def remat(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """What is computed anew is inlined, behind a barrier: the compiler would find it computed before."""
+        """The rematerialized computation is inlined behind a barrier, or XLA's CSE would reuse the forward values."""
         barred = jax_compat.barred_operands(source)
         passed = iter(
             self.barrier(source, [o for o, is_barred in zip(operands, barred, strict=True) if is_barred], stack)
@@ -164,10 +164,10 @@ class Flattener:
             if isinstance(operand, LiteralOperand) and kind in ("enter_const", "enter_branch"):
                 inner.append(operand)
                 continue
-            with _Repeated(self, trips):
+            with _Repeated(self, trip_count):
                 value = self.new_value(var.aval)
             inner.append(value)
-            with _Repeated(self, trips if kind == "enter_slice" else 1.0):
+            with _Repeated(self, trip_count if kind == "enter_slice" else 1.0):
                 nest.enter.append(self._made(source, (operand,), (value,), stack, kind))
         return inner
 
@@ -178,9 +178,9 @@ class Flattener:
         return outs
 
     def _exit(
-        self, nest: Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trips: float
+        self, nest: Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trip_count: float
     ) -> Sequence[int]:
-        """Pieces that come out; the outer equation's results, in order."""
+        """The leaving pieces; returns the outer equation's results in order."""
         outvars = iter(nest.source.outvars)
         results: list[int] = []
         for kind, operand in zip(kinds, operands, strict=True):
@@ -188,7 +188,7 @@ class Flattener:
                 nest.exit.append(self._made(nest.source, operand, (), stack, kind))
                 continue
             results.append(self.new_value(next(outvars).aval))
-            with _Repeated(self, trips if kind == "exit_stack" else 1.0):
+            with _Repeated(self, trip_count if kind == "exit_stack" else 1.0):
                 nest.exit.append(self._made(nest.source, operand, (results[-1],), stack, kind))
         self.builder.add(nest)
         return results
@@ -205,14 +205,14 @@ _REGIONS: dict[str, Callable[..., Sequence[Any]]] = {
 
 
 class _Repeated:
-    """While entered, what is made is made so many times as often."""
+    """A context in which new values are produced `trip_count` times as often."""
 
-    def __init__(self, flattener: Flattener, trips: float) -> None:
-        self.flattener, self.trips = flattener, trips
+    def __init__(self, flattener: Flattener, trip_count: float) -> None:
+        self.flattener, self.trip_count = flattener, trip_count
 
     def __enter__(self) -> None:
         self.before = self.flattener.repeat
-        self.flattener.repeat *= self.trips
+        self.flattener.repeat *= self.trip_count
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
@@ -239,7 +239,7 @@ def _refuse_ordered_effects(source: Any) -> None:
 
 @functools.lru_cache(maxsize=65536)
 def phase_of(name_stack: str) -> Phase:
-    """Forward, backward or update, read off a name stack.
+    """The phase (forward, backward or update) of a name stack.
 
     >>> phase_of("transpose(jvp(GPT))/h_0"), phase_of("jvp(GPT)/h_0"), phase_of("")
     ('backward', 'forward', 'update')
@@ -251,7 +251,7 @@ def phase_of(name_stack: str) -> Phase:
 
 @functools.lru_cache(maxsize=65536)
 def module_path(name_stack: str) -> str:
-    """The module path in a name stack, without the transformations around its parts.
+    """The module path of a name stack, without transformations.
 
     >>> module_path("transpose(jvp(GPT))/h_0/attn")
     'GPT/h_0/attn'
