@@ -41,12 +41,12 @@ class LiteralOperand:
 
 
 Atom = int | LiteralOperand
-#: What replaces a value. A mapping keeps the values that it lacks.
+#: A replacement of values. A mapping keeps the values that it lacks.
 Substitution = Mapping[int, Atom] | Callable[[int], Atom]
 
 
 def substituted(atoms: Sequence[Atom], substitution: Substitution) -> tuple[Atom, ...]:
-    """Operands, or a program's results, with values replaced."""
+    """Operands, or a program's results, with replaced values."""
     of = substitution if callable(substitution) else lambda value: substitution.get(value, value)
     return tuple(of(atom) if isinstance(atom, int) else atom for atom in atoms)
 
@@ -60,7 +60,7 @@ class Equation:
         layer: the layer that it belongs to in a partitioned program; None if it belongs to every layer that reads it.
     """
 
-    source: Any  # JAX's own equation: primitive, parameters, context
+    source: Any  # JAX's equation: primitive, parameters, context
     operands: tuple[Atom, ...]
     results: tuple[int, ...]
     name_stack: Any
@@ -76,7 +76,7 @@ class Equation:
 
     @property
     def params_text(self) -> str:
-        """Its parameters as text, the same for equal ones."""
+        """Its parameters as text; equal parameters have equal texts."""
         return repr(sorted(self.source.params.items(), key=lambda item: item[0]))
 
     @property
@@ -89,7 +89,7 @@ class Equation:
         return bool(self.source.effects) and self.piece is None
 
     def reading(self, substitution: Substitution, **changes: Any) -> Equation:
-        """The equation with operands replaced, and `changes` to other fields."""
+        """A copy with replaced operands, and with `changes` to other fields."""
         return replace(self, operands=substituted(self.operands, substitution), **changes)
 
 
@@ -123,7 +123,7 @@ class Region:
                 yield n, 0
 
     def carries(self, equations: Sequence[Equation]) -> tuple[tuple[int, int], ...]:
-        """For each value that a loop carries, the pieces by which it enters and leaves."""
+        """The entering and the leaving piece of each carry."""
         enters = (n for n in range(*self.enter) if equations[n].piece == "enter_carry")
         leaves = (n for n in range(*self.exit) if equations[n].piece == "exit_carry")
         return tuple(zip(enters, leaves, strict=True))

@@ -1,9 +1,10 @@
 """Flatten a jaxpr to one list of equations, including the bodies of loops and branches.
 
-In: a jaxpr, opened by `trace`. Out: `Equation`s over numbered values, and `Nest`s that are loops or branches. Calls are inlined. What has a program of its own (`scan`, `while`, `cond`) stands
-in the list as its *pieces*: one for each value that goes in, then its sections (a body, the branches), then one
-for each value that comes out. So each tensor that crosses the border of a loop is a decision of its own, the body
-is planned once, and together with all the rest.
+In: a jaxpr from `tracing`.
+Out: `Equation`s over numbered values, and `Nest`s for loops and branches. Calls are inlined. A primitive with its own
+program (`scan`, `while`, `cond`) becomes a list of *pieces*: one per entering value, then its sections (a body or the
+branches), then one per leaving value. So each tensor that crosses a loop's border is a separate decision, and the body
+is planned once, together with the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.rules.table import traits_of
 
 
 class Flattener:
-    """Appends equations to a builder while nested calls are inlined; the one mutable object of this module."""
+    """Appends equations to a builder while it inlines nested calls; the only mutable object of this module."""
 
     def __init__(self, builder: TraceBuilder) -> None:
         self.builder = builder
@@ -33,11 +34,11 @@ class Flattener:
         self.repeat = 1.0
 
     def new_value(self, aval: Any) -> int:
-        """A fresh value, made as often as what is being flattened runs."""
+        """A new value, produced as often as the current equation runs."""
         return self.builder.new(aval, self.repeat)
 
     def whole(self, traced: Any) -> tuple[tuple[int, ...], list[Atom]]:
-        """Append the equations of a whole step; its inputs and outputs."""
+        """Append the equations of a whole step. Return its inputs and outputs."""
         jaxpr, constants = jax_compat.open_jaxpr(traced)
         env = self._bound(jaxpr, constants)
         inputs = tuple(self.new_value(v.aval) for v in jaxpr.invars)
@@ -45,7 +46,7 @@ class Flattener:
         return inputs, self.inline(jaxpr, env, None)
 
     def _bound(self, jaxpr: Any, constants: Sequence[Any]) -> dict[Any, Atom]:
-        """Values for what a jaxpr has closed over."""
+        """Values for a jaxpr's constants."""
         env: dict[Any, Atom] = {}
         for var, constant in zip(jax_compat.constant_vars(jaxpr), constants, strict=True):
             value = env[var] = self.new_value(var.aval)
@@ -76,7 +77,7 @@ class Flattener:
             return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
-        is_named = of_zeros and source.primitive.name == "name"  # for `jax.checkpoint`'s policies, and nothing more
+        is_named = of_zeros and source.primitive.name == "name"  # an identity that names a value for `jax.checkpoint`
         if is_named or (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))):
             self.zeros.update(results)
         self.builder.add(self._made(source, tuple(operands), results, stack))
@@ -99,15 +100,15 @@ class Flattener:
         """Constants, carries and stacks enter; carries and stacks leave."""
         num_consts, num_carry = jax_compat.scan_counts(source)
         trip_count = float(source.params["length"])
-        kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
-        kinds += _so_many("enter_slice", len(operands) - len(kinds))
+        kinds: list[Piece] = _repeat_piece("enter_const", num_consts) + _repeat_piece("enter_carry", num_carry)
+        kinds += _repeat_piece("enter_slice", len(operands) - len(kinds))
         nest = Nest("scan", source)
         body = source.params["jaxpr"]
         inner = self._enter(
             nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trip_count
         )
         outs = self._section(nest, body, inner, stack, trip_count)
-        kinds = [*_so_many("exit_carry", num_carry), *_so_many("exit_stack", len(outs) - num_carry)]
+        kinds = [*_repeat_piece("exit_carry", num_carry), *_repeat_piece("exit_stack", len(outs) - num_carry)]
         return self._exit(nest, kinds, [(out,) for out in outs], stack, trip_count)
 
     def while_loop(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -117,14 +118,14 @@ class Flattener:
         test, _ = jax_compat.open_jaxpr(params["cond_jaxpr"])
         body, _ = jax_compat.open_jaxpr(params["body_jaxpr"])
         invars = [*test.invars[:num_test], *body.invars]
-        kinds: list[Piece] = _so_many("enter_const", num_test + num_body)
-        kinds += _so_many("enter_carry", len(operands) - len(kinds))
+        kinds: list[Piece] = _repeat_piece("enter_const", num_test + num_body)
+        kinds += _repeat_piece("enter_carry", len(operands) - len(kinds))
         nest = Nest("while", source)
         inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
         carry = inner[num_test + num_body :]
         go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
         outs = self._section(nest, params["body_jaxpr"], inner[num_test:], stack, UNKNOWN_TRIPS)
-        kinds = ["predicate", *_so_many("exit_carry", len(outs))]
+        kinds = ["predicate", *_repeat_piece("exit_carry", len(outs))]
         return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIPS)
 
     def cond(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -133,10 +134,10 @@ class Flattener:
         invars = jax_compat.open_jaxpr(branches[0])[0].invars
         nest = Nest("cond", source)
         nest.enter.append(self._made(source, (operands[0],), (), stack, "index"))
-        kinds: list[Piece] = _so_many("enter_branch", len(invars))
+        kinds: list[Piece] = _repeat_piece("enter_branch", len(invars))
         inner = self._enter(nest, zip(kinds, operands[1:], invars, strict=True), stack, 1.0)
         outs = [self._section(nest, branch, inner, stack, 1.0) for branch in branches]
-        kinds = _so_many("exit_branch", len(outs[0]))
+        kinds = _repeat_piece("exit_branch", len(outs[0]))
         return self._exit(nest, kinds, list(zip(*outs, strict=True)), stack, 1.0)
 
     def barrier(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
@@ -156,8 +157,8 @@ class Flattener:
         inner = [next(passed) if is_barred else o for o, is_barred in zip(operands, barred, strict=True)]
         return self._call(source.params["jaxpr"], inner, stack)
 
-    def _enter(self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float) -> list[Atom]:
-        """Pieces that go in. A scalar of the program that no trip changes needs none."""
+    def _enter(self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trip_count: float) -> list[Atom]:
+        """The entering pieces. A scalar literal that no iteration changes needs none."""
         inner: list[Atom] = []
         source = nest.source
         for kind, operand, var in pieces:
@@ -171,8 +172,8 @@ class Flattener:
                 nest.enter.append(self._made(source, (operand,), (value,), stack, kind))
         return inner
 
-    def _section(self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float) -> list[Atom]:
-        with self.builder.at([]) as items, _Repeated(self, trips):
+    def _section(self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trip_count: float) -> list[Atom]:
+        with self.builder.at([]) as items, _Repeated(self, trip_count):
             outs = self._call(jaxpr, operands, stack)
         nest.sections.append(items)
         return outs
@@ -225,7 +226,7 @@ def _is_zero(operand: Any) -> bool:
     return value.ndim == 0 and value.dtype.names is None and bool(value == 0)  # JAX's `float0` has names
 
 
-def _so_many(piece: Piece, count: int) -> list[Piece]:
+def _repeat_piece(piece: Piece, count: int) -> list[Piece]:
     return [piece] * count
 
 

@@ -50,10 +50,10 @@ def _loops(trace: Trace) -> tuple[Loop, ...]:
 
 
 def _loop(trace: Trace, region: Region) -> Loop:
-    trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
+    trip_count = float(region.source.params.get("length", UNKNOWN_TRIPS))
     stacks = tuple(n for n in range(*region.exit) if trace.equations[n].piece == "exit_stack")
     carries = region.carries(trace.equations)
-    return Loop(region.enter[0], region.exit[0], trips, carries, stacks, sums_of(trace, region))
+    return Loop(region.enter[0], region.exit[0], trip_count, carries, stacks, sums_of(trace, region))
 
 
 def _node(equation: Equation) -> Node:

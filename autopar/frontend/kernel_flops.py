@@ -281,8 +281,8 @@ def _trip_count(
 
 
 def flops_of(equation: Any) -> tuple[str, float]:
-    """Operations: of a matrix product, two for each point, by the dtype of its operands; of anything else, one for each
-    element."""
+    """The operations of an equation and the dtype of its matmul operands: two per multiply-add of a matmul, else one
+    per element."""
     size = float(sum(math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars))
     if equation.primitive.name != "dot_general":
         return "", size

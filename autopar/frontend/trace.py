@@ -1,7 +1,8 @@
 """Represent a traced step as equations over numbered values.
 
-In: equations and regions, from `trace_builder`. Out: `Trace`. Loops and branches are laid open, and arguments and results have
-their pytree paths. The graph is made from a trace, and a plan is run by replaying it.
+In: equations and regions from `trace_builder`.
+Out: `Trace`. Loops and branches are flattened, and arguments and results have pytree paths. The graph is made from a
+trace, and a plan runs by replaying it.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Trace:
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
-        """The equation that makes each value."""
+        """The equation that produces each value."""
         return {value: n for n, equation in enumerate(self.equations) for value in equation.results}
 
     @cached_property

@@ -62,7 +62,7 @@ def shard_map_params(equation: Any) -> dict[str, Any]:
         "in_dims": in_dims,
         "out_dims": out_dims,
         "axis_sizes": _axis_sizes(params["mesh"], [tuple(params["newly_manual_axes"])]),
-        # Nothing reads them but the fingerprint of plans that were saved before work was told apart by its unit.
+        # Only the fingerprint of plans saved before `work` existed reads these.
         "flops": sum(flops_of(one)[1] * times for one, times in every_equation(jaxpr)),
         WORK: work_of(jaxpr),
         "collectives": tuple(_collective(one, times) for one, times in every_equation(jaxpr) if _is_collective(one)),

@@ -137,8 +137,8 @@ class Replay:
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan has it as a constraint on its own mesh
             return operands
         if self.is_on_cpu and traits_of(equation.primitive).in_place == "slice":
-            # XLA's CPU compiler fuses an update with a slice of a microbatch in place, and then reads what it has
-            # written. Behind a barrier the update is in memory first.
+            # XLA's CPU compiler fuses an in-place update with a slice of a microbatch and then reads what it has
+            # already overwritten. A barrier materializes the update first.
             operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]
         return jax_compat.bind(equation.source, operands)
 
@@ -418,7 +418,7 @@ def _axes(sharding: TensorSharding) -> set[str]:
 
 
 def _sums(one: Separate, trace: Trace) -> list[int]:
-    """The equations among those that none of them reads."""
+    """The equations of a separate reduction whose results none of its other equations reads."""
     read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 
