@@ -677,7 +677,7 @@ def makespan(branches: Branches, stages: tuple[Stage, ...]) -> float:
 def test_parallel_branches_on_two_devices_beat_the_chain(num_modules: int) -> None:
     problem, branches = inception(num_modules)
     chain = ExactPartitioner().partition(problem)
-    spread = ExactPartitioner().partition(branches.widened())
+    spread = ExactPartitioner().partition(branches.with_split_submeshes())
     assert spread.status is chain.status is Status.OPTIMAL
     assert [stage.submesh.shape.parts for stage in spread.stages] == [2]
     assert spread.cost_s < 0.85 * chain.cost_s
@@ -702,7 +702,7 @@ def test_branches_never_lose_to_the_chain(seed: int, num_layers: int, microbatch
     edges = [(u, v) for u in range(num_layers) for v in range(u + 1, num_layers) if rng.random() < 0.4]
     chain = ExactPartitioner().partition(problem)
     branches = Branches(problem, edges, lambda layer, part, same_host: 0.5)
-    spread = ExactPartitioner().partition(branches.widened())
+    spread = ExactPartitioner().partition(branches.with_split_submeshes())
     assert spread.cost_s <= chain.cost_s * (1 + 1e-9) or not chain.stages
     for stage in spread.stages:
         done = [layer for segment in branches.segments(stage) for layers in segment for layer in layers]

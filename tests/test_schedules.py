@@ -23,7 +23,7 @@ from autopar.pipeline.draw.palette import label
 from autopar.pipeline.draw.perfetto import perfetto_trace
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
-from autopar.pipeline.schedule.in_flight import held_most, in_flight
+from autopar.pipeline.schedule.in_flight import in_flight, peak_held
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
@@ -138,7 +138,7 @@ def test_idle_time_is_as_published(kind: ScheduleKind) -> None:
 def test_most_in_flight_is_as_published(kind: ScheduleKind) -> None:
     for shape in shapes(kind):
         assert kind.in_flight
-        assert held_most(built(kind, shape), lambda stage: 1) == kind.in_flight(shape), shape
+        assert peak_held(built(kind, shape), lambda stage: 1) == kind.in_flight(shape), shape
 
 
 @EVERY
@@ -242,7 +242,7 @@ def test_orders_obey_pairwise_rules() -> None:
 def test_zero_bubble_holds_no_more_than_1f1b() -> None:
     for p in range(1, 7):
         for m in range(1, 12):
-            most = [max(held_most(build(name, p, m), lambda stage: 1)) for name in ("1f1b", "zb-h1")]
+            most = [max(peak_held(build(name, p, m), lambda stage: 1)) for name in ("1f1b", "zb-h1")]
             assert most[0] == most[1]
 
 
@@ -260,10 +260,10 @@ def test_zero_bubble_with_long_weight_parts() -> None:
 def test_what_is_held_by_stage_and_in_bytes() -> None:
     assert in_flight(build("1f1b", 3, 8)) == ({0: 3}, {1: 2}, {2: 1})
     assert in_flight(build("interleaved", 2, 4, virtual=2)) == ({0: 4, 2: 2}, {1: 3, 3: 1})
-    assert held_most(build("interleaved", 2, 4, virtual=2), lambda stage: 10**stage) == (203, 1020)
-    assert held_most(build("zb-h1", 3, 8), lambda stage: 4) == (12, 12, 12)
+    assert peak_held(build("interleaved", 2, 4, virtual=2), lambda stage: 10**stage) == (203, 1020)
+    assert peak_held(build("zb-h1", 3, 8), lambda stage: 4) == (12, 12, 12)
     # Once the input part is through, half is free: the last submesh puts off two weight parts.
-    assert held_most(build("zb-h1", 3, 8), lambda stage: 4, lambda stage: 2) == (12, 10, 8)
+    assert peak_held(build("zb-h1", 3, 8), lambda stage: 4, lambda stage: 2) == (12, 10, 8)
 
 
 def test_a_measured_timeline_has_the_same_figures() -> None:
@@ -428,7 +428,7 @@ def test_v_placement() -> None:
     assert [schedule.stages_on(submesh) for submesh in range(p)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     timeline = simulate(schedule, lambda task: 0 if task.phase == "update" else 1)
     assert_legal(timeline, 2 * p)
-    assert max(held_most(schedule, lambda stage: 1)) <= 2 * p
+    assert max(peak_held(schedule, lambda stage: 1)) <= 2 * p
     one_way = simulate(build("zb-h1", p, m), lambda task: 0 if task.phase == "update" else 2)  # stages twice as long
     assert timeline.bubble_fraction < one_way.bubble_fraction
     assert longest_path(schedule, lambda task: 0 if task.phase == "update" else 1)[0] == timeline.makespan_s
@@ -465,7 +465,7 @@ def test_a_stage_on_two_submeshes() -> None:
     assert_legal(timeline, p)
     one_way = simulate(build("1f1b", p, p), lambda task: seconds[task.phase])
     assert timeline.bubble_fraction < one_way.bubble_fraction
-    assert max(held_most(schedule, lambda stage: 1)) <= p
+    assert max(peak_held(schedule, lambda stage: 1)) <= p
 
 
 SLICES = 3

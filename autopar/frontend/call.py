@@ -191,20 +191,20 @@ class Call:
         objects = iter(self.objects.merge(results.graph, values)[len(self.held) :])
         return put_together(results.result, tree, objects)
 
-    def result_anew(self, results: Results, outputs: Any) -> Any:
+    def result_without_mutation(self, results: Results, outputs: Any) -> Any:
         """The step's result without updating the user's objects, for example with shapes instead of arrays."""
         tree = outputs[0] if results.updated else outputs
         if results.graph is None:
             return put_together(results.result, tree)
         values = [*self.held, *values_of_objects(results.result, tree)]
-        objects = iter(self.objects.merge_anew(results.graph, values)[len(self.held) :])
+        objects = iter(self.objects.merge_new(results.graph, values)[len(self.held) :])
         return put_together(results.result, tree, objects)
 
-    def arguments_anew(self, trees: Sequence[Any]) -> dict[str, Any]:
+    def rebuilt_arguments(self, trees: Sequence[Any]) -> dict[str, Any]:
         """The arguments that hold arrays, by name, with other leaves, such as shapes or values read from a file.
         User objects are replaced by new ones."""
         graph = self.objects.graph
-        objects = iter([] if graph is None else self.objects.merge_anew(graph, self._values(trees)))
+        objects = iter([] if graph is None else self.objects.merge_new(graph, self._values(trees)))
         return {n: put_together(k, t, objects) for n, k, t in zip(self.names, self.kept, trees, strict=True)}
 
     def hint(self) -> str:

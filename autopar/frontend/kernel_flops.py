@@ -91,8 +91,8 @@ _HEADS_FIRST = 1
 def _pallas(equation: Any) -> CountedWork:
     jaxpr, _ = jax_compat.open_jaxpr(equation.params["jaxpr"])
     grid = tuple(size if isinstance(size, int) else 1 for size in equation.params["grid_mapping"].grid)
-    asked = {one.params["axis"] for one, _ in every_equation(jaxpr) if one.primitive.name == "program_id"}
-    sampled = [_spread(size) if axis in asked else (0,) for axis, size in enumerate(grid)]
+    sampled_axes = {one.params["axis"] for one, _ in every_equation(jaxpr) if one.primitive.name == "program_id"}
+    sampled = [_spread(size) if axis in sampled_axes else (0,) for axis, size in enumerate(grid)]
     points = list(itertools.product(*sampled))
     count: Counter[str] = Counter()
     for point in points:

@@ -89,8 +89,8 @@ class Objects:
         """The user's own objects with new values, and new objects that the step made."""
         return self._merge(graph, values, False, self._tag)
 
-    def merge_anew(self, graph: Graph, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """New objects instead of the user's."""
+    def merge_new(self, graph: Graph, values: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Build new objects with these values. The user's objects stay as they are."""
         return self._merge(graph, values, None, None)
 
     def _split(self, objects: Sequence[Any]) -> tuple[Graph, list[dict[str, Any]]]:

@@ -62,7 +62,7 @@ def new_state(create_state: Callable[..., Any], create_args: Sequence[Any]) -> I
         function = jax.jit(call.function)
         shapes = jax.eval_shape(function, *call.trees)
         assert call.results is not None, "it has been traced"
-        yield NewState(call, function, call.results, shapes, call.result_anew(call.results, shapes))
+        yield NewState(call, function, call.results, shapes, call.result_without_mutation(call.results, shapes))
 
 
 def abstract_of(create_state: Any, create_args: Sequence[Any]) -> Any:
@@ -77,7 +77,7 @@ def abstract_of(create_state: Any, create_args: Sequence[Any]) -> Any:
 def state_apart(state: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
     """A state's arrays as a tree, and the inverse; objects are replaced by new ones."""
     with opened(Step.of(lambda state: state), (state,), {}) as call:
-        yield call.trees[0], lambda tree: call.arguments_anew([tree])["state"]
+        yield call.trees[0], lambda tree: call.rebuilt_arguments([tree])["state"]
 
 
 def makes_state(create_state: Any) -> bool:

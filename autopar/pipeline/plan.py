@@ -230,7 +230,7 @@ class PipelinePlan:
         """The schedule, task by task."""
         if self.is_chain:
             return build(self.schedule, len(self.stages) // self.virtual, self.num_microbatches, virtual=self.virtual)
-        return any_edges.as_they_come(
+        return any_edges.list_schedule(
             [(one.source, one.target) for one in self.sends],
             self.submesh_of,
             self.num_microbatches,

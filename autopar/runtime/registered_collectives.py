@@ -23,7 +23,7 @@ from autopar.plans.records import Constraint
 
 
 @dataclass(frozen=True, slots=True)
-class Through:
+class RegisteredResharding:
     """A change from one sharding to another by a registered collective."""
 
     name: str
@@ -73,8 +73,8 @@ class Through:
         return sent(value)
 
 
-def steps_of(constraint: Constraint) -> tuple[TensorSharding | Through, ...]:
-    """A constraint's shardings in order; where a registered collective produces one, a `Through`.
+def steps_of(constraint: Constraint) -> tuple[TensorSharding | RegisteredResharding, ...]:
+    """A constraint's shardings in order; where a registered collective produces one, a `RegisteredResharding`.
 
     Raises:
         CollectiveError: a collective is not registered here.
@@ -82,16 +82,16 @@ def steps_of(constraint: Constraint) -> tuple[TensorSharding | Through, ...]:
     if not constraint.by:
         return constraint.shardings
     pairs = zip(constraint.by[1:], pairwise(constraint.shardings), strict=True)
-    steps = [Through(name, before, after) if name else after for name, (before, after) in pairs]
+    steps = [RegisteredResharding(name, before, after) if name else after for name, (before, after) in pairs]
     for one in steps:
-        if isinstance(one, Through):
+        if isinstance(one, RegisteredResharding):
             runner_of(one.name, one.like)
     return (constraint.shardings[0], *steps)
 
 
-def reached(step: TensorSharding | Through) -> TensorSharding:
+def reached(step: TensorSharding | RegisteredResharding) -> TensorSharding:
     """The sharding after a step."""
-    return step.after if isinstance(step, Through) else step
+    return step.after if isinstance(step, RegisteredResharding) else step
 
 
 def _check(name: str, made: Any, shape: tuple[int, ...], dtype: Any) -> None:

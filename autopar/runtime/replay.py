@@ -3,8 +3,8 @@
 In: a `Plan`, a `Trace`, and a mesh.
 Out: `Replay.run`, a function of the step's arguments. Every value that crosses from one planned node to another gets a
 constraint, which leaves XLA's SPMD partitioner no choice. Name stacks and source lines are kept. Loops and branches are
-rebuilt around the equations of their sections. Equations that were rewritten to see a dim as two run in their original
-form if the plan does not shard that dim.
+rebuilt around the equations of their sections. Equations that were rewritten to treat a dim as two run in their
+original form if the plan does not shard that dim.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited, Separate, split_dims
 from autopar.rules.table import traits_of
 from autopar.runtime.manual.region import run_region
-from autopar.runtime.registered_collectives import Through, steps_of
+from autopar.runtime.registered_collectives import RegisteredResharding, steps_of
 from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
 
 _Path = tuple[TensorSharding, ...]
-_Steps = tuple[TensorSharding | Through, ...]
+_Steps = tuple[TensorSharding | RegisteredResharding, ...]
 
 
 class OtherShapesError(TypeError):
@@ -217,7 +217,7 @@ class Replay:
     def _constrain(self, position: int, value: Any, steps: _Steps) -> Any:
         shape = self.trace.avals[position].shape if steps else ()
         for sharding in steps:
-            if isinstance(sharding, Through):
+            if isinstance(sharding, RegisteredResharding):
                 value = sharding.run(value if value.shape == shape else jax.lax.reshape(value, shape), self.mesh)
                 continue
             whole = sharding if value.shape == shape else seen_whole(sharding, shape, value.shape)

@@ -60,7 +60,7 @@ class Branches:
     def __post_init__(self) -> None:
         assert all(0 <= u < v < self.problem.num_layers for u, v in self.edges), "not in topological order"
 
-    def widened(self) -> PartitionProblem:
+    def with_split_submeshes(self) -> PartitionProblem:
         """The problem with additional shapes for split submeshes."""
         problem = self.problem
         shapes = problem.all_shapes

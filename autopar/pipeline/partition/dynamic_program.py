@@ -140,6 +140,6 @@ def _next_place(
     cost = np.full(len(line.start), np.inf)
     later = line.host >= line.next_host[place]
     cost[later] = across[line.shape[later]] + start[first, later, left]
-    beside = line.right[line.left == place]
-    cost[beside] = np.minimum(cost[beside], inside[line.shape[beside]] + start[first, beside, left])
+    adjacent = line.right[line.left == place]
+    cost[adjacent] = np.minimum(cost[adjacent], inside[line.shape[adjacent]] + start[first, adjacent, left])
     return int(cost.argmin())

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.partition.problem import StageCost
-from autopar.pipeline.schedule.in_flight import held_most
+from autopar.pipeline.schedule.in_flight import peak_held
 from autopar.pipeline.schedule.simulate import Seconds, simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
@@ -65,7 +65,7 @@ def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends: Itera
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
     """Peak bytes per device of each submesh: the state of all its stages, the largest working set, and the stashed
     activations of in-flight microbatches."""
-    held = held_most(schedule, lambda stage: costs[stage].flight_bytes)
+    held = peak_held(schedule, lambda stage: costs[stage].flight_bytes)
     return tuple(
         sum(costs[stage].state_bytes for stage in stages)
         + max((costs[stage].working_bytes for stage in stages), default=0.0)

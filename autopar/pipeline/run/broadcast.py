@@ -24,7 +24,7 @@ def is_small(aval: Any) -> bool:
     return math.prod(aval.shape) <= MOST_ELEMENTS and not jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-class Everywhere:
+class Broadcaster:
     """Broadcasts a value to every process.
 
     Args:
@@ -50,7 +50,7 @@ class Everywhere:
         ]
         self.first, self.mine = first, own[jax.process_index()]
 
-    def spread(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return this process's copy. `value` is None if only other processes have the array."""
         here = None
         part = None

@@ -20,7 +20,7 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey, Port
 from autopar.pipeline.cut.pieces import Slot
 from autopar.pipeline.run.arguments import PipelineArguments, Values
-from autopar.pipeline.run.broadcast import Everywhere, is_small
+from autopar.pipeline.run.broadcast import Broadcaster, is_small
 from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
 from autopar.pipeline.run.transfers import Crossing, is_mine, wire, without_shards
 from autopar.pipeline.schedule.tasks import PHASES, Task
@@ -83,17 +83,17 @@ class Move:
 
 
 @dataclass(slots=True)
-class Spread:
+class Broadcast:
     """Broadcasts a small result to every process."""
 
-    everywhere: Everywhere
+    broadcaster: Broadcaster
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     task: Task | None = None
     frees: tuple[int, ...] = ()
 
     def run(self, values: Values) -> None:
-        values[self.writes[0]] = self.everywhere.spread(values[self.reads[0]])
+        values[self.writes[0]] = self.broadcaster.broadcast(values[self.reads[0]])
         for i in self.frees:
             values[i] = None
 
@@ -125,7 +125,7 @@ class Instructions:
         stage_of: the stage whose devices hold each register.
     """
 
-    steps: tuple[Call | Move | Spread, ...]
+    steps: tuple[Call | Move | Broadcast, ...]
     num_registers: int
     results: Mapping[LeafKey, Result]
     out_shardings: Mapping[LeafKey, NamedSharding]
@@ -178,7 +178,7 @@ class _Listing:
     ) -> None:
         self.stages, self.tasks, self.arguments = stages, tasks, arguments
         self.num_microbatches = 1 + max(task.microbatch for task in tasks)
-        self.steps: list[Call | Move | Spread] = []
+        self.steps: list[Call | Move | Broadcast] = []
         self.stage_of = list(arguments.stage_of)
         self.at: dict[tuple[int, Slot, int | None], int] = {
             (s, slot, None): register for (s, slot), register in arguments.registers.items()
@@ -343,10 +343,10 @@ class _Listing:
         result, aval = port.leaf, self.stages[s].avals()[port]
         if jax.process_count() > 1 and result not in self.kept and is_small(aval):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
-            everywhere = Everywhere(aval, whole)
+            broadcaster = Broadcaster(aval, whole)
             copy = self._new(s)
-            self.steps.append(Spread(everywhere, (register,), (copy,)))
-            self.results[result], self.out_shardings[result] = Result(copy), everywhere.sharding
+            self.steps.append(Broadcast(broadcaster, (register,), (copy,)))
+            self.results[result], self.out_shardings[result] = Result(copy), broadcaster.sharding
             return
         absent = None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
         self.results[result], self.out_shardings[result] = Result(register, absent), sharding

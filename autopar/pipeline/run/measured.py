@@ -23,7 +23,7 @@ import jax
 
 from autopar.pipeline.run.arguments import Values
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.run.instructions import Call, Move, Spread
+from autopar.pipeline.run.instructions import Broadcast, Call, Move
 from autopar.pipeline.schedule.tasks import Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 from autopar.runtime.distributed.exchange import Exchange, among_processes
@@ -75,7 +75,7 @@ class _MeasuredRun:
         instructions = pipeline.instructions
         on = {task.stage: submesh for task, submesh in pipeline.schedule.submesh_of().items()}
         updates = {task.stage: task for task in pipeline.schedule.tasks if task.phase == "update"}
-        self.queues: dict[int, list[tuple[Call | Move | Spread, int, Task | None]]] = {}
+        self.queues: dict[int, list[tuple[Call | Move | Broadcast, int, Task | None]]] = {}
         thread_of: list[int] = []
         for one in instructions.steps:
             submesh = on[one.stage if isinstance(one, Call) else instructions.stage_of[one.reads[0]]]
@@ -93,7 +93,7 @@ class _MeasuredRun:
         self.spans: list[Span] = []
         self.failed: list[BaseException] = []
 
-    def _order(self, steps: Sequence[Call | Move | Spread], thread_of: Sequence[int]) -> None:
+    def _order(self, steps: Sequence[Call | Move | Broadcast], thread_of: Sequence[int]) -> None:
         """Order instructions of different threads: a register is written before it is read, and read before it is
         overwritten or freed."""
         filled: dict[int, int] = {}
@@ -120,7 +120,7 @@ class _MeasuredRun:
         if self.failed:
             raise self.failed[0]
 
-    def _run_queue(self, queue: Sequence[tuple[Call | Move | Spread, int, Task | None]], values: Values) -> None:
+    def _run_queue(self, queue: Sequence[tuple[Call | Move | Broadcast, int, Task | None]], values: Values) -> None:
         try:
             for one, submesh, task in queue:
                 self._one(one, submesh, task, values)
@@ -129,7 +129,7 @@ class _MeasuredRun:
             for event in self.done.values():  # release the other threads
                 event.set()
 
-    def _one(self, one: Call | Move | Spread, submesh: int, task: Task | None, values: Values) -> None:
+    def _one(self, one: Call | Move | Broadcast, submesh: int, task: Task | None, values: Values) -> None:
         if not isinstance(one, Call):
             self._wait(one)
             if not self.failed:
@@ -141,7 +141,7 @@ class _MeasuredRun:
         if id(one) in self.done:
             self.done[id(one)].set()
 
-    def _wait(self, one: Call | Move | Spread) -> None:
+    def _wait(self, one: Call | Move | Broadcast) -> None:
         for event in self.waits[id(one)]:
             event.wait()
 

@@ -69,7 +69,7 @@ def _connected(stages: Iterable[int], edges: Edges) -> tuple[tuple[int, ...], ..
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def as_they_come(
+def list_schedule(
     edges: Edges,
     submesh_of: Sequence[int],
     num_microbatches: int,
@@ -85,7 +85,7 @@ def as_they_come(
         seconds: the duration of a task. Transfers take no time.
         backward: how the backward pass runs; "none" for a program without one.
 
-    >>> schedule = as_they_come([(0, 1), (0, 2), (1, 3), (2, 3)], [0, 0, 1, 0], 1)
+    >>> schedule = list_schedule([(0, 1), (0, 2), (1, 3), (2, 3)], [0, 0, 1, 0], 1)
     >>> [str(task) for task in schedule.orders[1]][:1]
     ['forward of microbatch 0 on stage 2']
     """

@@ -30,14 +30,14 @@ def in_flight(schedule: Schedule) -> tuple[dict[int, int], ...]:
     return tuple(peaks)
 
 
-def held_most(
+def peak_held(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[float, ...]:
-    """The peak of what each submesh's stages hold together. The arguments are those of `held_while`."""
-    return tuple(max(while_each, default=0) for while_each in held_while(schedule, held, held_after_input))
+    """For each submesh, the most that its stages hold together. The arguments are those of `held_during_tasks`."""
+    return tuple(max(while_each, default=0) for while_each in held_during_tasks(schedule, held, held_after_input))
 
 
-def held_while(
+def held_during_tasks(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[tuple[float, ...], ...]:
     """For each submesh, what its stages hold together during each of its tasks, in task order.

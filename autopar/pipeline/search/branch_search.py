@@ -21,7 +21,7 @@ from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline, task_seconds
-from autopar.pipeline.schedule.dag import NAMES, Backward, as_they_come, backward_in
+from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_schedule
 from autopar.pipeline.search.stage_costs import HELD_PRICES, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, sent, sent_s, unsplit_backward
 
@@ -88,12 +88,14 @@ class BranchSearch:
 
         branches = Branches(problem, self.layers.edges, to_and_fro_s)
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
-        widened = branches.widened()
-        split = tuple(shape for shape in widened.shapes if shape.parts > 1 and _differs(shape, problem.shapes))
+        with_split_submeshes = branches.with_split_submeshes()
+        split = tuple(
+            shape for shape in with_split_submeshes.shapes if shape.parts > 1 and _differs(shape, problem.shapes)
+        )
         ways: list[Backward] = ["whole", "split"] if self._trains else ["none"]
         steps: list[StagedStep] = []
         for shapes in ((*problem.shapes, *split), split) if split else ():
-            partition = partitioner.partition(replace(widened, shapes=shapes))
+            partition = partitioner.partition(replace(with_split_submeshes, shapes=shapes))
             found = dict.fromkeys((partition.stages, *partition.others))
             forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
             laid = [self._forked_stages(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
@@ -198,7 +200,7 @@ class _ForkedStages:
         """The scheduled and simulated step."""
         costs = self.costs if backward == "split" else tuple(map(unsplit_backward, self.costs))
         places: dict[range, int] = {}
-        schedule = as_they_come(
+        schedule = list_schedule(
             [(one.source, one.target) for one in self.sends],
             [places.setdefault(stage.submesh.devices, len(places)) for stage in self.stages],
             self.count,

@@ -185,8 +185,8 @@ def check_equal(exchange: Exchange, what: str, leaves: Mapping[str, Any]) -> Non
     Raises:
         BatchError: on every process, with the differing paths and processes.
     """
-    told = {path: [False, digest(on_host(leaf, path))] for path, leaf in leaves.items() if not is_global(leaf)}
-    exchange.judged(what, {"problems": [], "leaves": told}, _fit_together)
+    digests = {path: [False, digest(on_host(leaf, path))] for path, leaf in leaves.items() if not is_global(leaf)}
+    exchange.judged(what, {"problems": [], "leaves": digests}, _fit_together)
 
 
 def _description(places: Sequence[Place], arrays: Sequence[Any], problems: Sequence[str]) -> dict[str, Any]:

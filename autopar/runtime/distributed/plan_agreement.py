@@ -76,7 +76,7 @@ def agreed_plan(
         return fixed, program
     mine = program
     plan = read(exchange.made_once(f"the plan of `{name}`", lambda: planned(mine).to_json()))  # read on process 0 too
-    trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in what is told
+    trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # absent from the exchanged JSON
     return replace(plan, **trees), program  # type: ignore[type-var]
 
 
