@@ -170,7 +170,7 @@ def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) ->
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
-def test_on_a_chain_tasks_as_they_come_are_1f1b(num_microbatches: int) -> None:
+def test_list_scheduling_of_a_chain_is_1f1b(num_microbatches: int) -> None:
     schedule = list_schedule(chain(4), range(4), num_microbatches)
     expected = build("1f1b", 4, num_microbatches)
     assert in_flight(schedule) == in_flight(expected)
@@ -178,7 +178,7 @@ def test_on_a_chain_tasks_as_they_come_are_1f1b(num_microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_weight_parts_as_they_come_fill_what_is_idle(num_microbatches: int) -> None:
+def test_list_scheduling_fills_bubbles_with_weight_parts(num_microbatches: int) -> None:
     """A fork on two submeshes, and a chain: no longer than with the backward pass in one, and shorter where the last
     stage leaves the first one waiting."""
     seconds = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}

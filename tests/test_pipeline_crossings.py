@@ -42,7 +42,7 @@ def test_a_value_arrives(source: NamedSharding, target: NamedSharding, parts: in
     assert crossing.is_here == (source.device_set == target.device_set)
 
 
-def test_as_it_lies_only_between_equal_sizes() -> None:
+def test_a_wire_without_resharding_needs_equal_sizes() -> None:
     two, other, four = (on(slice(i, i + n), n, spec=P("a")) for i, n in ((0, 2), (2, 2), (4, 4)))
     passing = unchanged_wire(two, other)
     assert passing is not None and (passing.source, passing.target.spec) == (two, two.spec)

@@ -175,7 +175,7 @@ def test_the_stage_that_is_slowest_is_named() -> None:
     assert "most of all backward, 2.5 times as long" in stage and "of stage 0, 1 times as long" in stage
 
 
-def test_stages_that_are_slow_alike_are_not_blamed() -> None:
+def test_equally_slow_stages_are_not_named() -> None:
     _, stage = differences(*timelines(dict.fromkeys(range(3), 1.5)))
     assert "no stage stands out" in stage
 

@@ -97,7 +97,7 @@ def test_batches_of_every_kind_of_array_and_pytree() -> None:
     assert float(step(state, batch)[1]) == pytest.approx(120.0, abs=1e-3)
 
 
-def test_an_argument_is_told_by_its_pytree_or_its_name() -> None:
+def test_shard_batch_identifies_an_argument_by_pytree_or_name() -> None:
     @autopar.parallelize(mesh="8")
     def step(state: jax.Array, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         return state + images.sum() + labels.sum(), (images * labels).sum()
@@ -416,7 +416,7 @@ def test_who_is_behind_hangs_and_who_waits_does_not() -> None:
     )
 
 
-def test_a_collective_that_never_ends_is_no_ones_fault_but_told() -> None:
+def test_a_hanging_collective_is_reported_without_a_culprit() -> None:
     judge = Judge(MEMBERS, timeout_s=1e6, step_timeout_s=10)
     assert judge.verdict(records(6, 6, 6), 0.0) is None
     told = judge.verdict(records(6, 6, 6, beat=2), 11.0)
@@ -471,7 +471,7 @@ def test_an_error_of_the_loop_goes_through_a_watch_of_one_process() -> None:
         raise KeyError("own")
 
 
-def test_a_death_without_a_word_is_told_by_whom_it_was() -> None:
+def test_a_process_that_dies_silently_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         free.listen()

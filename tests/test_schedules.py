@@ -317,7 +317,7 @@ def test_branches_run_at_once() -> None:
         (lambda: build("interleaved", 4, 3, virtual=2), "not a whole number of rounds: choose 4 microbatches, or"),
     ],
 )  # fmt: skip
-def test_what_a_user_is_told(call: Callable[[], object], message: str) -> None:
+def test_errors_of_users_schedules(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         call()
 
@@ -371,7 +371,7 @@ B = lambda stage, microbatch: Task(stage, microbatch, "backward")  # noqa: E731
         ),
     ],
 )  # fmt: skip
-def test_what_is_said_of_a_schedule_that_is_not_legal(schedule: Schedule, message: str) -> None:
+def test_errors_of_illegal_schedules(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         check(schedule)
 

@@ -99,7 +99,7 @@ def test_a_state_from_elsewhere_is_laid_out() -> None:
     assert devices_of(new.params["Dense_3"]["kernel"]) == [4, 5, 6, 7]
 
 
-def test_batches_are_laid_out_and_shapes_planned_anew() -> None:
+def test_batches_are_sharded_and_new_shapes_are_planned() -> None:
     step = staged()
     state = step.init(mlp().create_state, jax.random.key(0), batch=mlp().make_batch(0))
     batch = step.shard_batch(mlp().make_batch(1))

@@ -83,7 +83,7 @@ def test_constants_among_the_results_have_the_dtypes_of_jit() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_an_embedding_beside_a_dense_input(num_microbatches: int) -> None:
+def test_an_embedding_next_to_a_dense_input(num_microbatches: int) -> None:
     def forward(p: Any, batch: Any) -> Any:
         return jnp.tanh((batch["x"] + p["table"][batch["ids"]]) @ p["a"]) @ p["b"]
 
@@ -119,7 +119,7 @@ def test_one_example_in_each_microbatch(stages: int, schedule: str) -> None:
     assert len(plan.stages) == stages
 
 
-def test_interleaved_makes_as_many_stages_as_asked_for() -> None:
+def test_interleaved_makes_the_requested_number_of_stages() -> None:
     def forward(p: Any, x: Any) -> Any:
         for name in ("a", "b", "c", "d"):
             x = x + jnp.tanh(x @ p[name])

@@ -157,8 +157,9 @@ class StageCosts:
         return len({id(base) for base in self._bases.values()}) + len(self._planned)
 
     def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
-        """The shapes in all options worth searching. If fully sharded state takes more than half of all devices'
-        memory, there is no room for copies; the highest price of state matters only if all devices are one submesh."""
+        """The shapes, each in the options worth searching. If fully sharded state takes more than half of all devices'
+        memory, options with the lowest price of state are skipped, because there is no room for copies. Options with
+        the highest price are only for a submesh of all devices."""
         largest = max(shape.num_devices for shape in shapes)
         first: dict[str, int] = {}
         for kind in {shape.kind for shape in shapes}:
