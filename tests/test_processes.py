@@ -21,8 +21,7 @@ from autopar import errors
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.runtime import jit as execute
-from autopar.runtime.distributed import device_order
-from autopar.runtime.distributed import process_sentinel as obituary
+from autopar.runtime.distributed import device_order, process_sentinel
 from autopar.runtime.distributed.coordination_store import Service
 from autopar.runtime.distributed.exchange import Exchange, Member
 from autopar.runtime.distributed.fault_attribution import Judge, Record, step_times
@@ -105,7 +104,7 @@ def test_shard_batch_identifies_an_argument_by_pytree_or_name() -> None:
     image = jax.ShapeDtypeStruct((16, 8), "float32")
     step.init(lambda: jax.numpy.zeros(()), images=image, labels=image)
     data = np.ones((16, 8), np.float32)
-    with pytest.raises(errors.BatchError, match=r"which argument of `.*step` this is: images, labels"):
+    with pytest.raises(errors.BatchError, match=r"cannot identify the argument of `.*step`: images, labels fit"):
         step.shard_batch(data)
     assert step.shard_batch(data, argument="labels").shape == (16, 8)
     with pytest.raises(errors.BatchError, match="the argument `label` of"):
@@ -187,7 +186,7 @@ HOST = r"\(host \S+\)"
     ("mistake", "kind", "text"),
     [
         ("code", "ProcessError", rf"process 1 {HOST}: its program differs: .*on process 0"),
-        ("number", "ProcessError", rf"process 1 {HOST}: a number written into its program differs: \S+\.py:\d+"),
+        ("number", "ProcessError", rf"process 1 {HOST}: a constant of its program differs: \S+\.py:\d+"),
         ("option", "ProcessError", rf"process 1 {HOST}: the option mesh is '4', and '2x2' on process 0"),
         (
             "shape",
@@ -476,6 +475,6 @@ def test_a_process_that_dies_silently_is_named() -> None:
         free.bind(("127.0.0.1", 0))
         free.listen()
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        assert "process 1 was ended from outside its loop" in obituary.line("process 1", "process 0", address)
-    assert "process 0, in which" in obituary.line("process 1", "process 0", address)
-    assert "process 0 was ended from outside its loop" in obituary.line("process 0", "process 0", address)
+        assert "process 1 was ended from outside its loop" in process_sentinel.line("process 1", "process 0", address)
+    assert "process 0, in which" in process_sentinel.line("process 1", "process 0", address)
+    assert "process 0 was ended from outside its loop" in process_sentinel.line("process 0", "process 0", address)

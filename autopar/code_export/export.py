@@ -307,9 +307,7 @@ def _table(name: str, kind: str, about: str, rows: Sequence[tuple[str, str, str]
 
 
 def _specs(steps: Sequence[TensorSharding | RegisteredResharding], functions: _Functions) -> str:
-    return (
-        f"[{', '.join(_collective_call(one, functions) if isinstance(one, RegisteredResharding) else _spec(one) for one in steps)}]"
-    )
+    return f"[{', '.join(_collective_call(one, functions) if isinstance(one, RegisteredResharding) else _spec(one) for one in steps)}]"
 
 
 def _collective_call(one: RegisteredResharding, functions: _Functions) -> str:

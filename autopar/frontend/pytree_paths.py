@@ -29,7 +29,7 @@ def boxes(tree: Any, root: str) -> Iterator[tuple[str, Any]]:
     """The path and box of each boxed leaf."""
     for keys, box in _outer(tree):
         if is_box(box):
-            yield joined(root, keys), box
+            yield path_text(root, keys), box
 
 
 def _walk(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -46,7 +46,7 @@ def _outer(tree: Any) -> Iterator[tuple[Any, Any]]:
     yield from jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]
 
 
-def joined(root: str, keys: Any) -> str:
+def path_text(root: str, keys: Any) -> str:
     """A path from a root and JAX's key path, as text."""
     return _text(root, _texts(keys))
 

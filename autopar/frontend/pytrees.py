@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.errors import StepSignatureError
 from autopar.frontend.libraries import has_own_numbers, is_object, is_pure_state
-from autopar.frontend.pytree_paths import joined
+from autopar.frontend.pytree_paths import path_text
 
 
 class Mark(enum.Enum):
@@ -206,4 +206,4 @@ def _check(leaf: Any, path: Any) -> None:
 
 def _path(tree: Any, root: str, position: int, stop: Any) -> str:
     keys, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0][position]
-    return joined(root, keys)
+    return path_text(root, keys)

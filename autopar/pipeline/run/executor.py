@@ -24,7 +24,7 @@ from autopar.pipeline.run.arguments import PipelineArguments
 from autopar.pipeline.run.instructions import Instructions, Values, instructions_of
 from autopar.pipeline.run.levels import levels_of
 from autopar.pipeline.run.piece_programs import PlannedStage, StagePieces
-from autopar.pipeline.run.stacked_leaves import joined, sharding_of_parts
+from autopar.pipeline.run.stacked_leaves import assembled, sharding_of_parts
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
 
@@ -112,7 +112,7 @@ class Pipeline:
         """The results, from the registers after the last instruction."""
         made = _by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
         # A scalar constant becomes a new array in each step, because the caller may donate it.
-        return [joined(made[i]) if i in made else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
+        return [assembled(made[i]) if i in made else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
 
 
 _T = TypeVar("_T")

@@ -57,7 +57,7 @@ class StackedLeaf:
     def dtype(self) -> Any:
         return next(iter(self.parts.values())).dtype
 
-    def joined(self) -> jax.Array:
+    def assembled(self) -> jax.Array:
         """The whole array, on the devices of the first part.
 
         Raises:
@@ -80,7 +80,7 @@ class StackedLeaf:
         return self
 
     def __jax_array__(self) -> jax.Array:
-        return self.joined()
+        return self.assembled()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.concatenate([np.asarray(part) for part in self.parts.values()], axis=self.dim)
@@ -93,17 +93,17 @@ class StackedLeaf:
 
 def as_arrays(tree: Any) -> Any:
     """A state with each `StackedLeaf` replaced by a `jax.Array`, for saving or for other libraries."""
-    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, StackedLeaf) else leaf, tree)
+    return jax.tree.map(lambda leaf: leaf.assembled() if isinstance(leaf, StackedLeaf) else leaf, tree)
 
 
 def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> Any:
     """Some layers of a leaf, or the whole leaf if `rows` is None. Shards that are already in place are not copied."""
     if rows is None:
-        return leaf.joined() if isinstance(leaf, StackedLeaf) else leaf
+        return leaf.assembled() if isinstance(leaf, StackedLeaf) else leaf
     if isinstance(leaf, StackedLeaf):
         if rows in leaf.parts:
             return leaf.parts[rows]
-        leaf = leaf.joined()
+        leaf = leaf.assembled()
     if isinstance(leaf, jax.Array):
         shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
         here = {shard.device: shard for shard in leaf.addressable_shards}
@@ -119,7 +119,7 @@ def rows_of(leaf: Any, rows: Rows) -> Any:
     return leaf[tuple(slice(rows.start, rows.stop) if d == rows.dim else slice(None) for d in range(leaf.ndim))]
 
 
-def joined(parts: Mapping[Rows | None, Any]) -> Any:
+def assembled(parts: Mapping[Rows | None, Any]) -> Any:
     """A leaf assembled from its parts."""
     if len(parts) == 1:
         return next(iter(parts.values()))
