@@ -95,7 +95,7 @@ def test_an_array_of_another_library() -> None:
         autopar.parallelize(**OPTIONS)(lambda x: x.sum())(Tensor())
 
 
-def test_a_text_that_is_another_one_each_time_is_told() -> None:
+def test_an_argument_whose_text_changes_between_calls_is_reported() -> None:
     step = autopar.parallelize(**OPTIONS)(lambda x, batch: (x + len(batch["text"])).sum())
     x = np.ones((2, 2), np.float32)
     for n in range(4):

@@ -303,7 +303,7 @@ def transformer(num_layers: int = 12, num_microbatches: int = 8) -> PartitionPro
     )
 
 
-def test_few_prices_are_asked_where_runs_add_up() -> None:
+def test_superadditive_costs_need_few_queries() -> None:
     problem = transformer()
     everything = ExactPartitioner().partition(replace(problem, growth=Growth.UNKNOWN, layer_keys=None))
     few = ExactPartitioner().partition(problem)
@@ -312,7 +312,7 @@ def test_few_prices_are_asked_where_runs_add_up() -> None:
     assert few.num_queries < everything.num_queries / 4
 
 
-def test_no_price_is_asked_twice_and_equal_runs_are_asked_once() -> None:
+def test_costs_of_equal_runs_are_queried_once() -> None:
     asked: list[tuple[object, ...]] = []
     problem = transformer()
     keys = problem.layer_keys
@@ -482,7 +482,7 @@ def test_without_time_there_is_nothing_and_no_claim() -> None:
     assert found.lower_bound_s <= ExactPartitioner().partition(transformer()).cost_s
 
 
-def test_a_gap_that_is_asked_for_ends_the_search() -> None:
+def test_the_relative_gap_ends_the_search() -> None:
     exact, near = (ExactPartitioner(relative_gap=gap).partition(transformer()) for gap in (1e-9, 0.5))
     assert near.status in (Status.CLOSE, Status.OPTIMAL)
     assert near.lower_bound_s <= exact.cost_s * (1 + 1e-9)
@@ -677,7 +677,7 @@ def makespan(branches: Branches, stages: tuple[Stage, ...]) -> float:
 def test_parallel_branches_on_two_devices_beat_the_chain(num_modules: int) -> None:
     problem, branches = inception(num_modules)
     chain = ExactPartitioner().partition(problem)
-    spread = ExactPartitioner().partition(branches.widened())
+    spread = ExactPartitioner().partition(branches.with_split_submeshes())
     assert spread.status is chain.status is Status.OPTIMAL
     assert [stage.submesh.shape.parts for stage in spread.stages] == [2]
     assert spread.cost_s < 0.85 * chain.cost_s
@@ -702,7 +702,7 @@ def test_branches_never_lose_to_the_chain(seed: int, num_layers: int, microbatch
     edges = [(u, v) for u in range(num_layers) for v in range(u + 1, num_layers) if rng.random() < 0.4]
     chain = ExactPartitioner().partition(problem)
     branches = Branches(problem, edges, lambda layer, part, same_host: 0.5)
-    spread = ExactPartitioner().partition(branches.widened())
+    spread = ExactPartitioner().partition(branches.with_split_submeshes())
     assert spread.cost_s <= chain.cost_s * (1 + 1e-9) or not chain.stages
     for stage in spread.stages:
         done = [layer for segment in branches.segments(stage) for layers in segment for layer in layers]
@@ -717,7 +717,7 @@ def test_branches_never_lose_to_the_chain(seed: int, num_layers: int, microbatch
 
 @settings(max_examples=25, deadline=None)
 @given(problems())
-def test_prices_that_are_asked_together_lead_to_the_same(problem: PartitionProblem) -> None:
+def test_costs_queried_together_give_the_same_partition(problem: PartitionProblem) -> None:
     one_by_one = ExactPartitioner().partition(problem)
     together = ExactPartitioner().partition(replace(problem, together=True))
     assert together.cost_s == pytest.approx(one_by_one.cost_s)
@@ -832,7 +832,7 @@ def test_without_repetition_as_many_layers_as_keep_to_delta() -> None:
     assert len(found.starts) > 1
 
 
-def test_equal_layers_are_told_apart_from_others() -> None:
+def test_equal_layers_have_equal_keys() -> None:
     found = cluster_layers([1.0, 1.0, 1.0, 1.0], [1.0] * 4, num_layers=4, keys=["a", "b", "a", "a"])
     assert found.keys == (0, 1, 0, 0)
 
@@ -857,8 +857,8 @@ def test_a_host_of_eight_and_two_of_four_have_these_submeshes() -> None:
         ((), "at least one DeviceGroup"),
         ((DeviceGroup("a", 0, 8),), "`num_hosts` must be a whole number of at least 1; got 0"),
         ((DeviceGroup("a", 1, -1),), "`devices_per_host` must be a whole number of at least 1; got -1"),
-        ((DeviceGroup("", 1, 1),), "needs the kind of its devices"),
-        ((DeviceGroup("a", 1, 8), DeviceGroup("a", 2, 8)), r"make them one, DeviceGroup\('a', 3, 8\)"),
+        ((DeviceGroup("", 1, 1),), "needs a kind of device"),
+        ((DeviceGroup("a", 1, 8), DeviceGroup("a", 2, 8)), r"merge them into DeviceGroup\('a', 3, 8\)"),
         (tuple(DeviceGroup(kind, 1, 1) for kind in "abcde"), "5 groups of hosts; at most 4"),
     ],
 )

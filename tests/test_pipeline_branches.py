@@ -22,7 +22,7 @@ from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.problem import PartitionProblem, StageCost
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.schedule.dag import Backward, as_they_come
+from autopar.pipeline.schedule.dag import Backward, list_schedule
 from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
@@ -126,8 +126,8 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
     )
     whole = edges_of(cuttable.layered(layer_of, 2).stages(range(len(work()))))
     branches = Branches(problem, whole, lambda layer, part, same_host: 1e-3)
-    stages = ExactPartitioner().partition(branches.widened()).stages
-    laid = branches.laid_out(stages)
+    stages = ExactPartitioner().partition(branches.with_split_submeshes()).stages
+    laid = branches.forked_stages(stages)
     places = sorted({(stage, part) for stage, part in laid.place_of})
     return (
         cuttable.settled(layer_of, laid.stage_of, 2),
@@ -147,7 +147,7 @@ def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) ->
         submesh_of,
         lambda _, stage, num_devices: plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
     )
-    schedule = as_they_come(edges_of(stages), submesh_of, 2, backward=backward)
+    schedule = list_schedule(edges_of(stages), submesh_of, 2, backward=backward)
     pipeline = Pipeline(planned, schedule, len(cuttable.flow.trace.outputs), {}, compiler_options=QUICKLY)
     tree = jax.tree.structure(jax.eval_shape(step, state(), batch_of(0)))
     here = there = state()
@@ -170,21 +170,21 @@ def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) ->
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 8])
-def test_on_a_chain_tasks_as_they_come_are_1f1b(num_microbatches: int) -> None:
-    schedule = as_they_come(chain(4), range(4), num_microbatches)
+def test_list_scheduling_of_a_chain_is_1f1b(num_microbatches: int) -> None:
+    schedule = list_schedule(chain(4), range(4), num_microbatches)
     expected = build("1f1b", 4, num_microbatches)
     assert in_flight(schedule) == in_flight(expected)
     assert simulate(schedule, lambda task: 1).makespan_s == simulate(expected, lambda task: 1).makespan_s
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_weight_parts_as_they_come_fill_what_is_idle(num_microbatches: int) -> None:
+def test_list_scheduling_fills_bubbles_with_weight_parts(num_microbatches: int) -> None:
     """A fork on two submeshes, and a chain: no longer than with the backward pass in one, and shorter where the last
     stage leaves the first one waiting."""
     seconds = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 
     def makespan(edges: Edges, submesh_of: Sequence[int], backward: Backward) -> float:
-        schedule = as_they_come(
+        schedule = list_schedule(
             edges, submesh_of, num_microbatches, seconds=lambda task: seconds.get(task.phase, 0.0), backward=backward
         )
         phases = {task.phase for task in schedule.tasks} - {"forward", "update"}
@@ -207,7 +207,7 @@ def test_heavy_branches_side_by_side_take_less_time_than_a_chain(num_microbatche
         def of(task: Task) -> float:
             return {"forward": 1.0, "backward": 2.0}.get(task.phase, 0.0) * float(seconds[task.stage])
 
-        return simulate(as_they_come(edges, submesh_of, num_microbatches, seconds=of), of).makespan_s
+        return simulate(list_schedule(edges, submesh_of, num_microbatches, seconds=of), of).makespan_s
 
     chains = [[int(layer >= cut) for layer in range(len(work()))] for cut in range(1, len(work()))]
     best = min(makespan(chain, [(0, 1)], [0, 1]) for chain in chains)

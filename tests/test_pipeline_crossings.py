@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.pipeline.run.transfers import Crossing, as_it_lies, devices_of, wire
+from autopar.pipeline.run.transfers import Crossing, devices_of, unchanged_wire, wire
 
 
 def on(devices: slice, *sizes: int, spec: P) -> NamedSharding:
@@ -42,8 +42,8 @@ def test_a_value_arrives(source: NamedSharding, target: NamedSharding, parts: in
     assert crossing.is_here == (source.device_set == target.device_set)
 
 
-def test_as_it_lies_only_between_equal_sizes() -> None:
+def test_a_wire_without_resharding_needs_equal_sizes() -> None:
     two, other, four = (on(slice(i, i + n), n, spec=P("a")) for i, n in ((0, 2), (2, 2), (4, 4)))
-    passing = as_it_lies(two, other)
+    passing = unchanged_wire(two, other)
     assert passing is not None and (passing.source, passing.target.spec) == (two, two.spec)
-    assert as_it_lies(two, four) is None
+    assert unchanged_wire(two, four) is None

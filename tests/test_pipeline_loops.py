@@ -17,7 +17,7 @@ from pipelines import assert_alike, crossing, pipelined
 
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.run.stacked_leaves import as_arrays, joined, part_of
+from autopar.pipeline.run.stacked_leaves import as_arrays, assembled, part_of
 
 WIDTH, LAYERS, BATCH = 16, 6, 8
 SGD = optax.sgd(0.1)
@@ -179,7 +179,7 @@ def test_a_leaf_in_unequal_parts_is_read_and_saved_as_one(tmp_path: Path) -> Non
     parts: dict[Rows | None, Any] = {
         rows: jax.device_put(part_of(whole, rows, sharding), sharding) for rows, sharding in shardings.items()
     }
-    leaf = joined(parts)
+    leaf = assembled(parts)
     state = {"stack": leaf, "other": jnp.ones(3)}
     assert jax.tree.structure(state) == jax.tree.structure({"stack": 0, "other": 0})
     np.testing.assert_array_equal(np.asarray(leaf), whole)

@@ -21,7 +21,7 @@ from test_stages import mlp, plan, staged
 import autopar
 from autopar.errors import PlotError, StepSignatureError
 from autopar.pipeline.draw.perfetto import perfetto_trace
-from autopar.pipeline.draw.predicted_vs_measured import differences, stage_twins
+from autopar.pipeline.draw.predicted_vs_measured import compare_stages, differences
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
 from autopar.pipeline.run.measured import run_measured
@@ -167,7 +167,7 @@ def timelines(slower: dict[int, float]) -> tuple[PipelineTimeline, PipelineTimel
 
 def test_the_stage_that_is_slowest_is_named() -> None:
     simulated, measured = timelines({1: 2.5, 2: 1.2})
-    assert [one.factor for one in stage_twins(simulated, measured)] == pytest.approx([1.0, 25 / 13, 14.6 / 13])
+    assert [one.factor for one in compare_stages(simulated, measured)] == pytest.approx([1.0, 25 / 13, 14.6 / 13])
     step, stage = differences(simulated, measured)
     slower = 100 * (measured.makespan_s / simulated.makespan_s - 1)
     assert f"instead of 19.0 ms ({slower:+.0f} %)" in step and "instead of 32 %" in step
@@ -175,7 +175,7 @@ def test_the_stage_that_is_slowest_is_named() -> None:
     assert "most of all backward, 2.5 times as long" in stage and "of stage 0, 1 times as long" in stage
 
 
-def test_stages_that_are_slow_alike_are_not_blamed() -> None:
+def test_equally_slow_stages_are_not_named() -> None:
     _, stage = differences(*timelines(dict.fromkeys(range(3), 1.5)))
     assert "no stage stands out" in stage
 
@@ -183,9 +183,9 @@ def test_stages_that_are_slow_alike_are_not_blamed() -> None:
 def test_tasks_that_were_not_run_are_not_compared() -> None:
     simulated, measured = timelines({})
     some = replace(measured, spans=tuple(span for span in measured.spans if span.task.stage != 1))
-    assert [one.stage for one in stage_twins(simulated, some)] == [0, 2]
+    assert [one.stage for one in compare_stages(simulated, some)] == [0, 2]
     pieces = (Span(0, Task(0, 0, "update"), 30e-3, 30.5e-3), Span(0, Task(0, 0, "update"), 31e-3, 32e-3))
-    (one,) = stage_twins(simulated, replace(measured, spans=pieces))
+    (one,) = compare_stages(simulated, replace(measured, spans=pieces))
     assert (one.predicted_s, one.measured_s) == pytest.approx((1e-3, 1.5e-3))
     assert len(differences(simulated, replace(measured, spans=()))) == 1
 

@@ -21,8 +21,7 @@ from autopar import errors
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.runtime import jit as execute
-from autopar.runtime.distributed import device_order
-from autopar.runtime.distributed import process_sentinel as obituary
+from autopar.runtime.distributed import device_order, process_sentinel
 from autopar.runtime.distributed.coordination_store import Service
 from autopar.runtime.distributed.exchange import Exchange, Member
 from autopar.runtime.distributed.fault_attribution import Judge, Record, step_times
@@ -97,7 +96,7 @@ def test_batches_of_every_kind_of_array_and_pytree() -> None:
     assert float(step(state, batch)[1]) == pytest.approx(120.0, abs=1e-3)
 
 
-def test_an_argument_is_told_by_its_pytree_or_its_name() -> None:
+def test_shard_batch_identifies_an_argument_by_pytree_or_name() -> None:
     @autopar.parallelize(mesh="8")
     def step(state: jax.Array, images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         return state + images.sum() + labels.sum(), (images * labels).sum()
@@ -105,7 +104,7 @@ def test_an_argument_is_told_by_its_pytree_or_its_name() -> None:
     image = jax.ShapeDtypeStruct((16, 8), "float32")
     step.init(lambda: jax.numpy.zeros(()), images=image, labels=image)
     data = np.ones((16, 8), np.float32)
-    with pytest.raises(errors.BatchError, match=r"which argument of `.*step` this is: images, labels"):
+    with pytest.raises(errors.BatchError, match=r"cannot identify the argument of `.*step`: images, labels fit"):
         step.shard_batch(data)
     assert step.shard_batch(data, argument="labels").shape == (16, 8)
     with pytest.raises(errors.BatchError, match="the argument `label` of"):
@@ -186,13 +185,13 @@ HOST = r"\(host \S+\)"
 @pytest.mark.parametrize(
     ("mistake", "kind", "text"),
     [
-        ("code", "ProcessError", rf"process 1 {HOST}: its program is another: .*on process 0"),
-        ("number", "ProcessError", rf"process 1 {HOST}: a number written into its program is another: \S+\.py:\d+"),
+        ("code", "ProcessError", rf"process 1 {HOST}: its program differs: .*on process 0"),
+        ("number", "ProcessError", rf"process 1 {HOST}: a constant of its program differs: \S+\.py:\d+"),
         ("option", "ProcessError", rf"process 1 {HOST}: the option mesh is '4', and '2x2' on process 0"),
         (
             "shape",
             "ProcessError",
-            rf"process 1 {HOST}: its program is another: input `batch/x`: \S+\[16,64\] on process 0, \S+\[32,64\] there",
+            rf"process 1 {HOST}: its program differs: input `batch/x`: \S+\[16,64\] on process 0, \S+\[32,64\] there",
         ),
         ("budget", "BudgetError", "memory"),
         ("plan", "ProcessError", rf"process 1 {HOST}: its given plan is another"),
@@ -206,7 +205,7 @@ HOST = r"\(host \S+\)"
             rf"process 1 {HOST}: `batch/x` has shape \(7, 64\), and the plan takes \(8, 64\), the",
         ),
         ("dtype", "BatchError", r"`batch/y` is int32, and the plan was made for float32"),
-        ("no array", "BatchError", "`batch/y` is of type object, of which NumPy makes no array"),
+        ("no array", "BatchError", "`batch/y` is of type object, which NumPy cannot convert"),
         ("other paths", "BatchError", "got `batch/z`, which are not the paths of any argument"),
         ("host batch", "BatchError", rf"`batch/x` must be equal on every process.*process 1 {HOST} gave other"),
         ("size", "MeshError", r"mesh 2x8 .* needs 16 devices, but 4 \(cpu; 2 processes x 2\) are visible"),
@@ -361,7 +360,7 @@ def test_a_process_that_does_not_come_is_named_to_those_that_did() -> None:
     told = at_once(*[lambda exchange: exchange.judged("it", 0, len)] * 2, lambda exchange: None, wait_s=0.2)
     for error in told[:2]:
         assert isinstance(error, errors.ProcessError)
-        assert "process 2 of 3 did not come to it within 0.2 s" in str(error)
+        assert "process 2 of 3 did not arrive at it within 0.2 s" in str(error)
 
 
 def test_a_process_that_makes_another_call_is_named() -> None:
@@ -416,7 +415,7 @@ def test_who_is_behind_hangs_and_who_waits_does_not() -> None:
     )
 
 
-def test_a_collective_that_never_ends_is_no_ones_fault_but_told() -> None:
+def test_a_hanging_collective_is_reported_without_a_culprit() -> None:
     judge = Judge(MEMBERS, timeout_s=1e6, step_timeout_s=10)
     assert judge.verdict(records(6, 6, 6), 0.0) is None
     told = judge.verdict(records(6, 6, 6, beat=2), 11.0)
@@ -471,11 +470,11 @@ def test_an_error_of_the_loop_goes_through_a_watch_of_one_process() -> None:
         raise KeyError("own")
 
 
-def test_a_death_without_a_word_is_told_by_whom_it_was() -> None:
+def test_a_process_that_dies_silently_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         free.listen()
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        assert "process 1 was ended from outside its loop" in obituary.line("process 1", "process 0", address)
-    assert "process 0, in which" in obituary.line("process 1", "process 0", address)
-    assert "process 0 was ended from outside its loop" in obituary.line("process 0", "process 0", address)
+        assert "process 1 was ended from outside its loop" in process_sentinel.line("process 1", "process 0", address)
+    assert "process 0, in which" in process_sentinel.line("process 1", "process 0", address)
+    assert "process 0 was ended from outside its loop" in process_sentinel.line("process 0", "process 0", address)

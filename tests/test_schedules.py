@@ -23,7 +23,7 @@ from autopar.pipeline.draw.palette import label
 from autopar.pipeline.draw.perfetto import perfetto_trace
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
-from autopar.pipeline.schedule.in_flight import held_most, in_flight
+from autopar.pipeline.schedule.in_flight import in_flight, peak_held
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
@@ -138,7 +138,7 @@ def test_idle_time_is_as_published(kind: ScheduleKind) -> None:
 def test_most_in_flight_is_as_published(kind: ScheduleKind) -> None:
     for shape in shapes(kind):
         assert kind.in_flight
-        assert held_most(built(kind, shape), lambda stage: 1) == kind.in_flight(shape), shape
+        assert peak_held(built(kind, shape), lambda stage: 1) == kind.in_flight(shape), shape
 
 
 @EVERY
@@ -242,7 +242,7 @@ def test_orders_obey_pairwise_rules() -> None:
 def test_zero_bubble_holds_no_more_than_1f1b() -> None:
     for p in range(1, 7):
         for m in range(1, 12):
-            most = [max(held_most(build(name, p, m), lambda stage: 1)) for name in ("1f1b", "zb-h1")]
+            most = [max(peak_held(build(name, p, m), lambda stage: 1)) for name in ("1f1b", "zb-h1")]
             assert most[0] == most[1]
 
 
@@ -260,10 +260,10 @@ def test_zero_bubble_with_long_weight_parts() -> None:
 def test_what_is_held_by_stage_and_in_bytes() -> None:
     assert in_flight(build("1f1b", 3, 8)) == ({0: 3}, {1: 2}, {2: 1})
     assert in_flight(build("interleaved", 2, 4, virtual=2)) == ({0: 4, 2: 2}, {1: 3, 3: 1})
-    assert held_most(build("interleaved", 2, 4, virtual=2), lambda stage: 10**stage) == (203, 1020)
-    assert held_most(build("zb-h1", 3, 8), lambda stage: 4) == (12, 12, 12)
+    assert peak_held(build("interleaved", 2, 4, virtual=2), lambda stage: 10**stage) == (203, 1020)
+    assert peak_held(build("zb-h1", 3, 8), lambda stage: 4) == (12, 12, 12)
     # Once the input part is through, half is free: the last submesh puts off two weight parts.
-    assert held_most(build("zb-h1", 3, 8), lambda stage: 4, lambda stage: 2) == (12, 10, 8)
+    assert peak_held(build("zb-h1", 3, 8), lambda stage: 4, lambda stage: 2) == (12, 10, 8)
 
 
 def test_a_measured_timeline_has_the_same_figures() -> None:
@@ -312,12 +312,12 @@ def test_branches_run_at_once() -> None:
         (
             lambda: build("interleaved", 4, 6, virtual=2),
             "schedule 'interleaved' runs in rounds of one microbatch for each of its 4 submeshes, and 6 microbatches are"
-            " no whole number of rounds: take 4 or 8 microbatches, or schedule='1f1b', which takes any number",
+            " not a whole number of rounds: choose 4 or 8 microbatches, or schedule='1f1b', which takes any number",
         ),
-        (lambda: build("interleaved", 4, 3, virtual=2), "no whole number of rounds: take 4 microbatches, or"),
+        (lambda: build("interleaved", 4, 3, virtual=2), "not a whole number of rounds: choose 4 microbatches, or"),
     ],
 )  # fmt: skip
-def test_what_a_user_is_told(call: Callable[[], object], message: str) -> None:
+def test_errors_of_users_schedules(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         call()
 
@@ -336,15 +336,15 @@ B = lambda stage, microbatch: Task(stage, microbatch, "backward")  # noqa: E731
     [
         (
             made([[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], [F(1, 0), F(1, 1), B(1, 0), B(1, 1)]]),
-            "schedule 'mine' waits for itself: on submesh 0, the backward of microbatch 0 on stage 0 waits for the backward"
+            "schedule 'mine' deadlocks: on submesh 0, the backward of microbatch 0 on stage 0 waits for the backward"
             " of microbatch 0 on stage 1, which submesh 1 runs after the forward of microbatch 1 on stage 1; on submesh 1,"
             " the forward of microbatch 1 on stage 1 waits for the forward of microbatch 1 on stage 0, which submesh 0 runs"
-            " after the backward of microbatch 0 on stage 0. A submesh runs its tasks in the order given: put what others"
-            " wait for first",
+            " after the backward of microbatch 0 on stage 0. A submesh runs its tasks in the given order: move tasks"
+            " that others wait for to the front",
         ),
         (
             made([[B(0, 0), F(0, 0)]], ()),
-            "schedule 'mine' waits for itself: on submesh 0, the backward of microbatch 0 on stage 0 waits for the forward of"
+            "schedule 'mine' deadlocks: on submesh 0, the backward of microbatch 0 on stage 0 waits for the forward of"
             " microbatch 0 on stage 0, which submesh 0 runs after the backward of microbatch 0 on stage 0.",
         ),
         (
@@ -367,11 +367,11 @@ B = lambda stage, microbatch: Task(stage, microbatch, "backward")  # noqa: E731
         ),
         (
             made([[F(0, 0), B(1, 0), B(0, 0)], [F(1, 0)]]),
-            "schedule 'mine' runs microbatch 0 of stage 1 on submeshes 0 and 1; its backward pass must run where",
+            "schedule 'mine' runs microbatch 0 of stage 1 on submeshes 0 and 1; a backward pass must run",
         ),
     ],
 )  # fmt: skip
-def test_what_is_said_of_a_schedule_that_is_not_legal(schedule: Schedule, message: str) -> None:
+def test_errors_of_illegal_schedules(schedule: Schedule, message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         check(schedule)
 
@@ -428,7 +428,7 @@ def test_v_placement() -> None:
     assert [schedule.stages_on(submesh) for submesh in range(p)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
     timeline = simulate(schedule, lambda task: 0 if task.phase == "update" else 1)
     assert_legal(timeline, 2 * p)
-    assert max(held_most(schedule, lambda stage: 1)) <= 2 * p
+    assert max(peak_held(schedule, lambda stage: 1)) <= 2 * p
     one_way = simulate(build("zb-h1", p, m), lambda task: 0 if task.phase == "update" else 2)  # stages twice as long
     assert timeline.bubble_fraction < one_way.bubble_fraction
     assert longest_path(schedule, lambda task: 0 if task.phase == "update" else 1)[0] == timeline.makespan_s
@@ -465,7 +465,7 @@ def test_a_stage_on_two_submeshes() -> None:
     assert_legal(timeline, p)
     one_way = simulate(build("1f1b", p, p), lambda task: seconds[task.phase])
     assert timeline.bubble_fraction < one_way.bubble_fraction
-    assert max(held_most(schedule, lambda stage: 1)) <= p
+    assert max(peak_held(schedule, lambda stage: 1)) <= p
 
 
 SLICES = 3

@@ -15,7 +15,7 @@ from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShap
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.microbatch_search import over_microbatches
-from autopar.pipeline.search.plan_stages import StagesAsked, searches_of
+from autopar.pipeline.search.plan_stages import StageRequest, searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
 from autopar.pipeline.search.scaled_costs import ScaledCosts
 from autopar.pipeline.search.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts
@@ -198,7 +198,7 @@ def test_numbers_of_microbatches_are_estimated_from_one_layer() -> None:
 def test_a_climb_by_estimates_ends_where_one_by_searches_does() -> None:
     found, _ = cuttable()
     slow = replace(H100, network_link=LinkProfile(1e9, 1e-5), devices_per_host=1)
-    asked = StagesAsked(cluster=Cluster((DeviceGroup(slow.name, 2, 1),)), profiles={slow.name: slow})
+    asked = StageRequest(cluster=Cluster((DeviceGroup(slow.name, 2, 1),)), profiles={slow.name: slow})
     numbers, start = (2, 4, 8, 16), 16
     searched, estimating = searches_of(found, asked), searches_of(found, asked)
     on_one_each = partial(StageSearch.one_device_each, schedules=("1f1b",))

@@ -99,7 +99,7 @@ def test_a_state_from_elsewhere_is_laid_out() -> None:
     assert devices_of(new.params["Dense_3"]["kernel"]) == [4, 5, 6, 7]
 
 
-def test_batches_are_laid_out_and_shapes_planned_anew() -> None:
+def test_batches_are_sharded_and_new_shapes_are_planned() -> None:
     step = staged()
     state = step.init(mlp().create_state, jax.random.key(0), batch=mlp().make_batch(0))
     batch = step.shard_batch(mlp().make_batch(1))
@@ -224,7 +224,7 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
         ({"schedule": "gpip"}, ScheduleError, "Did you mean 'gpipe'"),
         ({"num_microbatches": 5}, MicrobatchError, "5"),
         ({"num_microbatches": 0}, MicrobatchError, "`num_microbatches` is 0"),
-        ({"memory_budget_bytes": 1e4}, BudgetError, "train_step` fit 9.50 KB a device"),
+        ({"memory_budget_bytes": 1e4}, BudgetError, "train_step` fit 9.50 KB per device"),
         ({"hardware": {"h100-sxm": 4}, "num_devices": 8}, ClusterError, "names 4 devices, but 8"),
         ({"hardware": H100, "num_devices": 12}, ClusterError, "not whole hosts of 8"),
     ],

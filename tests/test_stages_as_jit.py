@@ -68,7 +68,7 @@ def test_an_update_of_features_in_each_of_several_microbatches() -> None:
 def test_a_schedule_without_backward_passes_is_refused(schedule: str) -> None:
     step = _trained(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
     planned = autopar.parallelize(step, stages=2, schedule=schedule, cache=False)
-    with pytest.raises(ScheduleError, match=r"'inference' runs forward passes only, and `.*step` has a backward pass"):
+    with pytest.raises(ScheduleError, match=r"'inference' runs forward passes only, but `.*step` has a backward pass"):
         planned(_params(a=(5, 5), b=(5, 3)), X)
 
 
@@ -83,7 +83,7 @@ def test_constants_among_the_results_have_the_dtypes_of_jit() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_an_embedding_beside_a_dense_input(num_microbatches: int) -> None:
+def test_an_embedding_next_to_a_dense_input(num_microbatches: int) -> None:
     def forward(p: Any, batch: Any) -> Any:
         return jnp.tanh((batch["x"] + p["table"][batch["ids"]]) @ p["a"]) @ p["b"]
 
@@ -119,7 +119,7 @@ def test_one_example_in_each_microbatch(stages: int, schedule: str) -> None:
     assert len(plan.stages) == stages
 
 
-def test_interleaved_makes_as_many_stages_as_asked_for() -> None:
+def test_interleaved_makes_the_requested_number_of_stages() -> None:
     def forward(p: Any, x: Any) -> Any:
         for name in ("a", "b", "c", "d"):
             x = x + jnp.tanh(x @ p[name])
@@ -139,11 +139,11 @@ def test_interleaved_makes_as_many_stages_as_asked_for() -> None:
     assert "4 stages on 1 + 1 devices, 2 on each submesh, interleaved" in text
     assert "among stages in the order of the devices" in text
     assert 'one program on all devices was not planned: `stages="auto"` plans both' in text
-    with pytest.raises(BudgetError, match="ask for a multiple of 2, at least 4"):
+    with pytest.raises(BudgetError, match="choose a multiple of 2, at least 4"):
         autopar.plan(step, params, X, stages=2, **options)
 
 
 def test_more_stages_than_devices_are_refused() -> None:
     step = _trained(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
-    with pytest.raises(ClusterError, match="3 stages were asked for, and 1 device can have at most 1: ask for 1 to 1"):
+    with pytest.raises(ClusterError, match="3 stages were requested, and 1 device can have at most 1: choose 1 to 1"):
         autopar.plan(step, _params(a=(5, 5), b=(5, 3)), X, stages=3, num_devices=1, hardware="h100-sxm", cache=False)

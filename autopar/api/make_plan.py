@@ -31,7 +31,7 @@ from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
 from autopar.pipeline.plan_files import plan_from_json
-from autopar.pipeline.search.plan_stages import StagesAsked, plan_stages
+from autopar.pipeline.search.plan_stages import StageRequest, plan_stages
 from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.request import Metadata, PlanRequest, Progress, requested_profile
@@ -191,7 +191,7 @@ def planning(
     _refuse(options)
     cluster, profiles = cluster_of(hardware, options.get("num_devices"), options.get("mesh"))
     one = PlanRequest(**options | {"hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices})
-    staged = StagesAsked(
+    staged = StageRequest(
         cluster=cluster,
         profiles=profiles,
         stages=stages,
@@ -211,7 +211,7 @@ def plan_program(program: Program, **options: Any) -> AnyPlan:
     return planning(**options)(program)
 
 
-def _plan_in_stages(program: Program, staged: StagesAsked, one: PlanRequest) -> AnyPlan:
+def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) -> AnyPlan:
     """The pipeline plan of a step, or the plan of one program where the number of stages is to be found.
 
     Args:
@@ -369,7 +369,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
         )
 
 
-def _faster(program: Program, staging: StagesAsked, request: PlanRequest) -> AnyPlan:
+def _faster(program: Program, staging: StageRequest, request: PlanRequest) -> AnyPlan:
     """The faster of the pipeline plan and the plan of one program, of which only one may fit."""
     failures: list[AutoparError] = []
     one, staged = None, None

@@ -232,7 +232,7 @@ class ParallelStep(Generic[P]):
                 jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type, sharding=sharding)
                 for one, sharding in zip(map(shape_struct, leaves), self._prepare(call).in_shardings, strict=True)
             ]
-            return state_like(state, step_args, call.arguments_anew(jax.tree.unflatten(structure, laid)))
+            return state_like(state, step_args, call.rebuilt_arguments(jax.tree.unflatten(structure, laid)))
 
     def shard_batch(self, batch: Any, *, argument: str | None = None) -> Any:
         """Make a batch into global arrays with the plan's shardings, for the step.

@@ -22,7 +22,7 @@ from autopar.jax_interop.partition_spec import named_shardings
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.run.batches import Gathering
-from autopar.pipeline.run.stacked_leaves import joined, rows_of
+from autopar.pipeline.run.stacked_leaves import assembled, rows_of
 from autopar.pipeline.run.step import PipelinedStep
 from autopar.pipeline.run.transfers import is_mine, without_shards
 from autopar.pipeline.schedule.timeline import PipelineTimeline
@@ -180,7 +180,7 @@ def built(
         make_own(arrays)
         for (position, rows, _), array in zip(own, arrays, strict=True):
             found[position][rows] = array
-    return [joined(parts) for parts in found]
+    return [assembled(parts) for parts in found]
 
 
 def _made(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:

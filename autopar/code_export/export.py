@@ -35,7 +35,7 @@ from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
 from autopar.plans.records import Constraint
 from autopar.rules.table import traits_of
-from autopar.runtime.registered_collectives import Through, steps_of
+from autopar.runtime.registered_collectives import RegisteredResharding, steps_of
 from autopar.runtime.xla_options import compiler_options
 from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes, human_seconds, printable
@@ -46,7 +46,7 @@ _COPIED_FROM = "# The rest of this file is the same for every plan.\n"
 _WIDTH = 118
 
 #: Constraints on a value: shardings and collectives in order, the source line, whether an expert would write them.
-_Row = tuple[tuple[TensorSharding | Through, ...], str, bool]
+_Row = tuple[tuple[TensorSharding | RegisteredResharding, ...], str, bool]
 
 
 #: Name of a registered collective -> the line that imports its function, and the function's name in the file.
@@ -306,22 +306,20 @@ def _table(name: str, kind: str, about: str, rows: Sequence[tuple[str, str, str]
     return "\n".join([*lines, "}"])
 
 
-def _specs(steps: Sequence[TensorSharding | Through], functions: _Functions) -> str:
-    return (
-        f"[{', '.join(_collective_call(one, functions) if isinstance(one, Through) else _spec(one) for one in steps)}]"
-    )
+def _specs(steps: Sequence[TensorSharding | RegisteredResharding], functions: _Functions) -> str:
+    return f"[{', '.join(_collective_call(one, functions) if isinstance(one, RegisteredResharding) else _spec(one) for one in steps)}]"
 
 
-def _collective_call(one: Through, functions: _Functions) -> str:
+def _collective_call(one: RegisteredResharding, functions: _Functions) -> str:
     """The code of a `CollectiveCall`: `(collective_0, P("data"), P(), ("data",), {"dim": 0})`."""
     dims = ", ".join(f"{_literal(name)}: {dim}" for name, dim in one.dims.items())
     _, function = functions[one.name]
     return f"({function}, {_spec(one.before)}, {_spec(one.after)}, {_literal(one.moved.axes)}, {{{dims}}})"
 
 
-def _functions(steps: Iterable[TensorSharding | Through]) -> _Functions:
+def _functions(steps: Iterable[TensorSharding | RegisteredResharding]) -> _Functions:
     """The functions of the registered collectives among some steps; ExportError if a file cannot import one."""
-    names = {one.name: one.like for one in steps if isinstance(one, Through)}
+    names = {one.name: one.like for one in steps if isinstance(one, RegisteredResharding)}
     found = {}
     for n, (name, like) in enumerate(names.items()):
         run = runner_of(name, like)

@@ -1,7 +1,8 @@
-"""Values that a loop carries and only adds to, from zeros on: gradients that are accumulated, for example.
+"""Find loop carries that are accumulators: sums that start at zero, such as accumulated gradients.
 
-In: a trace and one of its loops. Out: the carries that are such sums. A sum that is pending over devices may stay so
-from trip to trip, and be taken once, after the loop.
+In: a trace and one of its loops.
+Out: the carries that are accumulators. One that is unreduced over devices may stay so across iterations, with a single
+reduction after the loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from autopar.rules.table import traits_of
 
 
 def sums_of(trace: Trace, region: Region) -> tuple[tuple[int, int], ...]:
-    """Of a loop's carries, as the pieces that they enter and leave by, those that are sums from zero."""
+    """The carries of a loop that are accumulators, as pairs of entering and leaving pieces."""
     return tuple(pair for pair in region.carries(trace.equations) if _is_sum(trace, *pair))
 
 

@@ -1,10 +1,11 @@
-"""One call of a user's step, as the planner sees it: trees of arrays and a pure function of them.
+"""Represent one call of a user's step as pytrees of arrays and a pure function of them.
 
     Step + args, kwargs -> Call: names, trees, key, function -> Results -> Call.finish
 
-In: a step and its arguments. Out: `Call`. What is no array is closed over in `function` and part of `key`; objects that
-the step changes in place go in as values, and the new values come out beside the step's own result. `finish` makes of
-the arrays that were computed what the step returns, and changes the user's objects as the step would have.
+In: a step and its arguments.
+Out: `Call`. Values that are not arrays are closed over in `function` and part of `key`. Objects that the step mutates
+enter as values, and their new values are returned next to the step's result. `finish` turns the computed arrays into
+the step's result and mutates the user's objects as the step would.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from autopar.frontend.step import Step
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a step's result is beside its arrays, as tracing has shown it.
+    """The static part of a step's result, known after tracing.
 
     Args:
-        result: of what it returns.
-        updated: of the arguments whose objects it changed, by name: what these hold now.
-        graph: of the objects of the arguments and then those of the result; None where there are none.
+        result: the static part of what it returns.
+        updated: by argument whose objects it mutates, the static part of their new values.
+        graph: the graph of the objects of the arguments and of the result; None without objects.
     """
 
     result: Kept
@@ -52,21 +53,23 @@ class Results:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step returns arrays and nothing else."""
+        """Whether the step returns only arrays."""
         return self.graph is None and self.result.is_plain
 
 
 @dataclass(eq=False)
 class Call:
-    """A call, open as long as it is needed: `opened`.
+    """A call that is open inside `opened`.
 
     Args:
-        names: of the arguments that hold arrays. trees: these, one for each.
-        kept: what else they are.
+        names: the names of arguments that hold arrays.
+        trees: the arrays of each of these arguments.
+        kept: the static part of each.
         static: the other arguments, by name.
-        all_names, num_positional: of all arguments, in the order in which the step takes them.
-        held: of each object among them, what it holds.
-        results: known once `function` has been traced.
+        all_names: the names of all arguments in the step's order.
+        num_positional: the number of positional arguments.
+        held: the values of each object in the arguments.
+        results: known after `function` has been traced.
     """
 
     step: Step
@@ -82,18 +85,18 @@ class Call:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the trees are the arguments themselves, all given by position."""
+        """Whether the trees are the arguments themselves, all positional."""
         whole = self.num_positional == len(self.all_names) and not self.static
         return whole and all(kept.is_plain for kept in self.kept)
 
     @functools.cached_property
     def key(self) -> Any:
-        """What a plan is made for: names, structures, what is no array, shapes and dtypes."""
+        """The key of a plan: names, structures, static values, shapes and dtypes."""
         shapes = tuple(shape_and_dtype(leaf) for tree in self.trees for leaf in jax.tree.leaves(tree))
         return self.names, self.kept, tuple(self.static.items()), self.objects.graph, shapes
 
     def differs_in(self, key: Any) -> str | None:
-        """Where another call's key has other values of what is no array, and the same of all else: whose they are."""
+        """The arguments whose static values differ from another call's key, if all else is equal; None otherwise."""
         names, kept, static, _, shapes = key
         if (names, shapes) != (self.names, self.key[-1]) or key == self.key:
             return None
@@ -103,11 +106,11 @@ class Call:
 
     @property
     def input_paths(self) -> tuple[str, ...]:
-        """Of each array, `state/params/Dense_0/kernel`."""
+        """The path of each array, such as `state/params/Dense_0/kernel`."""
         return tuple(p for n, tree in zip(self.names, self.trees, strict=True) for p in leaf_paths(tree, n))
 
     def output_paths(self, outputs: Any) -> tuple[str, ...]:
-        """Of each array that `function` returns: what an object holds has the path that it had."""
+        """The path of each array that `function` returns; values of objects keep their input paths."""
         result, updated = self._parts(outputs)
         return (
             *leaf_paths(result, "out"),
@@ -115,7 +118,7 @@ class Call:
         )
 
     def updated_from(self, outputs: Any) -> tuple[tuple[int, int], ...]:
-        """Leaf positions of what objects hold, in the arguments and in what `function` returns."""
+        """Pairs of leaf positions of objects' values in the arguments and in the result of `function`."""
         result, updated = self._parts(outputs)
         first = len(jax.tree.leaves(result))
         after = dict(zip(self.output_paths(outputs)[first:], enumerate(jax.tree.leaves(updated), first), strict=True))
@@ -128,31 +131,31 @@ class Call:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Names of the arguments whose objects the step changes."""
+        """The names of arguments whose objects the step mutates."""
         return tuple(self.results.updated) if self.results is not None else ()
 
     @property
     def renewed(self) -> tuple[str, ...]:
-        """Names of those of them that hold nothing else: no array of theirs is needed after the call."""
+        """The names of mutated arguments without other arrays: none of their arrays is needed after the call."""
         whole = {n for n, kept in zip(self.names, self.kept, strict=True) if kept.is_of_objects}
         return tuple(name for name in self.changed if name in whole)
 
     def result_of(self, outputs: Any) -> Any:
-        """Of what `function` returns, the arrays of what the step returns."""
+        """The arrays of the step's result, from the result of `function`."""
         return self._parts(outputs)[0]
 
     def annotations(self) -> dict[str, Annotation]:
-        """By path, how the arguments' own metadata say to split them."""
+        """The sharding annotations in the arguments' metadata, by path."""
         found: dict[str, Annotation] = {}
         numbers = iter(range(len(self.held)))
         for name, tree, kept in zip(self.names, self.trees, self.kept, strict=True):
             found |= annotations_in(tree, name)
-            told = at_objects(kept, (self._annotations_of(next(numbers)) for _ in range(kept.num_objects)))
-            found |= dict(zip(leaf_paths(told, name), jax.tree.leaves(told), strict=True))
+            annotations = at_objects(kept, (self._annotations_of(next(numbers)) for _ in range(kept.num_objects)))
+            found |= dict(zip(leaf_paths(annotations, name), jax.tree.leaves(annotations), strict=True))
         return found
 
     def function(self, *trees: Any) -> Any:
-        """The step as a pure function of trees of arrays; traced, it leaves `results` behind."""
+        """The step as a pure function of pytrees of arrays. Tracing it sets `results`."""
         values = self._values(trees)
         inside = self.objects.merge_inside(values)
         given = iter(inside)
@@ -171,7 +174,7 @@ class Call:
         return (tree, updated) if updated else tree
 
     def finish(self, results: Results, outputs: Any) -> Any:
-        """What the step returns, of the arrays that `function` returned; the user's objects hold theirs."""
+        """The step's result from the arrays that `function` returned. Updates the user's objects."""
         if results.graph is None:
             return put_together(results.result, outputs)
         tree, updated = outputs if results.updated else (outputs, {})
@@ -188,31 +191,31 @@ class Call:
         objects = iter(self.objects.merge(results.graph, values)[len(self.held) :])
         return put_together(results.result, tree, objects)
 
-    def result_anew(self, results: Results, outputs: Any) -> Any:
-        """The same, without touching the user's objects: of shapes, say, in place of arrays."""
+    def result_without_mutation(self, results: Results, outputs: Any) -> Any:
+        """The step's result without updating the user's objects, for example with shapes instead of arrays."""
         tree = outputs[0] if results.updated else outputs
         if results.graph is None:
             return put_together(results.result, tree)
         values = [*self.held, *values_of_objects(results.result, tree)]
-        objects = iter(self.objects.merge_anew(results.graph, values)[len(self.held) :])
+        objects = iter(self.objects.merge_new(results.graph, values)[len(self.held) :])
         return put_together(results.result, tree, objects)
 
-    def arguments_anew(self, trees: Sequence[Any]) -> dict[str, Any]:
-        """By name the arguments that hold arrays, with other leaves: shardings' shapes, say, or what was read from a
-        file. In place of the user's objects new ones."""
+    def rebuilt_arguments(self, trees: Sequence[Any]) -> dict[str, Any]:
+        """The arguments that hold arrays, by name, with other leaves, such as shapes or values read from a file.
+        User objects are replaced by new ones."""
         graph = self.objects.graph
-        objects = iter([] if graph is None else self.objects.merge_anew(graph, self._values(trees)))
+        objects = iter([] if graph is None else self.objects.merge_new(graph, self._values(trees)))
         return {n: put_together(k, t, objects) for n, k, t in zip(self.names, self.kept, trees, strict=True)}
 
     def hint(self) -> str:
-        """What to do where tracing fails for a Python number that the step needs as it is."""
+        """A hint for the user if tracing fails because the step needs a Python number as a constant."""
         named = [
             (path, leaf)
             for name, tree in zip(self.names, self.trees, strict=True)
             for path, leaf in zip(leaf_paths(tree, name), jax.tree.leaves(tree), strict=True)
             if is_number(leaf) and isinstance(leaf, bool | int)
         ]
-        named.sort(key=lambda one: not isinstance(one[1], bool))  # those first
+        named.sort(key=lambda one: not isinstance(one[1], bool))  # booleans first
         if not named:
             return ""
         path, leaf = named[0]
@@ -223,7 +226,7 @@ class Call:
             way = "give it as an argument of its own and name that in `static_argnames`, or close over it"
         return f" `{path}` is a Python {kind} ({leaf}), which is traced as an array; to branch on it or use it as a shape, {way}."
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _parts(self, outputs: Any) -> tuple[Any, dict[str, Any]]:
         assert self.results is not None, "it has been traced"
@@ -234,13 +237,13 @@ class Call:
 
     def _annotations_of(self, number: int) -> dict[str, Annotation]:
         found = {path: annotation_of(self.objects.variable(number, path)) for path in self.held[number]}
-        return {path: told for path, told in found.items() if told is not None}
+        return {path: annotation for path, annotation in found.items() if annotation is not None}
 
     def _updated(
         self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
     ) -> tuple[dict[str, Any], dict[str, Kept]]:
-        """Of the arguments that hold an object that was changed, what all their objects hold. An object that was only
-        read comes back as it went in, so it need not come back."""
+        """The new values of all objects of those arguments that hold a mutated object. Objects that were only read
+        keep their values and are not returned."""
         updated: dict[str, Any] = {}
         kept_updated: dict[str, Kept] = {}
         position = 0
@@ -255,10 +258,10 @@ class Call:
 
 @contextmanager
 def opened(step: Step, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Call]:
-    """A call of a step, for as long as it is traced or run.
+    """Open a call of a step for as long as it is traced or run.
 
     Raises:
-        StepSignatureError: the step does not take these arguments, or one holds what can neither be traced nor hashed.
+        StepSignatureError: the step does not take these arguments, or one is neither traceable nor hashable.
     """
     arguments = step.bind(args, kwargs)
     traced = [(n, v) for n, v in zip(arguments.names, arguments.values, strict=True) if n not in step.static_argnames]
@@ -297,6 +300,6 @@ def _static(name: str, value: Any) -> Static:
 
 
 def _same(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """Whether an object holds the very values that it held."""
+    """Whether an object still holds the same values, by identity."""
     old, new = jax.tree.leaves(before), jax.tree.leaves(after)
     return jax.tree.structure(before) == jax.tree.structure(after) and all(map(operator.is_, old, new))

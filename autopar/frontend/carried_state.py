@@ -1,6 +1,7 @@
-"""Which argument is the carried state: the one whose tree comes back in the output.
+"""Find the carried state: the arguments whose pytrees are returned in the output.
 
-In: argument and result trees of shapes. Out: pairs of leaf positions (input, output).
+In: the pytrees of shapes of arguments and result.
+Out: pairs of leaf positions (input, output).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 from autopar.errors import StepSignatureError
 from autopar.frontend.pytrees import shape_and_dtype
 
-_DEPTH = 3  # how far into the output a returned state is looked for: (state, loss), {"state": …}, …
+_DEPTH = 3  # the depth of the search in the output: (state, loss), {"state": …}, …
 
 
 def carried_arguments(
@@ -26,12 +27,12 @@ def carried_arguments(
     """Map each carried argument's position to the output leaf position where its tree starts.
 
     Args:
-        carry: names of the arguments to carry; None finds them: an argument is carried if a
-            subtree of the output has its structure, shapes and dtypes, each subtree used once.
-        in_place: names of arguments that are changed in place: they are left out.
+        carry: names of the arguments to carry; None finds them: an argument is carried if a subtree of the output has
+            its structure, shapes and dtypes. Each subtree is used once.
+        in_place: names of arguments that are mutated in place; they are skipped.
 
     Raises:
-        StepSignatureError: a name is no argument, or its tree does not come back.
+        StepSignatureError: a name is not an argument, or its tree is not returned.
     """
     every = [position for position, name in enumerate(names) if name not in in_place]
     wanted = every if carry is None else [_position(name, names) for name in carry]
@@ -88,7 +89,7 @@ def _signature(tree: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _subtrees(tree: Any, start: int, depth: int) -> Iterator[tuple[int, Any]]:
-    """(first leaf position, subtree) from the whole inwards, left to right."""
+    """(first leaf position, subtree) in pre-order."""
     yield start, tree
     if depth == 0:
         return

@@ -1,7 +1,8 @@
-"""A program as one list of equations, and as items: equations, and regions as a whole.
+"""Represent a program as a flat list of equations and regions, and as nested items.
 
-In: made by `flat_jaxpr`. Out: `Equation`s over numbered values, and `Region`s that say which of them are the body of a loop, or
-a branch; `items_of` and `laid` turn one form into the other, and `without_dead` drops what nothing reads.
+In: the output of `flat_jaxpr`.
+Out: `Equation`s over numbered values, and `Region`s that mark loop bodies and branches. `items_of` and `laid` convert
+between the two forms; `without_dead` eliminates dead code.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import Any, Literal
 
 from autopar.ir.graph import Phase
 
-#: What a value does at the border of a region. Going in: `enter_const` is the same in every trip, `enter_carry` what
-#: the first trip starts with, `enter_slice` one element of a stack for each trip, `enter_branch` for all branches.
-#: Coming out: `exit_carry` is what the last trip left, `exit_stack` what all trips made, `exit_branch` what the branch
-#: taken made. `index` and `predicate` choose a branch and end a loop; `barrier` is one of several values that
-#: the compiler must take to be made together.
+#: The role of a value at the border of a region. Entering: `enter_const` is the same in every iteration, `enter_carry`
+#: is the initial carry, `enter_slice` is one element of a stack per iteration, `enter_branch` is an operand of all
+#: branches. Leaving: `exit_carry` is the carry after the last iteration, `exit_stack` stacks the outputs of all
+#: iterations, `exit_branch` is the result of the branch taken. `index` selects a branch, `predicate` ends a loop;
+#: `barrier` is one of several values that the compiler must produce together.
 Piece = Literal[
     "enter_const",
     "enter_carry",
@@ -34,33 +35,32 @@ RegionKind = Literal["scan", "while", "cond", "barrier"]
 
 @dataclass(frozen=True, slots=True)
 class LiteralOperand:
-    """A scalar written into the program."""
+    """A scalar constant of the program."""
 
     value: Any
 
 
 Atom = int | LiteralOperand
-#: What replaces a value. A mapping keeps the values that it lacks.
+#: A replacement of values. A mapping keeps the values that it lacks.
 Substitution = Mapping[int, Atom] | Callable[[int], Atom]
 
 
 def substituted(atoms: Sequence[Atom], substitution: Substitution) -> tuple[Atom, ...]:
-    """Operands, or a program's results, with values replaced."""
+    """Operands, or a program's results, with replaced values."""
     of = substitution if callable(substitution) else lambda value: substitution.get(value, value)
     return tuple(of(atom) if isinstance(atom, int) else atom for atom in atoms)
 
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One primitive application, or one piece of a region; operands and results are positions in `Trace.avals`.
+    """One primitive application, or one piece of a region. Operands and results are positions in `Trace.avals`.
 
     Args:
-        repeat: how often a step runs it.
-        layer: where the program is cut into layers, the one that it belongs to; None of what belongs to each that
-            reads it.
+        repeat: the number of executions per step.
+        layer: the layer that it belongs to in a partitioned program; None if it belongs to every layer that reads it.
     """
 
-    source: Any  # JAX's own equation: primitive, parameters, context
+    source: Any  # JAX's equation: primitive, parameters, context
     operands: tuple[Atom, ...]
     results: tuple[int, ...]
     name_stack: Any
@@ -76,12 +76,12 @@ class Equation:
 
     @property
     def params_text(self) -> str:
-        """Its parameters as text, the same for equal ones."""
+        """Its parameters as text; equal parameters have equal texts."""
         return repr(sorted(self.source.params.items(), key=lambda item: item[0]))
 
     @property
     def reads(self) -> tuple[int, ...]:
-        """The values among its operands."""
+        """The operands that are values rather than literals."""
         return tuple(v for v in self.operands if isinstance(v, int))
 
     @property
@@ -89,19 +89,19 @@ class Equation:
         return bool(self.source.effects) and self.piece is None
 
     def reading(self, substitution: Substitution, **changes: Any) -> Equation:
-        """The equation with operands replaced, and `changes` to other fields."""
+        """A copy with replaced operands, and with `changes` to other fields."""
         return replace(self, operands=substituted(self.operands, substitution), **changes)
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Where the pieces and the sections of a loop, of branches or of a barrier stand in the list.
+    """The positions of the pieces and sections of a loop, a conditional or a barrier.
 
     Args:
-        enter: [start, stop) of the pieces that go in.
-        sections: [start, stop) of each: the body of a `scan`; condition and body of a `while`; the branches.
-        exit: [start, stop) of the pieces that come out. The operand of one is of the last section, but a `predicate`'s
-            of the first, and an `exit_branch` has one for each section.
+        enter: [start, stop) of the entering pieces.
+        sections: [start, stop) of each section: the body of a `scan`; condition and body of a `while`; the branches.
+        exit: [start, stop) of the leaving pieces. The operand of a piece is from the last section, except that a
+            `predicate`'s is from the first, and an `exit_branch` has one operand from each section.
     """
 
     kind: RegionKind
@@ -111,10 +111,10 @@ class Region:
     exit: tuple[int, int]
 
     def leaving(self, section: int, equations: Sequence[Equation]) -> Iterator[tuple[int, int]]:
-        """What a section gives out: the pieces that take it, and which of their operands it is.
+        """The outputs of a section: the pieces that take them, and the operand's index.
 
         Args:
-            equations: the list that the region stands in.
+            equations: the list that contains the region.
         """
         for n in range(*self.exit):
             if equations[n].piece == "exit_branch":
@@ -123,7 +123,7 @@ class Region:
                 yield n, 0
 
     def carries(self, equations: Sequence[Equation]) -> tuple[tuple[int, int], ...]:
-        """For each value that a loop carries, the pieces by which it enters and leaves."""
+        """The entering and the leaving piece of each carry."""
         enters = (n for n in range(*self.enter) if equations[n].piece == "enter_carry")
         leaves = (n for n in range(*self.exit) if equations[n].piece == "exit_carry")
         return tuple(zip(enters, leaves, strict=True))
@@ -131,7 +131,7 @@ class Region:
 
 @dataclass(slots=True)
 class Nest:
-    """A region as a whole, without a place in the list: so equations can be dropped from it, and added."""
+    """A region as a tree node, without positions, so that equations can be added and removed."""
 
     kind: RegionKind
     source: Any
@@ -144,7 +144,7 @@ Item = Equation | Nest
 
 
 def equations_of(item: Item) -> Iterator[Equation]:
-    """All equations of an item, those of regions too, in order."""
+    """All equations of an item in order, including those of regions."""
     if isinstance(item, Equation):
         yield item
         return
@@ -156,7 +156,7 @@ def equations_of(item: Item) -> Iterator[Equation]:
 
 
 def without_dead(items: Sequence[Item], live: set[int]) -> list[Item]:
-    """What is read, or has an effect; `live` grows by all that these read."""
+    """Eliminate dead items: keep those that are read or have an effect. `live` grows by the values that they read."""
     kept: list[Item] = []
     for item in reversed(items):
         if isinstance(item, Equation):
@@ -170,7 +170,8 @@ def without_dead(items: Sequence[Item], live: set[int]) -> list[Item]:
 
 
 def _living(nest: Nest, live: set[int]) -> Nest | None:
-    """A region without the pieces that nothing reads: neither after it, nor in a later trip of it."""
+    """A region without dead pieces, which neither later equations nor later iterations read; None if nothing is
+    left."""
     if nest.kind == "barrier":
         enter = [piece for piece in nest.enter if piece.results[0] in live]
         live.update(v for piece in enter for v in piece.reads)
@@ -183,7 +184,7 @@ def _living(nest: Nest, live: set[int]) -> Nest | None:
     before = -1
     sections = nest.sections
     exits: list[Equation] = []
-    while len(live) != before:  # a value carried on makes live what the trip before it reads
+    while len(live) != before:  # a live carry makes live what the previous iteration reads for it
         before = len(live)
         exits = [
             piece
@@ -206,7 +207,7 @@ def _carried_out(nest: Nest) -> Iterator[int]:
 
 
 def laid(items: Sequence[Item]) -> tuple[tuple[Equation, ...], tuple[Region, ...]]:
-    """Items as one list, and where the regions among them stand."""
+    """Flatten items to one list, with the positions of the regions."""
     equations: list[Equation] = []
     regions: list[Region] = []
     _lay(items, equations, regions)
@@ -236,7 +237,7 @@ def items_of(equations: Sequence[Equation], regions: Sequence[Region]) -> list[I
 
 
 def _lay(items: Sequence[Item], equations: list[Equation], regions: list[Region]) -> None:
-    """Write items one after another, and where the regions among them stand."""
+    """Append items to the list, and record the positions of their regions."""
     for item in items:
         if isinstance(item, Equation):
             equations.append(item)

@@ -1,9 +1,10 @@
-"""A program as one list of equations, loops and branches laid open in it.
+"""Flatten a jaxpr to one list of equations, including the bodies of loops and branches.
 
-In: a jaxpr, opened by `trace`. Out: `Equation`s over numbered values, and `Nest`s that are loops or branches. Calls are inlined. What has a program of its own (`scan`, `while`, `cond`) stands
-in the list as its *pieces*: one for each value that goes in, then its sections (a body, the branches), then one
-for each value that comes out. So each tensor that crosses the border of a loop is a decision of its own, the body
-is planned once, and together with all the rest.
+In: a jaxpr from `tracing`.
+Out: `Equation`s over numbered values, and `Nest`s for loops and branches. Calls are inlined. A primitive with its own
+program (`scan`, `while`, `cond`) becomes a list of *pieces*: one per entering value, then its sections (a body or the
+branches), then one per leaving value. So each tensor that crosses a loop's border is a separate decision, and the body
+is planned once, together with the rest.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autopar.rules.table import traits_of
 
 
 class Flattener:
-    """Appends equations to a builder while nested calls are inlined; the one mutable object of this module."""
+    """Appends equations to a builder while it inlines nested calls; the only mutable object of this module."""
 
     def __init__(self, builder: TraceBuilder) -> None:
         self.builder = builder
@@ -33,11 +34,11 @@ class Flattener:
         self.repeat = 1.0
 
     def new_value(self, aval: Any) -> int:
-        """A fresh value, made as often as what is being flattened runs."""
+        """A new value, produced as often as the current equation runs."""
         return self.builder.new(aval, self.repeat)
 
     def whole(self, traced: Any) -> tuple[tuple[int, ...], list[Atom]]:
-        """Append the equations of a whole step; its inputs and outputs."""
+        """Append the equations of a whole step. Return its inputs and outputs."""
         jaxpr, constants = jax_compat.open_jaxpr(traced)
         env = self._bound(jaxpr, constants)
         inputs = tuple(self.new_value(v.aval) for v in jaxpr.invars)
@@ -45,7 +46,7 @@ class Flattener:
         return inputs, self.inline(jaxpr, env, None)
 
     def _bound(self, jaxpr: Any, constants: Sequence[Any]) -> dict[Any, Atom]:
-        """Values for what a jaxpr has closed over."""
+        """Values for a jaxpr's constants."""
         env: dict[Any, Atom] = {}
         for var, constant in zip(jax_compat.constant_vars(jaxpr), constants, strict=True):
             value = env[var] = self.new_value(var.aval)
@@ -76,7 +77,7 @@ class Flattener:
             return self._call(compared, operands, stack)
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
-        is_named = of_zeros and source.primitive.name == "name"  # for `jax.checkpoint`'s policies, and nothing more
+        is_named = of_zeros and source.primitive.name == "name"  # an identity that names a value for `jax.checkpoint`
         if is_named or (traits_of(source.primitive.name).uniform and any(map(_is_zero, operands[:1]))):
             self.zeros.update(results)
         self.builder.add(self._made(source, tuple(operands), results, stack))
@@ -96,51 +97,51 @@ class Flattener:
     # -- regions -----------------------------------------------------------------------------
 
     def scan(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """Constants, carry and stacks go in; carry and stacks come out."""
+        """Constants, carries and stacks enter; carries and stacks leave."""
         num_consts, num_carry = jax_compat.scan_counts(source)
-        trips = float(source.params["length"])
-        kinds: list[Piece] = _so_many("enter_const", num_consts) + _so_many("enter_carry", num_carry)
-        kinds += _so_many("enter_slice", len(operands) - len(kinds))
+        trip_count = float(source.params["length"])
+        kinds: list[Piece] = _repeat_piece("enter_const", num_consts) + _repeat_piece("enter_carry", num_carry)
+        kinds += _repeat_piece("enter_slice", len(operands) - len(kinds))
         nest = Nest("scan", source)
         body = source.params["jaxpr"]
         inner = self._enter(
-            nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trips
+            nest, zip(kinds, operands, jax_compat.open_jaxpr(body)[0].invars, strict=True), stack, trip_count
         )
-        outs = self._section(nest, body, inner, stack, trips)
-        kinds = [*_so_many("exit_carry", num_carry), *_so_many("exit_stack", len(outs) - num_carry)]
-        return self._exit(nest, kinds, [(out,) for out in outs], stack, trips)
+        outs = self._section(nest, body, inner, stack, trip_count)
+        kinds = [*_repeat_piece("exit_carry", num_carry), *_repeat_piece("exit_stack", len(outs) - num_carry)]
+        return self._exit(nest, kinds, [(out,) for out in outs], stack, trip_count)
 
     def while_loop(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """The constants of both programs and the carry go in; the carry comes out."""
+        """The constants of condition and body and the carry enter; the carry leaves."""
         params = source.params
         num_test, num_body = params["cond_nconsts"], params["body_nconsts"]
         test, _ = jax_compat.open_jaxpr(params["cond_jaxpr"])
         body, _ = jax_compat.open_jaxpr(params["body_jaxpr"])
         invars = [*test.invars[:num_test], *body.invars]
-        kinds: list[Piece] = _so_many("enter_const", num_test + num_body)
-        kinds += _so_many("enter_carry", len(operands) - len(kinds))
+        kinds: list[Piece] = _repeat_piece("enter_const", num_test + num_body)
+        kinds += _repeat_piece("enter_carry", len(operands) - len(kinds))
         nest = Nest("while", source)
         inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
         carry = inner[num_test + num_body :]
         go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
         outs = self._section(nest, params["body_jaxpr"], inner[num_test:], stack, UNKNOWN_TRIPS)
-        kinds = ["predicate", *_so_many("exit_carry", len(outs))]
+        kinds = ["predicate", *_repeat_piece("exit_carry", len(outs))]
         return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIPS)
 
     def cond(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """Every branch is planned, and priced as if it ran."""
+        """All branches are planned, with the cost of each as if it ran."""
         branches = source.params["branches"]
         invars = jax_compat.open_jaxpr(branches[0])[0].invars
         nest = Nest("cond", source)
         nest.enter.append(self._made(source, (operands[0],), (), stack, "index"))
-        kinds: list[Piece] = _so_many("enter_branch", len(invars))
+        kinds: list[Piece] = _repeat_piece("enter_branch", len(invars))
         inner = self._enter(nest, zip(kinds, operands[1:], invars, strict=True), stack, 1.0)
         outs = [self._section(nest, branch, inner, stack, 1.0) for branch in branches]
-        kinds = _so_many("exit_branch", len(outs[0]))
+        kinds = _repeat_piece("exit_branch", len(outs[0]))
         return self._exit(nest, kinds, list(zip(*outs, strict=True)), stack, 1.0)
 
     def barrier(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """Each operand passes by itself. The compiler sees them pass together, in replay."""
+        """Each operand passes separately; replay makes one barrier for the compiler."""
         values = [operand for operand in operands if isinstance(operand, int)]
         passed = {value: self.new_value(self.builder.avals[value]) for value in values}
         pieces = [self._made(source, (value,), (passed[value],), stack, "barrier") for value in passed]
@@ -148,7 +149,7 @@ class Flattener:
         return [passed[operand] if isinstance(operand, int) else operand for operand in operands]
 
     def remat(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
-        """What is computed anew is inlined, behind a barrier: the compiler would find it computed before."""
+        """The rematerialized computation is inlined behind a barrier, or XLA's CSE would reuse the forward values."""
         barred = jax_compat.barred_operands(source)
         passed = iter(
             self.barrier(source, [o for o, is_barred in zip(operands, barred, strict=True) if is_barred], stack)
@@ -156,31 +157,31 @@ class Flattener:
         inner = [next(passed) if is_barred else o for o, is_barred in zip(operands, barred, strict=True)]
         return self._call(source.params["jaxpr"], inner, stack)
 
-    def _enter(self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trips: float) -> list[Atom]:
-        """Pieces that go in. A scalar of the program that no trip changes needs none."""
+    def _enter(self, nest: Nest, pieces: Iterable[tuple[Piece, Any, Any]], stack: Any, trip_count: float) -> list[Atom]:
+        """The entering pieces. A scalar literal that no iteration changes needs none."""
         inner: list[Atom] = []
         source = nest.source
         for kind, operand, var in pieces:
             if isinstance(operand, LiteralOperand) and kind in ("enter_const", "enter_branch"):
                 inner.append(operand)
                 continue
-            with _Repeated(self, trips):
+            with _Repeated(self, trip_count):
                 value = self.new_value(var.aval)
             inner.append(value)
-            with _Repeated(self, trips if kind == "enter_slice" else 1.0):
+            with _Repeated(self, trip_count if kind == "enter_slice" else 1.0):
                 nest.enter.append(self._made(source, (operand,), (value,), stack, kind))
         return inner
 
-    def _section(self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trips: float) -> list[Atom]:
-        with self.builder.at([]) as items, _Repeated(self, trips):
+    def _section(self, nest: Nest, jaxpr: Any, operands: Sequence[Any], stack: Any, trip_count: float) -> list[Atom]:
+        with self.builder.at([]) as items, _Repeated(self, trip_count):
             outs = self._call(jaxpr, operands, stack)
         nest.sections.append(items)
         return outs
 
     def _exit(
-        self, nest: Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trips: float
+        self, nest: Nest, kinds: Sequence[Piece], operands: Sequence[tuple[Any, ...]], stack: Any, trip_count: float
     ) -> Sequence[int]:
-        """Pieces that come out; the outer equation's results, in order."""
+        """The leaving pieces; returns the outer equation's results in order."""
         outvars = iter(nest.source.outvars)
         results: list[int] = []
         for kind, operand in zip(kinds, operands, strict=True):
@@ -188,7 +189,7 @@ class Flattener:
                 nest.exit.append(self._made(nest.source, operand, (), stack, kind))
                 continue
             results.append(self.new_value(next(outvars).aval))
-            with _Repeated(self, trips if kind == "exit_stack" else 1.0):
+            with _Repeated(self, trip_count if kind == "exit_stack" else 1.0):
                 nest.exit.append(self._made(nest.source, operand, (results[-1],), stack, kind))
         self.builder.add(nest)
         return results
@@ -205,14 +206,14 @@ _REGIONS: dict[str, Callable[..., Sequence[Any]]] = {
 
 
 class _Repeated:
-    """While entered, what is made is made so many times as often."""
+    """A context in which new values are produced `trip_count` times as often."""
 
-    def __init__(self, flattener: Flattener, trips: float) -> None:
-        self.flattener, self.trips = flattener, trips
+    def __init__(self, flattener: Flattener, trip_count: float) -> None:
+        self.flattener, self.trip_count = flattener, trip_count
 
     def __enter__(self) -> None:
         self.before = self.flattener.repeat
-        self.flattener.repeat *= self.trips
+        self.flattener.repeat *= self.trip_count
 
     def __exit__(self, *exception: object) -> None:
         self.flattener.repeat = self.before
@@ -225,7 +226,7 @@ def _is_zero(operand: Any) -> bool:
     return value.ndim == 0 and value.dtype.names is None and bool(value == 0)  # JAX's `float0` has names
 
 
-def _so_many(piece: Piece, count: int) -> list[Piece]:
+def _repeat_piece(piece: Piece, count: int) -> list[Piece]:
     return [piece] * count
 
 
@@ -239,7 +240,7 @@ def _refuse_ordered_effects(source: Any) -> None:
 
 @functools.lru_cache(maxsize=65536)
 def phase_of(name_stack: str) -> Phase:
-    """Forward, backward or update, read off a name stack.
+    """The phase (forward, backward or update) of a name stack.
 
     >>> phase_of("transpose(jvp(GPT))/h_0"), phase_of("jvp(GPT)/h_0"), phase_of("")
     ('backward', 'forward', 'update')
@@ -251,7 +252,7 @@ def phase_of(name_stack: str) -> Phase:
 
 @functools.lru_cache(maxsize=65536)
 def module_path(name_stack: str) -> str:
-    """The module path in a name stack, without the transformations around its parts.
+    """The module path of a name stack, without transformations.
 
     >>> module_path("transpose(jvp(GPT))/h_0/attn")
     'GPT/h_0/attn'

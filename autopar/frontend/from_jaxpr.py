@@ -1,6 +1,7 @@
-"""From a trace to the graph: the same equations in the same order, without JAX.
+"""Convert a trace to a graph with the same equations in the same order, without JAX.
 
-In: `Trace`. Out: `Graph`, whose node *n* is equation *n*.
+In: a `Trace`.
+Out: a `Graph`, whose node *n* is equation *n*.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from autopar.jax_interop import compat as jax_compat
 
 
 def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
-    """Build the graph; `carried` pairs positions of inputs and outputs that hold one state."""
+    """Build the graph. `carried` has pairs of input and output positions that hold the same state."""
     nodes = tuple(_node(equation) for equation in trace.equations)
-    if all(node.phase == "update" for node in nodes):  # nothing is differentiated: a forward pass
+    if all(node.phase == "update" for node in nodes):  # no gradients: all is a forward pass
         nodes = tuple(dataclasses.replace(node, phase="forward") for node in nodes)
     return Graph(
         values=tuple(_value(aval, repeat) for aval, repeat in zip(trace.avals, trace.repeats, strict=True)),
@@ -39,7 +40,7 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
 
 
 def _value(aval: Any, repeat: float) -> Value:
-    if not hasattr(aval, "shape"):  # a token: it has an order, but no size
+    if not hasattr(aval, "shape"):  # a token, which has an order but no size
         return Value((), "token", 0.0)
     return Value(tuple(int(size) for size in aval.shape), str(aval.dtype), jax_compat.itemsize(aval), repeat)
 
@@ -49,10 +50,10 @@ def _loops(trace: Trace) -> tuple[Loop, ...]:
 
 
 def _loop(trace: Trace, region: Region) -> Loop:
-    trips = float(region.source.params.get("length", UNKNOWN_TRIPS))
+    trip_count = float(region.source.params.get("length", UNKNOWN_TRIPS))
     stacks = tuple(n for n in range(*region.exit) if trace.equations[n].piece == "exit_stack")
     carries = region.carries(trace.equations)
-    return Loop(region.enter[0], region.exit[0], trips, carries, stacks, sums_of(trace, region))
+    return Loop(region.enter[0], region.exit[0], trip_count, carries, stacks, sums_of(trace, region))
 
 
 def _node(equation: Equation) -> Node:
@@ -70,7 +71,7 @@ def _node(equation: Equation) -> Node:
 
 
 def _params(equation: Equation) -> dict[str, Any]:
-    """What shapes a result; and of what the program splits itself, how."""
+    """The parameters that determine the result's shape; for shardings in the program, those too."""
     if equation.primitive == "sharding_constraint":
         return constraint_params(equation.source)
     if equation.primitive == "shard_map":
@@ -81,7 +82,7 @@ def _params(equation: Equation) -> dict[str, Any]:
 
 
 class _Traceback:
-    """Hashes an equation by its traceback, which thousands of equations share."""
+    """A key for an equation's traceback, which thousands of equations share."""
 
     def __init__(self, equation: Equation) -> None:
         self.equation = equation.source

@@ -1,10 +1,11 @@
-"""The gradient of picking one element of each row, without a scatter.
+"""Rewrite the gradient of a one-element-per-row gather as a comparison instead of a scatter.
 
-In: a `scatter-add` equation into zeros. Out: the same as a comparison, for `equations` to inline. What picks each token's
-logit (`jnp.take_along_axis`, so every cross entropy of integer labels) has a gradient that JAX writes as an addition to
-zeros of the logits' size. XLA keeps these in memory, adds in place, and reads all of them again; and no partitioner can
-split the dim that is looked up in. A comparison with the dim's positions fuses into what reads it, and splits as any
-other operation. Nothing is added to anything, so the result is the same to the bit.
+In: a `scatter-add` equation into zeros.
+Out: an equivalent comparison to inline. The gather of each token's logit (`jnp.take_along_axis`, as in every cross
+entropy of integer labels) has a gradient that JAX writes as a scatter-add into zeros of the logits' size. XLA
+materializes the zeros, updates them in place, and reads all of them again; and no partitioner can shard the indexed
+dim. A comparison with the dim's iota fuses into its user and shards like any elementwise operation. Each element gets
+at most one addend, so the result is bitwise equal.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from jax import lax
 
 
 def as_comparison(source: Any) -> Any:
-    """A closed jaxpr of operand, indices and updates that does what an equation does, if its operand is zeros.
+    """A closed jaxpr of operand, indices and updates that equals a scatter-add into zeros.
 
     Args:
-        source: JAX's own equation.
+        source: JAX's equation.
 
     Returns:
-        None where it is no `scatter-add` of one element to each row.
+        None if it is not a `scatter-add` of one element per row.
     """
     if source.primitive.name != "scatter-add":
         return None
@@ -44,7 +45,7 @@ def as_comparison(source: Any) -> Any:
 
     def compare(_zeros: Any, indices: Any, updates: Any) -> Any:
         at = _one_for_each_row(lax.squeeze(indices, [indices.ndim - 1]), order, operand.shape, dim)
-        if np.dtype(at.dtype).itemsize < 4:  # else the positions may be more than it counts
+        if np.dtype(at.dtype).itemsize < 4:  # smaller integers may not represent all positions
             at = lax.convert_element_type(at, np.int32)
         if clips:
             at = lax.clamp(np.zeros((), at.dtype), at, np.asarray(operand.shape[dim] - 1, at.dtype))
@@ -59,7 +60,7 @@ def as_comparison(source: Any) -> Any:
 
 
 def _one_for_each_row(value: Any, order: Sequence[int], shape: Sequence[int], dim: int) -> Any:
-    """With dims as a tensor has them but for one, of size 1; the rows' are in `order`, all others are 1."""
+    """Reorder the dims in `order`, which are rows, to the tensor's order; all other dims have size 1."""
     rest = [d for d in range(value.ndim) if d not in order]
     moved = lax.transpose(value, [*order, *rest])
     return lax.reshape(moved, [1 if d == dim else size for d, size in enumerate(shape)])

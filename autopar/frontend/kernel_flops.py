@@ -1,9 +1,10 @@
-"""The arithmetic of operations that no rule describes, where it can be counted: Pallas kernels and cuDNN's attention.
+"""Count the FLOPs of operations without a rule: Pallas kernels and cuDNN's attention.
 
-In: one of JAX's equations. Out: `CountedWork`, kept among its node's parameters as plain numbers. A Pallas kernel is
-counted from its jaxpr, once for each point of its grid: scalars that follow from the point are computed, so that loops
-run as often as they will and only the branches that are taken count. Attention is counted by its shapes. An operation
-that is not in `_COUNTERS` is priced by the bytes of its operands and results alone.
+In: a JAX equation.
+Out: `CountedWork`, stored in its node's parameters as plain numbers. A Pallas kernel is counted from its jaxpr, at each
+point of its grid: scalars that follow from the point are evaluated, so that loops have their real trip counts and only
+the branches taken count. Attention is counted from its shapes. The cost of an operation that is not in `_COUNTERS` is
+the bytes of its operands and results.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ import numpy as np
 
 from autopar.jax_interop import compat as jax_compat
 
-#: Operations outside matrix units; and inside, by the operands' dtype.
+#: Operations outside matrix units, and operations inside by the operands' dtype.
 CountedWork = tuple[float, tuple[tuple[str, float], ...]]
 
-#: The parameter of a node that holds it. It follows from the others, so it is no part of what tells programs apart.
+#: The parameter of a node that holds its work. It follows from the other parameters, so the fingerprint omits it.
 WORK = "work"
 
-#: Positions of the grid that are looked at along each axis that the kernel asks for.
+#: The number of grid positions to sample along each axis that the kernel reads.
 _SAMPLES = 8
 
 
 def counted_work(equation: Any) -> CountedWork | None:
-    """What an equation computes; None where it cannot be counted: JAX may change parameters that are not public."""
+    """The work of an equation; None if it cannot be counted, as JAX may change parameters that are not public."""
     counter = _COUNTERS.get(equation.primitive.name)
     try:
         return None if counter is None else counter(equation)
@@ -40,14 +41,15 @@ def counted_work(equation: Any) -> CountedWork | None:
 
 
 def work_of(jaxpr: Any) -> CountedWork:
-    """What a program computes. A loop whose length is not known counts as one trip, of several branches the dearest."""
+    """The work of a program. A loop of unknown trip count counts as one iteration; of several branches the most
+    expensive counts."""
     count: Counter[str] = Counter()
     _Counted((), (), count).run(jaxpr, [None] * len(jaxpr.invars))
     return _as_work(count, 1.0)
 
 
 def every_equation(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
-    """Every equation, with how often it runs; a loop of unknown length counts as one trip."""
+    """Every equation with the number of its executions; a loop of unknown trip count counts as one iteration."""
     for equation in jaxpr.eqns:
         yield equation, times
         more = times * equation.params.get("length", 1) if equation.primitive.name == "scan" else times
@@ -59,14 +61,14 @@ def every_equation(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float]
 
 
 def _attention(equation: Any, *, scores: int, values: int) -> CountedWork:
-    """Products along the dim of queries and keys (`scores`), and along that of values, for each pair of a query and a key
-    that it may see."""
+    """Two matmuls per pair of a query and a visible key: along the dim of queries and keys (`scores` times) and
+    along that of values (`values` times)."""
     params = equation.params
     query, key, value = (variable.aval.shape for variable in equation.invars[:3])
     tokens, heads = (2, 1) if params["layout"] == _HEADS_FIRST else (1, 2)
     num_queries, num_keys = query[tokens], key[tokens]
     tables = [v.aval.shape for v in equation.invars[8:10] if len(v.aval.shape) == 4 and math.prod(v.aval.shape)]
-    if tables:  # keys and values lie in pages
+    if tables:  # a paged KV cache
         num_keys *= tables[0][2]
     mask = params.get("mask_type")
     is_causal = "CAUSAL" in str(getattr(mask, "name", mask)) or params.get("use_causal_mask", False)
@@ -79,7 +81,7 @@ def _attention(equation: Any, *, scores: int, values: int) -> CountedWork:
     return 0.0, ((equation.invars[0].aval.dtype.name, flops),)
 
 
-#: How cuDNN's attention says that a tensor is [batch, heads, tokens, dim], and not [batch, tokens, heads, dim].
+#: cuDNN attention's code for the layout [batch, heads, tokens, dim] instead of [batch, tokens, heads, dim].
 _HEADS_FIRST = 1
 
 
@@ -89,8 +91,8 @@ _HEADS_FIRST = 1
 def _pallas(equation: Any) -> CountedWork:
     jaxpr, _ = jax_compat.open_jaxpr(equation.params["jaxpr"])
     grid = tuple(size if isinstance(size, int) else 1 for size in equation.params["grid_mapping"].grid)
-    asked = {one.params["axis"] for one, _ in every_equation(jaxpr) if one.primitive.name == "program_id"}
-    sampled = [_spread(size) if axis in asked else (0,) for axis, size in enumerate(grid)]
+    sampled_axes = {one.params["axis"] for one, _ in every_equation(jaxpr) if one.primitive.name == "program_id"}
+    sampled = [_spread(size) if axis in sampled_axes else (0,) for axis, size in enumerate(grid)]
     points = list(itertools.product(*sampled))
     count: Counter[str] = Counter()
     for point in points:
@@ -99,8 +101,8 @@ def _pallas(equation: Any) -> CountedWork:
 
 
 def _spread(size: int) -> Sequence[int]:
-    """So many positions at the most, evenly, and as far from the start as from the end: what grows with them is right in the
-    mean."""
+    """At most `_SAMPLES` positions, evenly spaced and symmetric, so that work that is linear in the position has the
+    right mean."""
     if size <= _SAMPLES:
         return range(size)
     first = [int((part + 0.5) * size / _SAMPLES) for part in range(_SAMPLES // 2)]
@@ -113,13 +115,13 @@ def _as_work(count: Mapping[str, float], times: float) -> CountedWork:
 
 
 def _quotient(a: int, b: int) -> int:
-    """As integers are divided on a device: towards zero."""
+    """Integer division as on a device: towards zero."""
     return int(a / b) if abs(a) < 1 << 52 else (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1)
 
 
 _Scalar = int | None
 
-#: What is computed of scalars of a kernel.
+#: The scalar operations of a kernel that are evaluated.
 _SCALARS: Mapping[str, Callable[..., int]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -152,13 +154,13 @@ _SCALARS: Mapping[str, Callable[..., int]] = {
 
 
 class _Counted:
-    """Counts a program at one point of a grid, by dtype of what matrix units multiply; "" for all else."""
+    """Counts a program at one point of a grid, by the dtype of matmul operands; "" for all other operations."""
 
     def __init__(self, grid: tuple[int, ...], point: tuple[int, ...], count: Counter[str]) -> None:
         self.grid, self.point, self.count = grid, point, count
 
     def run(self, jaxpr: Any, arguments: Sequence[_Scalar], times: float = 1.0) -> list[_Scalar]:
-        """Count a program that runs so many times; what is known of its results."""
+        """Count a program that runs `times` times. Return the known values of its results."""
         known: dict[Any, int] = {}
 
         def read(atom: Any) -> _Scalar:
@@ -167,14 +169,14 @@ class _Counted:
             value = atom.val
             return int(value) if getattr(value, "shape", ()) == () and int(value) == value else None
 
-        def told(variables: Sequence[Any], values: Sequence[_Scalar]) -> None:
+        def record(variables: Sequence[Any], values: Sequence[_Scalar]) -> None:
             for variable, value in zip(variables, values, strict=False):
                 if value is not None and getattr(variable.aval, "shape", None) == ():
                     known[variable] = value
 
-        told(jaxpr.invars, arguments)
+        record(jaxpr.invars, arguments)
         for equation in jaxpr.eqns:
-            told(equation.outvars, self._equation(equation, [_safely(read, atom) for atom in equation.invars], times))
+            record(equation.outvars, self._equation(equation, [_safely(read, atom) for atom in equation.invars], times))
         return [_safely(read, atom) for atom in jaxpr.outvars]
 
     def _equation(self, equation: Any, values: list[_Scalar], times: float) -> Sequence[_Scalar]:
@@ -194,8 +196,8 @@ class _Counted:
             for program in programs:
                 whole = name != "scan" and len(program.invars) == len(values)
                 results = self.run(program, values if whole else [None] * len(program.invars), each)
-            alike = name != "scan" and len(programs) == 1 and len(results) == len(equation.outvars)
-            return results if alike else ()
+            has_same_results = name != "scan" and len(programs) == 1 and len(results) == len(equation.outvars)
+            return results if has_same_results else ()
         result = equation.outvars[0].aval if equation.outvars else None
         is_whole = getattr(result, "shape", None) == () and getattr(result, "dtype", np.dtype(float)).kind in "iub"
         if name in _SCALARS and values and None not in values and is_whole:
@@ -208,7 +210,7 @@ class _Counted:
         return ()
 
     def _cond(self, equation: Any, values: list[_Scalar], times: float) -> Sequence[_Scalar]:
-        """The branch that is taken; the dearest, where that is not known."""
+        """Count the branch taken; if it is unknown, the most expensive one."""
         branches = [jax_compat.open_jaxpr(branch)[0] for branch in equation.params["branches"]]
         if values[0] is not None:
             return self.run(branches[min(max(values[0], 0), len(branches) - 1)], values[1:], times)
@@ -223,51 +225,53 @@ class _Counted:
         params = equation.params
         split, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
         cond, body = (jax_compat.open_jaxpr(params[key])[0] for key in ("cond_jaxpr", "body_jaxpr"))
-        begun, constants = values[first:], values[split:first]
+        initial, constants = values[first:], values[split:first]
         nothing = _Counted(self.grid, self.point, Counter())
 
-        def goes_on(carry: Sequence[_Scalar]) -> _Scalar:
+        def condition(carry: Sequence[_Scalar]) -> _Scalar:
             return nothing.run(cond, [*values[:split], *carry])[0]
 
-        def one_more(carry: Sequence[_Scalar]) -> list[_Scalar]:
+        def body_step(carry: Sequence[_Scalar]) -> list[_Scalar]:
             return nothing.run(body, [*constants, *carry])
 
-        trips = _trips(begun, goes_on, one_more)
-        if trips:
-            self.run(body, [*constants, *[None] * len(begun)], times * trips)
-        return begun if trips == 0 else ()
+        trip_count = _trip_count(initial, condition, body_step)
+        if trip_count:
+            self.run(body, [*constants, *[None] * len(initial)], times * trip_count)
+        return initial if trip_count == 0 else ()
 
 
 def _safely(read: Callable[[Any], _Scalar], atom: Any) -> _Scalar:
     try:
         return read(atom)
-    except (TypeError, ValueError, OverflowError):  # a literal that is no whole number
+    except (TypeError, ValueError, OverflowError):  # a literal that is not an integer
         return None
 
 
-def _trips(
-    begun: Sequence[_Scalar],
-    goes_on: Callable[[Sequence[_Scalar]], _Scalar],
-    one_more: Callable[[Sequence[_Scalar]], list[_Scalar]],
+def _trip_count(
+    initial: Sequence[_Scalar],
+    condition: Callable[[Sequence[_Scalar]], _Scalar],
+    body_step: Callable[[Sequence[_Scalar]], list[_Scalar]],
 ) -> int:
-    """How often a loop runs whose scalars advance by equal steps; 1 where that is not known."""
-    more = goes_on(begun)
+    """The trip count of a loop whose scalars advance by equal steps; 1 if it is unknown."""
+    more = condition(initial)
     if not more:
         return 1 if more is None else 0
-    after = one_more(begun)
-    steps = [b - a if a is not None and b is not None else None for a, b in zip(begun, after, strict=True)]
-    again = [b - a if a is not None and b is not None else None for a, b in zip(after, one_more(after), strict=True)]
+    after = body_step(initial)
+    steps = [b - a if a is not None and b is not None else None for a, b in zip(initial, after, strict=True)]
+    again = [b - a if a is not None and b is not None else None for a, b in zip(after, body_step(after), strict=True)]
     if steps != again:
         return 1
 
-    def runs(trips: int) -> bool:
-        carry = [a + trips * d if a is not None and d is not None else None for a, d in zip(begun, steps, strict=True)]
-        return bool(goes_on(carry))
+    def runs(trip_count: int) -> bool:
+        carry = [
+            a + trip_count * d if a is not None and d is not None else None for a, d in zip(initial, steps, strict=True)
+        ]
+        return bool(condition(carry))
 
     most = 1
     while runs(most):
         most *= 2
-        if most > 1 << 40:  # it does not depend on what advances
+        if most > 1 << 40:  # the condition does not depend on the advancing scalars
             return 1
     least = most // 2
     while most - least > 1:
@@ -277,8 +281,8 @@ def _trips(
 
 
 def flops_of(equation: Any) -> tuple[str, float]:
-    """Operations: of a matrix product, two for each point, by the dtype of its operands; of anything else, one for each
-    element."""
+    """The operations of an equation and the dtype of its matmul operands: two per multiply-add of a matmul, else one
+    per element."""
     size = float(sum(math.prod(getattr(var.aval, "shape", ())) for var in equation.outvars))
     if equation.primitive.name != "dot_general":
         return "", size

@@ -1,7 +1,10 @@
-"""What some libraries' values are, without importing the libraries.
+"""Recognize the values of some libraries without importing the libraries.
 
-A library that this process never imported has no values among a step's arguments: so each is looked up among the loaded
-modules, and autopar needs none of them. In: a value. Out: whether it is of a kind.
+A library that this process has not imported has no values among a step's arguments, so each is looked up among the
+loaded modules.
+
+In: a value.
+Out: whether it is of a kind.
 """
 
 from __future__ import annotations
@@ -12,18 +15,18 @@ from typing import Any
 
 
 def nnx() -> Any | None:
-    """`flax.nnx`, where it is loaded."""
+    """`flax.nnx` if it is loaded."""
     return sys.modules.get("flax.nnx")
 
 
 def is_object(value: Any) -> bool:
-    """Whether a step changes it in place: a module, an optimizer, a metric, a variable of Flax NNX."""
+    """Whether a step mutates it in place: a module, an optimizer, a metric or a variable of Flax NNX."""
     library = nnx()
     return library is not None and isinstance(value, library.Pytree | library.Variable)
 
 
 def is_pure_state(value: Any) -> bool:
-    """Whether it is a copy of such objects' values, which a step returns anew: an `nnx.State`."""
+    """Whether it is a functional copy of such objects' values, which a step returns: an `nnx.State`."""
     library = nnx()
     return library is not None and isinstance(value, library.State)
 
@@ -35,19 +38,19 @@ def has_own_numbers(value: Any) -> bool:
 
 
 def is_box(value: Any) -> bool:
-    """Whether it holds one array and says how to split it: `nn.Partitioned`, an NNX variable inside a state."""
+    """Whether it holds one array and its sharding metadata: `nn.Partitioned`, an NNX variable inside a state."""
     meta, library = sys.modules.get("flax.core.meta"), nnx()
     boxed = meta is not None and isinstance(value, meta.AxisMetadata)
     return boxed or (library is not None and isinstance(value, library.Variable))
 
 
 def active_axis_rules() -> tuple[tuple[str, Any], ...]:
-    """The rules of the `nn.logical_axis_rules` that the caller is in: (logical name, mesh axes)."""
+    """The rules of the enclosing `nn.logical_axis_rules`: (logical name, mesh axes)."""
     spmd = sys.modules.get("flax.core.spmd")
     return tuple((name, axes) for name, axes in spmd.get_logical_axis_rules()) if spmd is not None else ()
 
 
 def building() -> contextlib.AbstractContextManager[Any]:
-    """What a state is built in that a plan lays out: NNX variables do not ask for a mesh of their own."""
+    """A context for building a state that a plan shards: NNX variables do not require a mesh of their own in it."""
     eager = getattr(nnx(), "use_eager_sharding", None)
     return contextlib.nullcontext() if eager is None else eager(False)

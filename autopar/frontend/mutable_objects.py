@@ -1,9 +1,11 @@
-"""Objects that a step changes in place (Flax NNX modules, optimizers, metrics), as arrays and back.
+"""Convert objects that a step mutates (Flax NNX modules, optimizers, metrics) to arrays and back.
 
-Flax has a protocol for it, which keeps what is the same object the same, in whichever arguments it stands: split
-outside, merge inside of what is traced, split inside, merge outside. The last brings what was computed into the user's
-own objects. In: objects. Out: of each, a mapping from the paths of its variables to their values; of several that hold
-one variable, the first has it.
+Flax's split and merge preserve the identity of shared objects across arguments: split outside, merge inside the traced
+function, split inside, merge outside. The last merge updates the user's own objects.
+
+In: objects.
+Out: for each object, a mapping from the paths of its variables to their values. A variable that several objects share
+is in the first one's mapping.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ _TAG = "autopar"
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """What objects are beside their values: hashable.
+    """The static part of objects, hashable.
 
     Args:
-        definition: Flax's, with who holds whom, static attributes, and metadata.
-        order: of the values: number of the object and path in it.
+        definition: Flax's definition: references, static attributes, and metadata.
+        order: the object's number and the path of each value.
     """
 
     definition: Any
@@ -34,7 +36,7 @@ class Graph:
 
 
 class Objects:
-    """The objects of one call. Open while it lasts: it remembers which they are."""
+    """The objects of one call. While it is open, it remembers their identities."""
 
     def __init__(self) -> None:
         self._open = contextlib.ExitStack()
@@ -51,10 +53,10 @@ class Objects:
         self._open.close()
 
     def split(self, objects: Sequence[Any]) -> list[dict[str, Any]]:
-        """What the user's objects hold, each.
+        """The values of each of the user's objects.
 
         Raises:
-            StepSignatureError: an attribute that is no array is not hashable.
+            StepSignatureError: an attribute that is not an array is not hashable.
         """
         if not objects:
             return []
@@ -72,23 +74,23 @@ class Objects:
         return values
 
     def variable(self, number: int, path: str) -> Any:
-        """The user's own variable at a path of an object."""
+        """The user's variable at a path of an object."""
         return self._variables[number, path]
 
     def merge_inside(self, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Objects of what is traced, with these values."""
+        """Objects inside the traced function, with these values."""
         return [] if self.graph is None else self._merge(self.graph, values, True, self._tag)
 
     def split_inside(self, objects: Sequence[Any]) -> tuple[Graph | None, list[dict[str, Any]]]:
-        """The objects of what is traced, and those of its result, once more as values."""
+        """The values of the objects inside the traced function, including new ones in its result."""
         return self._split(objects) if objects else (None, [])
 
     def merge(self, graph: Graph, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The user's own objects with new values, and new objects where the step made them."""
+        """The user's own objects with new values, and new objects that the step made."""
         return self._merge(graph, values, False, self._tag)
 
-    def merge_anew(self, graph: Graph, values: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """New objects, none of them the user's."""
+    def merge_new(self, graph: Graph, values: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Build new objects with these values. The user's objects stay as they are."""
         return self._merge(graph, values, None, None)
 
     def _split(self, objects: Sequence[Any]) -> tuple[Graph, list[dict[str, Any]]]:
@@ -101,7 +103,7 @@ class Objects:
             path = "/".join(str(key).replace("/", "\\/") for key in keys)
             values[number][path] = held.get_raw_value() if isinstance(held, library.Variable) else held
             order.append((number, path))
-            if self.graph is None:  # the user's own
+            if self.graph is None:  # the user's objects
                 self._variables[number, path] = held
         return Graph(definition, tuple(order)), values
 

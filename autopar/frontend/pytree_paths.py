@@ -1,7 +1,8 @@
-"""Readable paths of a pytree's leaves: `state/params/Dense_0/kernel`.
+"""Format readable paths of a pytree's leaves, such as `state/params/Dense_0/kernel`.
 
-In: a tree and the name of its root. Out: a text for each leaf. A box around a leaf (`nn.Partitioned`, a Flax variable)
-is passed over: what it holds has the path of the box.
+In: a tree and the name of its root.
+Out: a text per leaf. A box around a leaf (`nn.Partitioned`, a Flax variable) adds nothing: its content has the box's
+path.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ from autopar.frontend.libraries import is_box
 
 
 def leaf_paths(tree: Any, root: str) -> tuple[str, ...]:
-    """`root/params/Dense_0/kernel` for each leaf."""
+    """The path of each leaf: `root/params/Dense_0/kernel`."""
     return tuple(_text(root, keys) for keys in leaf_keys(tree))
 
 
 def leaf_keys(tree: Any) -> tuple[tuple[str, ...], ...]:
-    """`("params", "Dense_0", "kernel")` for each leaf: its path, step by step."""
+    """The path of each leaf as a tuple of steps: `("params", "Dense_0", "kernel")`."""
     return tuple(keys for keys, _ in _walk(tree))
 
 
 def boxes(tree: Any, root: str) -> Iterator[tuple[str, Any]]:
-    """Path and box of each leaf that is in one."""
+    """The path and box of each boxed leaf."""
     for keys, box in _outer(tree):
         if is_box(box):
-            yield joined(root, keys), box
+            yield path_text(root, keys), box
 
 
 def _walk(tree: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -45,8 +46,8 @@ def _outer(tree: Any) -> Iterator[tuple[Any, Any]]:
     yield from jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)[0]
 
 
-def joined(root: str, keys: Any) -> str:
-    """A root and the steps from it, as one text."""
+def path_text(root: str, keys: Any) -> str:
+    """A path from a root and JAX's key path, as text."""
     return _text(root, _texts(keys))
 
 
@@ -59,7 +60,7 @@ def _text(root: str, keys: tuple[str, ...]) -> str:
 
 
 def key_text(key: Any) -> str:
-    """One step of a path, without the brackets and dots that JAX writes."""
+    """One step of a path as text, without JAX's brackets and dots."""
     for attribute in ("key", "name", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

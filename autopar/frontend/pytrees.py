@@ -1,8 +1,8 @@
-"""A pytree taken apart: its arrays, and all the rest of it.
+"""Separate a pytree into its arrays and its static part.
 
-In: a tree of a user's, with functions, texts, modules and whatever else among its leaves. Out: the same tree with arrays
-alone (None in place of the rest), and `Kept`, which is hashable and puts it together again. Objects that a step changes
-in place are for `objects` to split; here they are places of a tree that a mapping from paths to values stands in.
+In: a user's tree; its leaves may include functions, strings, modules and others.
+Out: the same tree with arrays only (None for the rest), and `Kept`, the hashable static part, which reassembles it.
+`mutable_objects` splits objects that a step mutates; here their places hold a mapping from paths to values.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import numpy as np
 
 from autopar.errors import StepSignatureError
 from autopar.frontend.libraries import has_own_numbers, is_object, is_pure_state
-from autopar.frontend.pytree_paths import joined
+from autopar.frontend.pytree_paths import path_text
 
 
 class Mark(enum.Enum):
-    """A leaf that is an array, or a number that is traced as one."""
+    """A leaf that is an array, or a number that is traced as an array."""
 
     ARRAY = enum.auto()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Static:
-    """A leaf that is no array: part of what is traced. Equal to one of the same type and value."""
+    """A leaf that is not an array: part of the traced program. Equal to leaves of the same type and value."""
 
     value: Any
 
@@ -43,18 +43,18 @@ class Static:
 
 @dataclass(frozen=True, slots=True)
 class ObjectAt:
-    """The place of an object that is changed in place; what is kept of the mapping that stands there."""
+    """The place of a mutated object, and the static part of its mapping."""
 
     values: Kept
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What of a tree is no array.
+    """The static part of a tree.
 
     Args:
-        structure: its `PyTreeDef`, which stops at what has rules of its own.
-        leaves: of each leaf: that it is an array, what it is, or what is kept of the tree that stands there.
+        structure: its `PyTreeDef`, which treats values with their own rules as leaves.
+        leaves: for each leaf: a mark for an array, a static value, or the static part of the tree in its place.
     """
 
     structure: Any
@@ -62,12 +62,12 @@ class Kept:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all leaves are arrays: the tree of arrays is then the tree itself."""
+        """Whether all leaves are arrays, so that the tree of arrays is the tree itself."""
         return all(leaf is Mark.ARRAY or (isinstance(leaf, Kept) and leaf.is_plain) for leaf in self.leaves)
 
     @property
     def is_of_objects(self) -> bool:
-        """Whether no array stands beside its objects."""
+        """Whether it has no arrays outside its objects."""
         return all(isinstance(leaf, ObjectAt | Static) for leaf in self.leaves)
 
     @property
@@ -76,22 +76,22 @@ class Kept:
 
 
 def objects_in(tree: Any) -> list[Any]:
-    """The objects that are changed in place, in the order of their places; one may stand at several."""
+    """The mutable objects in the order of their places; one may occur several times."""
     return [leaf for leaf in jax.tree.leaves(tree, is_leaf=_has_own_rules) if is_object(leaf)]
 
 
 def take_apart(
     tree: Any, root: str, values: Iterator[Mapping[str, Any]] | None = None, *, is_key: bool = True
 ) -> tuple[Any, Kept]:
-    """A tree's arrays, and what is kept of it.
+    """Separate a tree into its arrays and its static part.
 
     Args:
-        root: what the tree is called in messages.
-        values: of each object in it, what it holds by path.
-        is_key: whether what is kept must be hashable: of arguments it is, by it a plan is found again.
+        root: the tree's name in messages.
+        values: for each object in it, its values by path.
+        is_key: whether the static part must be hashable, because it is part of a plan's key; true for arguments.
 
     Raises:
-        StepSignatureError: a leaf that is neither array nor hashable.
+        StepSignatureError: a leaf is neither an array nor hashable.
     """
     return _apart(tree, root, values or iter(()), is_key, numbers_are_static=False, nested=False)
 
@@ -133,7 +133,7 @@ def put_together(kept: Kept, tree: Any, objects: Iterator[Any] | None = None) ->
 
 
 def values_of_objects(kept: Kept, tree: Any) -> Iterator[dict[str, Any]]:
-    """Of each object in a tree that was taken apart, what it is to hold, by path."""
+    """The values of each object in a separated tree, by path."""
     if kept.num_objects:
         for entry, part in zip(kept.leaves, kept.structure.flatten_up_to(tree), strict=True):
             if isinstance(entry, ObjectAt):
@@ -141,7 +141,7 @@ def values_of_objects(kept: Kept, tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def at_objects(kept: Kept, values: Iterator[Mapping[str, Any]]) -> Any:
-    """A tree like the one that was taken apart, with nothing but what its objects hold."""
+    """A separated tree with only the values of its objects."""
     return kept.structure.unflatten([dict(next(values)) if isinstance(e, ObjectAt) else None for e in kept.leaves])
 
 
@@ -158,12 +158,12 @@ def _has_own_rules(value: Any) -> bool:
 
 
 def shape_and_dtype(leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array, a `ShapeDtypeStruct` or a Python number."""
+    """The shape and dtype of an array, a `ShapeDtypeStruct` or a Python number."""
     return jax.numpy.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether it is a Python number that is traced as an array. A member of an enumeration is none."""
+    """Whether it is a Python number that is traced as an array; members of enumerations are not."""
     return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, enum.Enum)
 
 
@@ -176,7 +176,7 @@ def _is_array(leaf: Any, numbers_are_static: bool) -> bool:
         return leaf.dtype.kind not in "OSUMm"
     if isinstance(leaf, type) or not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return False
-    try:  # the array of another library, as an abstract value
+    try:  # an array of another library, as an abstract value
         np.dtype(leaf.dtype)
     except TypeError:
         return False
@@ -184,10 +184,10 @@ def _is_array(leaf: Any, numbers_are_static: bool) -> bool:
 
 
 def _check(leaf: Any, path: Any) -> None:
-    """Refuse what may neither be traced nor be part of a key.
+    """Refuse leaves that are neither traceable nor hashable.
 
     Raises:
-        StepSignatureError: naming its path and type.
+        StepSignatureError: the text names the leaf's path and type.
     """
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}".removeprefix("builtins.")
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type):
@@ -206,4 +206,4 @@ def _check(leaf: Any, path: Any) -> None:
 
 def _path(tree: Any, root: str, position: int, stop: Any) -> str:
     keys, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=stop)[0][position]
-    return joined(root, keys)
+    return path_text(root, keys)

@@ -1,7 +1,7 @@
-"""How a model's own metadata say to split its arrays: Flax's `nn.Partitioned`, logical axis names, NNX `out_sharding`.
+"""Read the sharding metadata of models: Flax's `nn.Partitioned`, logical axis names, NNX `out_sharding`.
 
-In: boxes and variables, rules from logical names to mesh axes, the axes of a mesh. Out: `PartitionSpec`s, by path, for
-the planner to take as pins.
+In: boxes and variables, rules from logical names to mesh axes, and the axes of a mesh.
+Out: `PartitionSpec`s by path, which the planner takes as pins.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ Rules = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What is written on one array.
+    """The sharding metadata of one array.
 
     Args:
-        names: for each dim a name, several, or None. rules: its own, from names to mesh axes.
+        names: for each dim a name, several names, or None.
+        rules: the array's own rules from names to mesh axes.
     """
 
     names: tuple[str | tuple[str, ...] | None, ...]
@@ -31,17 +32,17 @@ class Annotation:
 
 
 def annotations_in(tree: Any, root: str) -> dict[str, Annotation]:
-    """By path, what is written on the boxes of a tree."""
+    """The annotations of the boxes of a tree, by path."""
     found = {path: annotation_of(box) for path, box in boxes(tree, root)}
-    return {path: told for path, told in found.items() if told is not None}
+    return {path: annotation for path, annotation in found.items() if annotation is not None}
 
 
 def annotation_of(box: Any) -> Annotation | None:
-    """What is written on a box or a variable; None where nothing is, or it does not hold one array."""
+    """The annotation of a box or a variable; None if it has none or does not hold one array."""
     library = nnx()
     if library is not None and isinstance(box, library.Variable):
-        told = box.get_metadata()
-        names, rules, value = told.get("out_sharding"), told.get("sharding_rules"), box.get_raw_value()
+        metadata = box.get_metadata()
+        names, rules, value = metadata.get("out_sharding"), metadata.get("sharding_rules"), box.get_raw_value()
     else:
         names, rules, value = getattr(box, "names", None), getattr(box, "rules", None), getattr(box, "value", None)
     names = getattr(names, "spec", names)  # a `NamedSharding`
@@ -58,25 +59,25 @@ def annotation_of(box: Any) -> Annotation | None:
 def specs_of(
     annotations: Mapping[str, Annotation], rules: Rules, axes: Sequence[str]
 ) -> tuple[dict[str, PartitionSpec], dict[str, list[str]]]:
-    """What annotations come to.
+    """Convert annotations to specs.
 
-    Rules are gone through in order, and one holds whose axes are still free on this array, as Flax has it; a name
-    without a rule is a mesh axis if there is one of that name.
+    Rules apply in order; as in Flax, a rule applies if its axes are still unused on this array. A name without a rule
+    is a mesh axis if there is one of that name.
 
     Args:
-        rules: from names to mesh axes; an array's own come after them.
-        axes: of all meshes that may be planned.
+        rules: rules from names to mesh axes; an array's own rules come after them.
+        axes: the axes of all meshes that may be planned.
 
     Returns:
-        By path the spec of each array of which a dim is split so; and the names that lead to no mesh axis, with the
-        paths of the arrays that have them.
+        The spec of each array with a sharded dim, by path; and the names without a mesh axis, with the paths of their
+        arrays.
     """
     specs: dict[str, PartitionSpec] = {}
     lost: dict[str, list[str]] = {}
-    for path, told in annotations.items():
-        slots = [(dim, name) for dim, entry in enumerate(told.names) for name in _each(entry)]
-        found = _assigned([name for _, name in slots], (*rules, *told.rules))
-        split: list[list[str]] = [[] for _ in told.names]
+    for path, annotation in annotations.items():
+        slots = [(dim, name) for dim, entry in enumerate(annotation.names) for name in _each(entry)]
+        found = _assigned([name for _, name in slots], (*rules, *annotation.rules))
+        split: list[list[str]] = [[] for _ in annotation.names]
         for (dim, name), wanted in zip(slots, found, strict=True):
             known = [axis for axis in wanted if axis in axes]
             if len(known) < len(wanted):
@@ -88,7 +89,7 @@ def specs_of(
 
 
 def _assigned(names: Sequence[str], rules: Rules) -> list[tuple[str, ...]]:
-    """Mesh axes of each name of one array; none where a rule says so, or those of all its rules are taken."""
+    """The mesh axes of each name of one array; none if a rule says so or the axes of all its rules are used."""
     found: dict[int, tuple[str, ...]] = {}
     taken: set[str] = set()
     for known, axes in (*rules, *((name, name) for name in names if all(name != ruled for ruled, _ in rules))):

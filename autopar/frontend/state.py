@@ -1,7 +1,7 @@
-"""A step's state before it is there: its shapes, and which of the step's arguments it is.
+"""Describe a step's state before it exists: its shapes, and which of the step's arguments it is.
 
-In: what makes the state, or the state itself; a step, and its other arguments by name. Out: `NewState`, which the shapes
-and the arrays of the state come from; all arguments of the step by name.
+In: the function that makes the state, or the state; a step, and its other arguments by name.
+Out: `NewState`, from which the state's shapes and arrays come; all arguments of the step by name.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class NewState:
     """A state that a function makes.
 
     Args:
-        call: of that function, open.
-        function: `call.function`, jitted: to be traced once, for its shapes and for what is run.
-        shapes: what it returns.
-        value: the state, of shapes in place of arrays.
+        call: an open call of that function.
+        function: `call.function`, jitted, so that it is traced once for its shapes and for the run.
+        shapes: the shapes of its result.
+        value: the state with shapes instead of arrays.
     """
 
     call: Call
@@ -37,21 +37,21 @@ class NewState:
     value: Any
 
     def leaves(self, *trees: Any) -> list[Any]:
-        """What is run, of `call.trees`. Flat, so that a state that holds freshly made functions (an optax
-        transformation built inside the function) keeps the structure that was planned."""
+        """The leaves of the state, computed from `call.trees`. They are flat, because a state with newly made
+        functions (an optax transformation built inside the function) must keep the planned structure."""
         return jax.tree.leaves(self.function(*trees))
 
     def finish(self, arrays: Sequence[Any]) -> Any:
-        """The state, of these leaves."""
+        """The state with these leaves."""
         return self.call.finish(self.results, jax.tree.unflatten(jax.tree.structure(self.shapes), arrays))
 
 
 @contextmanager
 def new_state(create_state: Callable[..., Any], create_args: Sequence[Any]) -> Iterator[NewState]:
-    """What a function makes; it is not run.
+    """The state that a function makes, without running it.
 
     Raises:
-        StepSignatureError: where it is no function, such as the state itself.
+        StepSignatureError: it is not a function, for example the state itself.
     """
     if not callable(create_state):
         raise StepSignatureError(
@@ -62,11 +62,11 @@ def new_state(create_state: Callable[..., Any], create_args: Sequence[Any]) -> I
         function = jax.jit(call.function)
         shapes = jax.eval_shape(function, *call.trees)
         assert call.results is not None, "it has been traced"
-        yield NewState(call, function, call.results, shapes, call.result_anew(call.results, shapes))
+        yield NewState(call, function, call.results, shapes, call.result_without_mutation(call.results, shapes))
 
 
 def abstract_of(create_state: Any, create_args: Sequence[Any]) -> Any:
-    """A state of shapes in place of arrays, of the function that makes it; or the state, where it is given itself."""
+    """A state with shapes instead of arrays, from the function that makes it or from the state itself."""
     if not makes_state(create_state):
         return create_state
     with new_state(create_state, create_args) as new:
@@ -75,26 +75,26 @@ def abstract_of(create_state: Any, create_args: Sequence[Any]) -> Any:
 
 @contextmanager
 def state_apart(state: Any) -> Iterator[tuple[Any, Callable[[Any], Any]]]:
-    """A state's arrays as a tree, and what makes such a state of a tree like it; in place of objects, new ones."""
+    """A state's arrays as a tree, and the inverse; objects are replaced by new ones."""
     with opened(Step.of(lambda state: state), (state,), {}) as call:
-        yield call.trees[0], lambda tree: call.arguments_anew([tree])["state"]
+        yield call.trees[0], lambda tree: call.rebuilt_arguments([tree])["state"]
 
 
 def makes_state(create_state: Any) -> bool:
-    """Whether it is a function that makes a state, not a state; a module can be called, too."""
+    """Whether it is a function that makes a state. States may be callable too, as modules are."""
     is_leaf = not is_object(create_state) and jax.tree_util.all_leaves([create_state])
     return callable(create_state) and is_leaf
 
 
 def state_arguments(step: Step, state: Any, others: Mapping[str, Any], caller: str = "init") -> dict[str, Any]:
-    """The arguments of a step, of which those that are not given are state.
+    """All arguments of a step; those that are not given by name are the state.
 
     Args:
-        state: the one that is missing; or of several a tuple in the step's order, or a dict by name.
-        caller: the method that the user has called.
+        state: the missing argument; for several a tuple in the step's order, or a dict by name.
+        caller: the name of the method that the user called.
 
     Raises:
-        StepSignatureError: others names what is no argument, or it is not clear which the state is.
+        StepSignatureError: a name is not an argument, or the state is ambiguous.
     """
     missing = [name for name in step.required if name not in others]
     unknown = [name for name in others if step.signature is not None and not step.takes(name)]
@@ -117,7 +117,7 @@ def state_arguments(step: Step, state: Any, others: Mapping[str, Any], caller: s
 
 
 def state_like(state: Any, others: Mapping[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """The inverse of `state_arguments`: the state, with its parts as they are among all arguments."""
+    """The inverse of `state_arguments`: the state in the form in which it was given."""
     own = {name: value for name, value in arguments.items() if name not in others}
     if len(own) == 1:
         return next(iter(own.values()))

@@ -1,6 +1,7 @@
-"""A user's function, and how it is called: the names of its arguments, and which of them are static.
+"""Wrap a user's function with the names of its arguments and which of them are static.
 
-In: a function, `static_argnames`, a call's arguments. Out: `Arguments`, in one order however they were given.
+In: a function, `static_argnames`, and a call's arguments.
+Out: `Arguments` in a canonical order.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from autopar.errors import StepSignatureError
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A call's arguments by name, the positional ones first.
+    """A call's arguments by name, positional ones first.
 
     Args:
-        num_positional: how many are given by position.
+        num_positional: the number of positional arguments.
     """
 
     names: tuple[str, ...]
@@ -33,8 +34,8 @@ class Step:
     """A function to plan.
 
     Args:
-        static_argnames: arguments that are part of what is traced, not arrays: `train`, a configuration.
-        kwargs: keyword arguments that it is called with, unless others are given.
+        static_argnames: arguments that are static, not arrays, such as `train` or a configuration.
+        kwargs: default keyword arguments of its calls.
     """
 
     function: Callable[..., Any]
@@ -48,10 +49,10 @@ class Step:
         static_argnames: str | Iterable[str] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Step:
-        """A function as a step; a step as it is, with more static arguments.
+        """Wrap a function as a step. A step is returned with additional static arguments.
 
         Raises:
-            StepSignatureError: no function, or a static argument that it does not take.
+            StepSignatureError: it is not a function, or does not take a static argument.
         """
         if callable(getattr(step, "plan", None)):  # made by `parallelize`
             step = getattr(step, "called", None) or getattr(step, "__wrapped__", step)
@@ -69,21 +70,21 @@ class Step:
         return out
 
     @property
-    def __name__(self) -> str:  # as a function has one
+    def __name__(self) -> str:  # functions have one
         return self.name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the function itself."""
+        """Call the function itself."""
         return self.function(*args, **{**self.kwargs, **kwargs})
 
     @property
     def name(self) -> str:
-        """What it is called in reports."""
+        """Its name in reports."""
         return getattr(self.function, "__qualname__", None) or type(self.function).__name__
 
     @functools.cached_property
     def signature(self) -> inspect.Signature | None:
-        """None of a function that does not tell."""
+        """Its signature; None if Python does not know it."""
         try:
             return inspect.signature(self.function)
         except (TypeError, ValueError):
@@ -91,28 +92,28 @@ class Step:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of its arguments, as they are shown to the user."""
+        """The names of its arguments, as shown to the user."""
         if self.signature is None:
             return ()
         return tuple(name for name, p in self.signature.parameters.items() if p.kind not in _VARIADIC)
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Names of the arguments that have no default."""
+        """The names of the arguments without a default."""
         if self.signature is None:
             return ()
         return tuple(n for n in self.parameters if self.signature.parameters[n].default is inspect.Parameter.empty)
 
     def takes(self, name: str) -> bool:
-        """Whether it has an argument of this name, or takes any."""
+        """Whether it takes an argument of this name, or any."""
         variadic = self.signature is None or any(p.kind is p.VAR_KEYWORD for p in self.signature.parameters.values())
         return variadic or name in self.parameters
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        """A call's arguments by name. Defaults that are not given stay the function's own.
+        """A call's arguments by name. Missing arguments keep the function's defaults.
 
         Raises:
-            StepSignatureError: the function cannot be called so.
+            StepSignatureError: the function does not accept the call.
         """
         args, kwargs = tuple(args), {**self.kwargs, **kwargs}
         if self.signature is not None:
@@ -126,13 +127,13 @@ class Step:
         return Arguments(names, (*args, *kwargs.values()), len(args))
 
     def by_name(self, arguments: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional and keyword arguments of arguments by name: some may be taken by position alone."""
+        """Positional and keyword arguments from named ones, as some may be positional-only."""
         parameters = self.signature.parameters if self.signature is not None else {}
         first = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY and n in arguments]
         return tuple(arguments[n] for n in first), {n: v for n, v in arguments.items() if n not in first}
 
     def _positional(self, count: int) -> list[str]:
-        """Names of the first positional arguments; `arg3` where there is none."""
+        """The names of the first positional arguments; `arg3` for unnamed ones."""
         parameters = self.signature.parameters.values() if self.signature is not None else ()
         names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return [names[i] if i < len(names) else f"arg{i}" for i in range(count)]

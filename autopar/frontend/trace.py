@@ -1,7 +1,8 @@
 """Represent a traced step as equations over numbered values.
 
-In: equations and regions, from `trace_builder`. Out: `Trace`. Loops and branches are laid open, and arguments and results have
-their pytree paths. The graph is made from a trace, and a plan is run by replaying it.
+In: equations and regions from `trace_builder`.
+Out: `Trace`. Loops and branches are flattened, and arguments and results have pytree paths. The graph is made from a
+trace, and a plan runs by replaying it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from autopar.jax_interop import compat as jax_compat
 
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """Equations that see a dim as two, and the one that they stand for (`factoring.rewrite`).
+    """Equations that treat one dim as two, and the equation that they replace (`factoring.rewrite`).
 
     Args:
-        start, stop: of the equations; the results are those of the last.
-        source: JAX's equation as it was; None where there was none, for a reshape from one form to the other.
-        operand_shapes: of what it took; None for a literal.
-        pairs: value and dim of the first of the two, wherever these dims stand in the trace.
+        start, stop: the range of the equations; the results are those of the last one.
+        source: JAX's original equation; None for a reshape that converts between the two forms.
+        operand_shapes: the shapes of its operands; None for a literal.
+        pairs: value and first dim of each pair of dims in the trace.
     """
 
     start: int
@@ -38,18 +39,18 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Trace:
-    """A whole step as equations over numbered values.
+    """A step as equations over numbered values.
 
     Args:
         regions: the loops and branches among the equations.
-        repeats: of each value, how often a step makes it.
-        microbatches: where the batch is split over time, the source of the region that is the loop over its parts.
+        repeats: how often a step produces each value.
+        microbatches: with gradient accumulation, the source of the region that is the loop over microbatches.
     """
 
     name: str
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
-    in_tree: Any  # of the positional arguments, a tuple
+    in_tree: Any  # the structure of the positional arguments, a tuple
     out_tree: Any
     equations: tuple[Equation, ...] = ()
     regions: tuple[Region, ...] = ()
@@ -63,7 +64,7 @@ class Trace:
 
     @cached_property
     def producers(self) -> Mapping[int, int]:
-        """The equation that makes each value."""
+        """The equation that produces each value."""
         return {value: n for n, equation in enumerate(self.equations) for value in equation.results}
 
     @cached_property
@@ -91,5 +92,5 @@ class Trace:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """Shapes and dtypes of the positional arguments."""
+        """The shapes and dtypes of the positional arguments."""
         return jax.tree.unflatten(self.in_tree, [jax_compat.shape_struct(self.avals[value]) for value in self.inputs])

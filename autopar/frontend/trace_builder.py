@@ -1,7 +1,8 @@
-"""Build traces: number values, append and copy equations, write loops, drop dead code.
+"""Build traces: number values, append and copy equations, write loops, eliminate dead code.
 
-In: a trace, whose values keep their numbers. Out: `TraceBuilder`, with which the front end and each rewriter of a trace writes
-equations, and `LoopBuilder`, with which they write a loop. `TraceBuilder.finish` gives the new trace.
+In: a trace, whose values keep their numbers.
+Out: `TraceBuilder`, with which the front end and each trace transformation write equations, and `LoopBuilder`, with
+which they write a loop. `TraceBuilder.finish` gives the new trace.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TraceBuilder:
     """Collects the equations of a new trace.
 
     Args:
-        trace: its values keep their numbers, and the new trace has its fields where `finish` is given no others.
+        trace: the old trace. Its values keep their numbers, and its fields are the defaults of the new trace.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -46,7 +47,7 @@ class TraceBuilder:
         self.constants = dict(trace.constants)
         #: The list that equations are appended to.
         self.items: list[Item] = []
-        #: The origin of the equations that are appended from here on; None for those that have none.
+        #: The origin of the equations appended next; None if they have none.
         self.origin: Any = None
         self._origins: dict[int, tuple[Equation, Any]] = {}  # by id; the equation is kept, so that no id is given twice
         self._traced: dict[tuple[Any, ...], Any] = {}
@@ -54,13 +55,13 @@ class TraceBuilder:
     # -- values ------------------------------------------------------------------------------
 
     def new(self, aval: Any, repeat: float = 1.0) -> int:
-        """Number a new value, which a step makes `repeat` times."""
+        """Number a new value that a step produces `repeat` times."""
         self.avals.append(aval)
         self.repeats.append(repeat)
         return len(self.avals) - 1
 
     def like(self, value: int, times: float = 1.0) -> int:
-        """Number a new value of another's type, made `times` times as often."""
+        """Number a new value with the type of another, produced `times` times as often."""
         return self.new(self.avals[value], self.repeats[value] * times)
 
     # -- equations ---------------------------------------------------------------------------
@@ -77,16 +78,16 @@ class TraceBuilder:
         """A copy of an equation with other operands and new results. The caller appends it.
 
         Args:
-            types: the type of the new result, for each result of the equation; by default its own type.
-            times: how many times as often the copy runs.
-            changes: to other fields.
+            types: the type of each new result, by the old result; by default its own type.
+            times: the factor on the number of executions.
+            changes: changes to other fields.
         """
         copied = equation.reading(substitution, **{"repeat": equation.repeat * times} | changes)
         of = types or self.avals.__getitem__
         return replace(copied, results=tuple(self.new(of(v), self.repeats[v] * times) for v in equation.results))
 
     def copies(self, items: Iterable[_Item], env: dict[int, Atom], times: float = 1.0) -> list[_Item]:
-        """Copies of equations and regions, with new results throughout.
+        """Copies of equations and regions with new results.
 
         Args:
             env: the values that replace their operands. The new results are added to it.
@@ -115,7 +116,7 @@ class TraceBuilder:
 
     @contextmanager
     def at(self, items: list[Item]) -> Iterator[list[Item]]:
-        """Append to another list while the context is entered."""
+        """A context in which equations are appended to another list."""
         outside, self.items = self.items, items
         try:
             yield items
@@ -123,7 +124,7 @@ class TraceBuilder:
             self.items = outside
 
     def sections(self, parts: Iterable[_Part], write: Callable[[_Part], Any]) -> list[list[Item]]:
-        """The sections of a region: what `write` appends for each part."""
+        """The sections of a region: the equations that `write` appends for each part."""
         found: list[list[Item]] = []
         for part in parts:
             with self.at([]) as items:
@@ -139,15 +140,15 @@ class TraceBuilder:
         function: Callable[[list[Any]], Sequence[Any]],
         repeat: float | None = None,
     ) -> list[Atom]:
-        """Append the equations of a function of arrays. They take name and source line from another equation.
+        """Append the equations of a function of arrays, with the name stack and source line of another equation.
 
         Args:
-            repeat: how often a step runs them; by default as often as the other equation.
-            what: a key that distinguishes this function from others. A function is traced once for each key, primitive of
+            repeat: the number of executions per step; by default that of the other equation.
+            what: a key that distinguishes this function from others. A function is traced once per key, primitive of
                 `like` and types of operands.
 
         Returns:
-            the function's results.
+            The function's results.
         """
         values = [atom for atom in atoms if isinstance(atom, int)]
         avals = [self.avals[value] for value in values]
@@ -158,7 +159,7 @@ class TraceBuilder:
         return self.inline(like, self._traced[key], values, repeat)
 
     def inline(self, like: Equation, jaxpr: Any, atoms: Sequence[Atom], repeat: float | None = None) -> list[Atom]:
-        """Append the equations of a jaxpr, with calls inlined, as `write` does; the jaxpr's results."""
+        """Append the equations of a jaxpr like `write`, with calls inlined. Return its results."""
         repeat = like.repeat if repeat is None else repeat
 
         def append(source: Any, operands: Sequence[Atom]) -> Sequence[Atom]:
@@ -174,7 +175,7 @@ class TraceBuilder:
         return inlined(jaxpr, dict(zip(jaxpr.invars, atoms, strict=True)), append)
 
     def name(self, made: Atom, value: int) -> None:
-        """Give the result of the equation appended last the number of an old value."""
+        """Renumber the result of the last appended equation to that of an old value."""
         last = self.items[-1]
         assert isinstance(last, Equation) and last.results == (made,)
         self.items[-1] = replace(last, results=(value,))
@@ -182,21 +183,21 @@ class TraceBuilder:
     # -- the trace ---------------------------------------------------------------------------
 
     def drop_dead(self, outputs: Iterable[Atom]) -> set[int]:
-        """Drop equations whose results nothing reads. An equation with an effect stays.
+        """Eliminate dead equations. Equations with effects are kept.
 
         Returns:
-            the live values.
+            The live values.
         """
         live = {atom for atom in outputs if isinstance(atom, int)}
         self.items = without_dead(self.items, live)
         return live
 
     def finish(self, outputs: Sequence[Atom] | None = None, **changes: Any) -> Trace:
-        """The new trace, without dead code and checked.
+        """The new trace without dead code, verified.
 
         Args:
-            outputs: by default those of the old trace.
-            changes: to other fields.
+            outputs: the outputs; by default those of the old trace.
+            changes: changes to other fields.
         """
         outputs = self.trace.outputs if outputs is None else tuple(outputs)
         live = self.drop_dead(outputs)
@@ -215,12 +216,12 @@ class TraceBuilder:
         return made
 
     def origins_of(self, trace: Trace) -> list[Any]:
-        """The origin of each equation of a finished trace; None where it has none."""
+        """The origin of each equation of a finished trace; None if it has none."""
         return [self._origins.get(id(equation), (None, None))[1] for equation in trace.equations]
 
 
 class LoopBuilder:
-    """Collects a loop: the pieces that enter and leave it, and its body.
+    """Collects a loop: its entering and leaving pieces, and its body.
 
     Args:
         source: JAX's equation of the `scan`.
@@ -234,7 +235,7 @@ class LoopBuilder:
         self.body: list[Item] = []
 
     def give(self, like: Equation, piece: Piece, operand: Atom, inside: int) -> None:
-        """Give a value to the body: whole in each iteration (`enter_const`), or one slice of it (`enter_slice`)."""
+        """Pass a value to the body: whole (`enter_const`) or one slice per iteration (`enter_slice`)."""
         repeat = self.trip_count if piece == "enter_slice" else 1.0
         self.given.append(piece_of(like, self.source, piece, operand, inside, repeat))
 
@@ -244,17 +245,17 @@ class LoopBuilder:
         self.carries.append((enter, piece_of(like, self.source, "exit_carry", end, result)))
 
     def stack(self, like: Equation, made: Atom, result: int) -> None:
-        """Stack what each iteration makes."""
+        """Stack an output of each iteration."""
         self.stacks.append(piece_of(like, self.source, "exit_stack", made, result, self.trip_count))
 
     def nest(self) -> Nest:
-        """The loop, to be appended."""
+        """The finished loop, to append."""
         enter, leave = [one for one, _ in self.carries], [one for _, one in self.carries]
         return Nest("scan", self.source, self.given + enter, [self.body], leave + self.stacks)
 
 
 def piece_of(like: Equation, source: Any, piece: Piece, operand: Atom, result: int, repeat: float = 1.0) -> Equation:
-    """A piece of a region, with name and source line of another equation.
+    """A piece of a region, with the name stack and source line of another equation.
 
     Args:
         source: JAX's equation of the region.
@@ -264,11 +265,11 @@ def piece_of(like: Equation, source: Any, piece: Piece, operand: Atom, result: i
 
 
 def inlined(jaxpr: Any, env: dict[Any, Atom], append: Callable[[Any, tuple[Atom, ...]], Sequence[Atom]]) -> list[Atom]:
-    """The results of a jaxpr whose equations are appended one by one.
+    """Append the equations of a jaxpr one by one. Return its results.
 
     Args:
-        env: the values of its variables. Each call needs its own: JAX shares variables between calls of a cached jaxpr.
-        append: appends JAX's equation with the operands given, and returns its results.
+        env: the values of its variables, new for each call: JAX shares variables between calls of a cached jaxpr.
+        append: appends JAX's equation with the given operands, and returns its results.
     """
 
     def read(atom: Any) -> Atom:
@@ -292,7 +293,7 @@ def flat_border(inputs: Sequence[tuple[int, str]], outputs: Sequence[tuple[Atom,
 
 
 def renumbered(trace: Trace) -> Trace:
-    """The trace with values numbered in the order in which they are made, so that equal programs are equal traces."""
+    """The trace with values numbered in production order, so that equal programs are equal traces."""
     order = dict.fromkeys((*trace.inputs, *dict(trace.constants)))
     order.update(dict.fromkeys(value for equation in trace.equations for value in equation.results))
     number = {value: i for i, value in enumerate(order)}
@@ -308,7 +309,7 @@ def renumbered(trace: Trace) -> Trace:
 
 
 def _check(trace: Trace) -> None:
-    """Assert that each value is made once, before it is read."""
+    """Assert that each value is produced once, before it is read."""
     known = {*trace.inputs, *dict(trace.constants)}
     for n, equation in enumerate(trace.equations):
         assert known.issuperset(equation.reads), f"equation {n} ({equation.primitive}) reads what is not made yet"

@@ -1,8 +1,8 @@
-"""From a function and abstract arguments to one list of equations.
+"""Trace a function with abstract arguments to one list of equations.
 
-In: a user's step and its arguments (arrays or `ShapeDtypeStruct`s). Out: `Trace`, with every
-nested call inlined, loops and branches laid open, dead equations dropped, values numbered afresh, and
-pytree paths, name stacks and source lines kept.
+In: a user's step and its arguments (arrays or `ShapeDtypeStruct`s).
+Out: a `Trace`: nested calls are inlined, loops and branches flattened, dead equations eliminated, and values numbered;
+pytree paths, name stacks and source lines are kept.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def trace(
     """Trace a function of positional arguments.
 
     Args:
-        step: the user's function, where the traced one stands for it.
-        names: of the arguments; by default the step's.
-        hint: more for the user, where JAX cannot trace it.
+        step: the user's function, if the traced function wraps it.
+        names: the names of the arguments; by default the step's.
+        hint: an additional hint for the user if tracing fails.
 
     Raises:
-        TraceError: where JAX cannot trace it; JAX's own message follows ours.
-        EffectError: where it has an ordered side effect, which JAX runs on one device only.
+        TraceError: JAX cannot trace it; JAX's message is included.
+        EffectError: it has an ordered side effect, which JAX runs on one device only.
     """
     step = Step.of(function) if step is None else step
     names = step.bind(args, {}).names if names is None else names

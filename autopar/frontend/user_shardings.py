@@ -1,7 +1,8 @@
-"""What a program says itself about how it is split: `with_sharding_constraint` and `shard_map`.
+"""Read the shardings that a program itself specifies: `with_sharding_constraint` and `shard_map`.
 
-In: JAX's equations. Out: plain parameters for the rules (which dims, over which axes; what a device computes and
-sends inside a `shard_map`); and the same program run over another mesh of the same axes, which may be of absent devices.
+In: JAX's equations.
+Out: plain parameters for the rules: which dims over which axes, and the local FLOPs and collectives of a `shard_map`;
+and the same program on another mesh with the same axes, which may have no devices.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from autopar.frontend.kernel_flops import WORK, every_equation, flops_of, work_o
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import tensor_sharding
 
-#: A collective of a `shard_map`'s program: the kind it is compiled to, and whose buffer is the full one.
+#: The collectives of a `shard_map`'s program: the HLO kind, and whether operand or result is the full buffer.
 _COLLECTIVES = {
     "psum": ("all-reduce", "operand"),
     "psum2": ("all-reduce", "operand"),
@@ -35,8 +36,8 @@ _COLLECTIVES = {
 
 
 def constraint_params(equation: Any) -> dict[str, Any]:
-    """Of a `sharding_constraint`: `dims`, per dim its mesh axes, None where the program leaves it open; and
-    `axis_sizes`. Nothing where it is no `NamedSharding`."""
+    """The parameters of a `sharding_constraint`: `dims`, the mesh axes of each dim or None where it is open, and
+    `axis_sizes`. Empty if it is not a `NamedSharding`."""
     sharding = equation.params["sharding"]
     if not isinstance(sharding, NamedSharding):
         return {}
@@ -44,13 +45,13 @@ def constraint_params(equation: Any) -> dict[str, Any]:
     free = equation.params["unconstrained_dims"]
     entries = [None if d in free else entry for d, entry in enumerate(sharding.spec)]
     dims = tensor_sharding(PartitionSpec(*entries), rank).dims
-    told = tuple(None if d in free else axes for d, axes in enumerate(dims))
-    return {"dims": told, "axis_sizes": _axis_sizes(sharding.mesh, (axes for axes in told if axes))}
+    constrained = tuple(None if d in free else axes for d, axes in enumerate(dims))
+    return {"dims": constrained, "axis_sizes": _axis_sizes(sharding.mesh, (axes for axes in constrained if axes))}
 
 
 def shard_map_params(equation: Any) -> dict[str, Any]:
-    """Of a `shard_map`: `in_dims` and `out_dims`, `axis_sizes`, `flops` and `work` of one device, and `collectives` as
-    (kind, axes, bytes of the full local buffer, times)."""
+    """The parameters of a `shard_map`: `in_dims`, `out_dims`, `axis_sizes`, the `flops` and `work` of one device, and
+    `collectives` as (kind, axes, bytes of the full local buffer, count)."""
     params = equation.params
     in_dims, out_dims = (
         tuple(tensor_sharding(spec, var.aval.ndim).dims for spec, var in zip(params[specs], variables, strict=True))
@@ -61,7 +62,7 @@ def shard_map_params(equation: Any) -> dict[str, Any]:
         "in_dims": in_dims,
         "out_dims": out_dims,
         "axis_sizes": _axis_sizes(params["mesh"], [tuple(params["newly_manual_axes"])]),
-        # Nothing reads them but the fingerprint of plans that were saved before work was told apart by its unit.
+        # Only the fingerprint of plans saved before `work` existed reads these.
         "flops": sum(flops_of(one)[1] * times for one, times in every_equation(jaxpr)),
         WORK: work_of(jaxpr),
         "collectives": tuple(_collective(one, times) for one, times in every_equation(jaxpr) if _is_collective(one)),
@@ -69,9 +70,9 @@ def shard_map_params(equation: Any) -> dict[str, Any]:
 
 
 def run_shard_map(equation: Any, operands: Sequence[Any], mesh: Mesh | AbstractMesh) -> Sequence[Any]:
-    """A `shard_map` over another mesh of the same axes.
+    """Run a `shard_map` on another mesh with the same axes.
 
-    Where that has no devices, the abstract mesh of the program's own stands for it: the types inside name it.
+    If that mesh has no devices, the program's own abstract mesh takes its place, because the inner types name it.
     """
     params = equation.params
     if isinstance(mesh, AbstractMesh):

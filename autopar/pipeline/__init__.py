@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a step cut into stages, placed on submeshes, run by a schedule.
+"""Run a step as a pipeline: partition it into stages on submeshes, and run them by a schedule.
 
 In: a `Program`, devices, a schedule or `"auto"`.
 Out: a `PipelinePlan`, and a function that runs it.

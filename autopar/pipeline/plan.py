@@ -1,6 +1,7 @@
-"""The plan of a step in stages, as plain data: which layers on which devices, the schedule, and a `Plan` for each stage.
+"""Define the plan of a pipelined step as data: layers on devices, the schedule, and a `Plan` for each stage.
 
-In: filled by `planning`. Out: run by `staged_step`, told by `explain`, kept as JSON like any plan.
+In: built by `search.plan_stages`.
+Out: read by `run.step` and the reports; saved as JSON like every plan.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import Efficiency, ProgramSignature, TensorPlan
 from autopar.plans.validate import check_plan, check_positions, check_sharding
 
-#: What the file of such a plan says it is; from each version of its fields to the next, as in `plan`.
+#: The format name in such a plan's file. `MIGRATIONS` convert from each version to the next, as in `plan`.
 FORMAT = "autopar-pipeline-plan"
 
 
 def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
-    """Times of the search are in no file."""
+    """Remove the search times, which files no longer have."""
     body = without("search_time_s", of="outcome")(body)
     of_stage = without("solve_time_s", of="outcome")
     stages = body.get("stages")
@@ -54,9 +55,9 @@ class StagePlan:
     """A run of layers on a submesh.
 
     Args:
-        first_layer, last_layer: both included.
-        cost: the price that it was chosen by; bytes are per device.
-        plan: of the stage's own program.
+        first_layer, last_layer: the first and last layer, inclusive.
+        cost: the estimated cost that it was chosen by; bytes are per device.
+        plan: the plan of the stage's program.
     """
 
     first_layer: int
@@ -67,16 +68,18 @@ class StagePlan:
 
     @property
     def devices(self) -> range:
-        """Their numbers, host after host."""
+        """The device numbers, host after host."""
         return self.submesh.devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafPart:
-    """An array of the step's arguments or results on the submesh of a stage, or some of its rows.
+    """An array of the step's arguments or results, or some of its layers, on the submesh of a stage.
 
     Args:
-        rows: the dim that counts layers, the first layer, and the one after the last; None for all of it.
+        stage: the stage whose submesh holds it.
+        sharding: its sharding there.
+        rows: the layer dim, the first layer, and the one after the last; None for the whole array.
     """
 
     stage: int
@@ -86,11 +89,12 @@ class LeafPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePrediction:
-    """What is expected of a step in stages.
+    """The prediction for a pipelined step.
 
     Args:
-        step_time_s: by the simulator. bubble_fraction: the share of all devices' time in which they wait.
-        stage_bytes: on one device of each submesh, at most.
+        step_time_s: the simulated step time.
+        bubble_fraction: the idle fraction of all devices' time.
+        stage_bytes: the peak bytes per device of each submesh.
     """
 
     step_time_s: float
@@ -99,16 +103,16 @@ class PipelinePrediction:
 
     @property
     def peak_bytes(self) -> float:
-        """On the device that holds most."""
+        """The largest peak of any device."""
         return max(self.stage_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagesTried:
-    """Another way to run the step; `step_time_s` is `inf` where nothing fitted.
+    """An alternative that was searched; `step_time_s` is `inf` if nothing fitted.
 
     Args:
-        schedule: "" for one program on all devices.
+        schedule: the schedule's name; "" for one program on all devices.
     """
 
     schedule: str
@@ -120,12 +124,12 @@ class StagesTried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOutcome:
-    """How the stages were found.
+    """How the search ended.
 
     Args:
         gap: (cost - lower bound) / cost of the partition, by its objective.
-        num_planned: runs of layers that were planned to be priced.
-        search_time_s: of this run: no file holds it.
+        num_planned: the number of runs of layers that were planned to estimate their costs.
+        search_time_s: seconds of this search; not saved.
     """
 
     status: str
@@ -137,20 +141,19 @@ class SearchOutcome:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """Everything decided about a step in stages. `in_tree` / `out_tree` are JAX tree structures, absent from files.
+    """Everything decided about a pipelined step. `in_tree` / `out_tree` are JAX tree structures and not saved.
 
     Args:
-        program: of the step as traced.
-        starts: where in the forward pass each layer begins; where branches are layers of their own, where each run of
-            units of one layer does.
-        run_layers: of each such run, its layer; by default one after another.
-        sends: what stages send each other in a microbatch: in a chain each to the next.
-        virtual: stages on each submesh of a chain.
-        own_statistics: where the batch feeds back, each microbatch has its own statistics.
-        inputs, outputs: of the step. Their `sharding` is that of their first part.
-        input_parts, output_parts: on which submeshes each lies: on that of one stage, or a stack of layers on several.
+        program: the signature of the traced step.
+        starts: the first unit of the forward pass of each layer; with branches, of each run of units of one layer.
+        run_layers: the layer of each such run; by default consecutive numbers.
+        sends: the transfers between stages per microbatch; in a chain from each stage to the next.
+        virtual: the number of virtual stages per submesh of a chain.
+        own_statistics: whether each microbatch has its own batch statistics.
+        inputs, outputs: the step's arguments and results. Their `sharding` is that of their first part.
+        input_parts, output_parts: the submeshes that hold each; several for a stack of layers.
         carried: positions of inputs and outputs that hold the same state.
-        efficiency: what MFU and throughput are computed from; None in plans of older files.
+        efficiency: the data for MFU and throughput; None in plans of older files.
     """
 
     program: ProgramSignature
@@ -182,16 +185,16 @@ class PipelinePlan:
 
     @property
     def hardware(self) -> str:
-        """The kinds of device, for people."""
+        """The kinds of devices, as text."""
         return " + ".join(self.cluster.kinds)
 
     @property
     def num_devices(self) -> int:
-        """Of the cluster."""
+        """The number of devices of the cluster."""
         return self.cluster.num_devices
 
     def lies(self, position: int) -> Lies:
-        """Where an input lies."""
+        """The shardings and submeshes of an input."""
         return tuple(
             Part(part.sharding, self.stages[part.stage].plan.mesh, self.stages[part.stage].devices.start, part.rows)
             for part in self.input_parts[position]
@@ -199,25 +202,25 @@ class PipelinePlan:
 
     @property
     def submesh_of(self) -> tuple[int, ...]:
-        """Of each stage, the number of the submesh that it stands on."""
+        """The number of the submesh of each stage."""
         found: dict[range, int] = {}
         return tuple(found.setdefault(stage.devices, len(found)) for stage in self.stages)
 
     @property
     def is_chain(self) -> bool:
-        """Whether each stage feeds the next, and no other."""
+        """Whether each stage feeds only the next."""
         return self.schedule not in any_edges.WORDS
 
     @property
     def stage_of(self) -> tuple[int, ...]:
-        """Of each layer, its stage."""
+        """The stage of each layer."""
         return tuple(s for s, stage in enumerate(self.stages) for _ in range(stage.first_layer, stage.last_layer + 1))
 
     def layers_of_units(self, num_units: int) -> list[int]:
-        """By unit of the forward pass, its layer.
+        """The layer of each unit of the forward pass.
 
         Args:
-            num_units: of the forward pass.
+            num_units: the number of units.
         """
         layers = self.run_layers or range(len(self.starts))
         runs = zip(self.starts, [*self.starts[1:], num_units], layers, strict=True)
@@ -227,7 +230,7 @@ class PipelinePlan:
         """The schedule, task by task."""
         if self.is_chain:
             return build(self.schedule, len(self.stages) // self.virtual, self.num_microbatches, virtual=self.virtual)
-        return any_edges.as_they_come(
+        return any_edges.list_schedule(
             [(one.source, one.target) for one in self.sends],
             self.submesh_of,
             self.num_microbatches,
@@ -236,16 +239,15 @@ class PipelinePlan:
         )
 
     def side_by_side(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """Stages that do not wait for one another: of each place where branches run side by side, the stages of each
-        branch."""
+        """Stages that do not depend on each other: for each fork of the program, the stages of each branch."""
         return any_edges.side_by_side(len(self.stages), [(one.source, one.target) for one in self.sends])
 
     def timeline(self) -> PipelineTimeline:
-        """One step, simulated."""
+        """The simulated timeline of one step."""
         return staged_timeline(self.tasks(), [one.cost for one in self.stages], self.sends)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON types: what `save` writes. `in_tree` and `out_tree` are left out."""
+        """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
@@ -254,21 +256,21 @@ class PipelinePlan:
         """The inverse of `to_json`.
 
         Raises:
-            PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+            PlanFileError: a field is missing, unknown, ill-typed or inconsistent; the text names it.
         """
         return read_document(data, FORMAT, MIGRATIONS, reader(decoder(cls), _check))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, as `Plan.save` does.
+        """Write the plan as JSON, like `Plan.save`.
 
         Raises:
-            PlanFileError: where it cannot be written.
+            PlanFileError: the file cannot be written.
         """
         write_document(self.to_json(), path)
 
 
 def _check(plan: PipelinePlan) -> None:
-    """Refuse what is well typed but points nowhere."""
+    """Refuse fields that are well typed but inconsistent."""
     check_positions(plan)
     if not plan.stages or len(plan.stages) % plan.virtual:
         raise WrongFieldError("stages", f"has {len(plan.stages)} entries, which is no multiple of {plan.virtual}")
@@ -305,7 +307,7 @@ def _check(plan: PipelinePlan) -> None:
 
 
 def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
-    """Refuse layers that are not those of the stages."""
+    """Refuse layers that differ from those of the stages."""
     layers = plan.run_layers or range(len(plan.starts))
     if len(layers) != len(plan.starts):
         raise WrongFieldError("run_layers", f"must have an entry for each of {len(plan.starts)} starts")
@@ -316,7 +318,7 @@ def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
 
 
 def _check_sends(plan: PipelinePlan) -> None:
-    """Refuse what does not pass from a stage to a later one, and stages that share some of their devices only."""
+    """Refuse transfers to earlier stages, and submeshes that overlap without being equal."""
     count, edges = len(plan.stages), [(one.source, one.target) for one in plan.sends]
     if len(set(edges)) < len(edges) or any(not 0 <= source < target < count for source, target in edges):
         raise WrongFieldError("sends", f"must go from stages to later ones, up to {count - 1}, once each")
@@ -335,5 +337,5 @@ def _in_range(rows: tuple[int, int, int] | None, shape: tuple[int, ...]) -> bool
     return 0 <= dim < len(shape) and 0 <= start < stop <= shape[dim]
 
 
-#: Of one program, or of several.
+#: A plan of one program or of a pipelined step.
 AnyPlan = Plan | PipelinePlan

@@ -1,6 +1,7 @@
-"""Plans in files, of one program or of several.
+"""Read plan files of one program or of a pipelined step.
 
-In: a path. Out: the `Plan` or `PipelinePlan` that was saved there. A file is data: nothing in it is ever run.
+In: a path.
+Out: the `Plan` or `PipelinePlan` that was saved there. Reading a file never runs code from it.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from autopar.plans.plan import Plan
 
 
 def plan_from_json(data: Any) -> AnyPlan:
-    """The inverse of `to_json` of either.
+    """The inverse of `to_json` of either kind of plan.
 
     Raises:
-        PlanFileError: naming the field that is missing, unknown, ill-typed or inconsistent.
+        PlanFileError: a field is missing, unknown, ill-typed or inconsistent; the text names it.
     """
     in_stages = isinstance(data, dict) and data.get("format") == pipeline_plan.FORMAT
     return PipelinePlan.from_json(data) if in_stages else Plan.from_json(data)
 
 
 def load_plan(path: str | os.PathLike[str]) -> AnyPlan:
-    """Read a plan file. It is data: nothing in it is ever run.
+    """Read a plan file. Reading never runs code from it.
 
     Raises:
-        PlanFileError: where it is missing, damaged, not a plan, or of another version.
+        PlanFileError: the file is missing, damaged, not a plan, or of another version.
     """
     name = os.fspath(path)
     try:

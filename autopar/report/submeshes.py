@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.schedule.in_flight import held_while
+from autopar.pipeline.schedule.in_flight import held_during_tasks
 from autopar.pipeline.schedule.tasks import PHASES, Phase
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 
@@ -46,7 +46,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
     """
     costs = [stage.cost for stage in plan.stages]
     schedule = plan.tasks()
-    held = held_while(schedule, lambda stage: costs[stage].flight_bytes)
+    held = held_during_tasks(schedule, lambda stage: costs[stage].flight_bytes)
     uses = []
     for submesh, (order, while_each) in enumerate(zip(schedule.orders, held, strict=True)):
         starts = {span.task: span.start_s - timeline.start_s for span in timeline.on(submesh)}

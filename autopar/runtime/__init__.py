@@ -1,6 +1,6 @@
-"""A plan run through `jax.jit`: constraints replayed, manual regions, XLA's options.
+"""Run a plan through `jax.jit`: replayed sharding constraints, manual regions, XLA options.
 
-In: a `Plan` and the trace it was made of.
+In: a `Plan` and the trace it was made from.
 Out: a jitted function.
 Imported by: pipeline, api, inference, verification, diagnosis, code_export.
 """

@@ -1,7 +1,7 @@
-"""Run a plan: replay the traced equations under `jax.jit`, with the plan's shardings imposed.
+"""Run a plan: replay the traced equations under `jax.jit` with the plan's sharding constraints.
 
-In: `Plan`, `Trace` and a mesh of devices. Out: a jitted function of the step's positional arguments, which
-donates what the plan says.
+In: a `Plan`, a `Trace`, and a mesh of devices.
+Out: a jitted function of the step's positional arguments, which donates the arguments that the plan donates.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from autopar.runtime.xla_options import compiler_options
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of devices, by default all the visible ones, of all processes: host after host, so that the inner axes stay
-    inside one.
+    """A mesh of devices, by default all devices of all processes, ordered by host, so that the inner axes stay inside a
+    host.
 
     Raises:
-        MeshError: their number is not the mesh's.
+        MeshError: the number of devices differs from the mesh's.
     """
     devices = jax.devices() if devices is None else devices
     check_devices(shape, devices)
     types = (AxisType.Auto,) * len(shape.axis_names)
-    if devices[0].platform == "tpu":  # whose links make a torus, which JAX knows
+    if devices[0].platform == "tpu":  # JAX knows the torus of its links
         return jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types, devices=devices)
     grid = np.array(in_host_order(devices), dtype=object).reshape(shape.axis_sizes)
     return Mesh(grid, shape.axis_names, axis_types=types)
 
 
 def check_devices(shape: MeshShape, devices: Sequence[Any]) -> None:
-    """Refuse a mesh that these devices do not fill.
+    """Refuse a mesh whose size differs from the number of devices.
 
     Raises:
-        MeshError: with both numbers.
+        MeshError: the sizes differ.
     """
     if len(devices) == shape.num_devices:
         return
@@ -64,13 +64,13 @@ def check_devices(shape: MeshShape, devices: Sequence[Any]) -> None:
 
 
 def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh without devices: enough to lower a planned step."""
+    """A mesh without devices, sufficient to lower a planned step."""
     types = (AxisType.Auto,) * len(shape.axis_names)
     return AbstractMesh(shape.axis_sizes, shape.axis_names, axis_types=types)
 
 
 def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
-    """The planned step, jitted: takes and returns what the user's step does."""
+    """The planned step, jitted, with the arguments and results of the user's step."""
     check_mesh(plan.mesh, mesh)
     replay = Replay(plan, trace, mesh)
     in_shardings = jax.tree.unflatten(trace.in_tree, named_shardings([t.sharding for t in plan.inputs], mesh))
@@ -89,10 +89,10 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def flat(in_tree: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The arrays of a step's arguments.
+    """The leaves of a step's arguments.
 
     Raises:
-        OtherShapesError: the step was planned for another structure.
+        OtherShapesError: the step was planned for another pytree structure.
     """
     leaves, structure = jax.tree.flatten(args)
     if structure != in_tree:
@@ -101,8 +101,7 @@ def flat(in_tree: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def jit_options(plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """What `jax.jit` is to tell XLA, where what it compiles is for GPUs that are here: for others, whoever compiles gives
-    the options."""
+    """The options of `jax.jit` for XLA on local GPUs. For other devices, whoever compiles passes the options."""
     has_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
     return {"compiler_options": compiler_options(plan)} if has_gpus else {}
 
@@ -110,15 +109,14 @@ def jit_options(plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
 def placed(
     plan: Placement, shardings: Sequence[NamedSharding], trees: Sequence[Any], *, may_take: bool = False
 ) -> tuple[Any, ...]:
-    """Arguments as a jitted plan takes them.
+    """Place arguments with the shardings that a jitted plan takes.
 
-    An array that lies otherwise than planned is moved, as a state that another plan has laid out. State that nothing has
-    laid out yet is laid out: `jax.jit` would compile once for it, and once more for what comes back. Of what is donated,
-    an array that the user made is copied, and so is one that stands at another place too, as an average that begins as
-    the parameters.
+    An array with another sharding is resharded, for example a state from another plan. State without a sharding is
+    placed too; otherwise `jax.jit` would compile once for it and once for the returned state. A donated array is copied
+    if the user made it or if it is passed twice, for example an average that starts as the parameters.
 
     Args:
-        may_take: whether arrays that the user made may be donated, because the user said so.
+        may_take: whether donated arrays that the user made may be overwritten, by the user's option.
     """
     leaves, structure = jax.tree.flatten(tuple(trees))
     count = Counter(id(leaf) for leaf in leaves)
@@ -139,38 +137,38 @@ def placed(
 
 
 def _may_share(leaf: jax.Array, put: jax.Array) -> bool:
-    """Whether an array that was moved may have kept a buffer, whatever `may_alias` says: of one device, where a part is
-    the whole."""
+    """Whether `device_put` may have kept a buffer in spite of `may_alias`: on one device, if a shard is the whole
+    array."""
     return len(leaf.sharding.device_set) > 1 or put.sharding.shard_shape(put.shape) == leaf.shape
 
 
 def check_not_deleted(paths: Sequence[str], leaves: Sequence[Any]) -> None:
-    """Refuse arrays whose memory an earlier call has taken over.
+    """Refuse deleted arrays.
 
     Raises:
-        StepSignatureError: naming one.
+        StepSignatureError: an array was deleted; the text names it.
     """
     for path, leaf in zip(paths, leaves, strict=True):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise StepSignatureError(
-                f"`{path}` was donated to an earlier call, which took its memory over, or was deleted. Call the step with the"
+                f"`{path}` was donated to an earlier call, which reused its memory, or was deleted. Call the step with the"
                 " state that its last call returned; to keep a state, copy it before the call"
                 " (`jax.tree.map(jax.numpy.copy, state)`), or give `donate=[]`"
             )
 
 
 def auto_mesh(mesh: Mesh) -> Mesh:
-    """The mesh with axes of type Auto, over which XLA's partitioner splits: `jax.make_mesh` makes Explicit ones."""
+    """The mesh with axes of type Auto, for XLA's partitioner; `jax.make_mesh` makes Explicit axes."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
 def is_auto(sharding: Any) -> bool:
-    """Whether JAX leaves an array that lies so to XLA's partitioner."""
+    """Whether JAX leaves an array with this sharding to XLA's partitioner."""
     return not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) <= {AxisType.Auto}
 
 
 def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
-    """Positions of the arguments all of whose leaves are donated."""
+    """The positions of the arguments whose leaves are all donated."""
     donated = set(plan.donated)
     arguments, offset = [], 0
     for position, child in enumerate(trace.in_tree.children()):
@@ -182,13 +180,14 @@ def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
 
 
 def lower(jitted: Any, args: Sequence[Any], mesh: Mesh) -> jax.stages.Lowered:
-    """Lower, given the planned arguments (`Trace.arguments`), for the platform of a mesh's devices, which need not exist in this process."""
+    """Lower for the platform of a mesh's devices, given abstract arguments (`Trace.arguments`). The devices need not
+    exist in this process."""
     platform = mesh.devices.flat[0].platform
     return lower_for("cuda" if platform == "gpu" else platform, jitted, args)
 
 
 def lower_for(platform: str, jitted: Any, args: Sequence[Any]) -> jax.stages.Lowered:
-    """Lower for a platform (`"cuda"`, `"cpu"`); the mesh may be abstract: then the result is text
-    for another process to compile."""
+    """Lower for a platform (`"cuda"`, `"cpu"`). With an abstract mesh, another process can compile the resulting
+    text."""
     shapes = jax.tree.map(jax_compat.shape_struct, tuple(args))
     return jitted.trace(*shapes).lower(lowering_platforms=(platform,))

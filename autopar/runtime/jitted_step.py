@@ -1,10 +1,11 @@
 """Dispatch a planned step with one flattening of its arguments, over a `jax.jit` of flat tuples.
 
-In: `Plan`, `Trace`, a mesh of devices. Out: `JittedStep`, called with what the user's step takes.
+In: a `Plan`, a `Trace`, and a mesh of devices.
+Out: a `JittedStep`, called with the arguments of the user's step.
 
-`jax.jit` flattens its arguments and builds its result in C++ and shows neither list of arrays. autopar has to look at both:
-it donates no array that the user made, and has to know those that a call returned. So the arrays are flattened here, and
-`jax.jit` gets two flat tuples.
+`jax.jit` flattens arguments and unflattens results in C++ and exposes neither list. autopar needs both: it donates no
+array that the user made, so it must know which arrays a call returned. So arrays are flattened here, and `jax.jit` gets
+two flat tuples.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class JittedStep:
     """One planned program, jitted.
 
     Args:
-        plan, trace, mesh: as for `jit_plan`.
-        may_take: whether arrays that the user made may be donated, because the user said so.
+        plan, trace, mesh: the arguments of `jit_plan`.
+        may_take: whether donated arrays that the user made may be overwritten, by the user's option.
     """
 
     def __init__(self, plan: Plan, trace: Trace, mesh: Mesh, *, may_take: bool = False) -> None:
@@ -60,30 +61,30 @@ class JittedStep:
         """Run the step.
 
         Raises:
-            OtherShapesError: it is planned for other arguments.
+            OtherShapesError: the step was planned for other arguments.
         """
         return self.dispatch(flat(self.in_tree, trees))
 
     def dispatch(self, leaves: Sequence[Any]) -> Any:
-        """Run the step on the arrays of its arguments. Later calls may take over, of what it returns, the state."""
+        """Run the step on the leaves of its arguments. Later calls may reuse the memory of the returned state."""
         results = self._call(self._of_donated(leaves), self._of_others(leaves))
         self.own_arguments.returned(results)
         return self.out_tree.unflatten(results)
 
     def lower(self, trees: Sequence[Any]) -> jax.stages.Lowered:
-        """Lowered for arguments like these, arrays or `jax.ShapeDtypeStruct`s."""
+        """Lower the step for arguments like these, arrays or `jax.ShapeDtypeStruct`s."""
         leaves = jax.tree.leaves(tuple(trees))
         return self._jitted.lower(self._of_donated(leaves), self._of_others(leaves))
 
     def use(self, compiled: jax.stages.Compiled) -> None:
-        """From now on run what `lower` gave, compiled."""
+        """Use the compiled result of `lower` for all later calls."""
         self._call = compiled
 
     def compiled(self, trees: Sequence[Any]) -> jax.stages.Compiled:
-        """What runs, for arguments like these; JAX has it compiled already where a call was made."""
+        """The compiled program for arguments like these. JAX has it in its cache after a call."""
         return self._call if isinstance(self._call, jax.stages.Compiled) else self.lower(trees).compile()
 
     def run(self, donated: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
-        """What is jitted: the arrays of the arguments in two tuples, those of the result in one."""
+        """The function to jit: the leaves of the arguments in two tuples, those of the result in one."""
         given = [*donated, *others]
         return tuple(self._replay.run([given[position] for position in self._order]))

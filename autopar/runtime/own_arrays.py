@@ -1,10 +1,10 @@
-"""Know which arrays a step may donate as they are: those that autopar made.
+"""Track which arrays autopar made, so that a step donates only those.
 
-In: a step's arguments, and the arrays that its calls return. Out: the arguments' arrays, flattened, where every donated one
-is autopar's; a mark on each array that autopar made.
+In: a step's arguments, and the arrays that its calls return.
+Out: the flattened arguments if autopar made every donated one; a mark on each array that autopar made.
 
-A call looks at hundreds of arrays, so it must touch as few as it can. The state that a step returned comes back to it as it
-is, as a rule: so the step keeps the list of its arrays and compares identities. It marks them only where that fails.
+A call has hundreds of arrays and must touch as few as possible. Usually the state that a step returned comes back to it
+unchanged. So the step keeps the list of returned arrays and compares identities; it marks arrays only if that fails.
 """
 
 from __future__ import annotations
@@ -19,43 +19,44 @@ from typing import Any
 import jax
 import numpy as np
 
-#: What an array carries that a step, its `init` or a restored checkpoint made: later calls may take its memory over. Its
+#: The attribute of arrays made by a step, its `init` or a restored checkpoint: later calls may reuse their memory. Its
 #: value is a number that no other array has.
 _OWN = "_autopar_own"
 _NUMBERS = itertools.count()
 
-#: Pairs of arrays that are compared at a call; where there are more, as of many frozen weights, arrays are marked.
+#: The most pairs of arrays to compare per call; with more, as for many frozen weights, arrays are marked instead.
 _MOST_PAIRS = 4096
 
-#: What `jax.jit` takes as one array.
+#: The types that `jax.jit` takes as one array.
 _ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
 def make_own(leaves: Iterable[Any]) -> None:
-    """Let later calls take the memory of arrays over."""
+    """Allow later calls to reuse the memory of arrays."""
     arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array))
     deque(map(setattr, arrays, itertools.repeat(_OWN), _NUMBERS), maxlen=0)
 
 
 def is_own(leaf: Any) -> bool:
-    """Whether autopar made an array, and not the user; after `mark_returned`."""
+    """Whether autopar made an array rather than the user. Call `mark_returned` before."""
     return hasattr(leaf, _OWN)
 
 
 def mark_returned() -> None:
-    """Mark the arrays that steps have returned and have not marked yet."""
+    """Mark the returned arrays of all steps that are not marked yet."""
     for arguments in list(_ARGUMENTS):
         arguments.mark_returned()
 
 
 class OwnArguments:
-    """The arguments of a step, some of which are donated.
+    """The arguments of a step, some of them donated.
 
     Args:
-        in_tree: of all arguments, a tuple. structs: shape and dtype of each array.
-        donated: positions of the arrays that a call donates. carried: by position of an array, that of the output that
-            takes its place in the next call.
-        may_take: whether arrays that the user made may be donated, because the user said so.
+        in_tree: the pytree structure of all arguments, a tuple.
+        structs: the shape and dtype of each array.
+        donated: the positions of donated arrays.
+        carried: by position of an array, the position of the output that replaces it in the next call.
+        may_take: whether donated arrays that the user made may be overwritten, by the user's option.
     """
 
     def __init__(
@@ -69,14 +70,14 @@ class OwnArguments:
     ) -> None:
         self._in_tree = in_tree
         self._donated = items(donated)
-        pairs = _alike(structs, donated)
-        self._alike = items(sorted({other for other, _ in pairs}))
+        pairs = _possible_aliases(structs, donated)
+        self._possible_aliases = items(sorted({other for other, _ in pairs}))
         self._pairs = items([other for other, _ in pairs]), items([own for _, own in pairs])
         keys = [i for i in donated if jax.numpy.issubdtype(structs[i].dtype, jax.dtypes.extended)]
         self._keys = items(keys)  # which JAX 0.10 does not survive being given when they are deleted
         self._marks = _identities if may_take else _own_marks
         self._renewed = items([carried[position] for position in donated if position in carried])
-        # Of the state that was returned last: its largest array, by a weak reference, and all others.
+        # The state that the last call returned: a weak reference to its largest array, and the other arrays.
         self._returned: tuple[weakref.ref[Any], tuple[Any, ...]] | None = None
         self._first: int | None = None
         if donated and set(donated) <= carried.keys() and len(pairs) <= _MOST_PAIRS:
@@ -88,13 +89,13 @@ class OwnArguments:
             _ARGUMENTS.add(self)
 
     def flattened(self, args: Sequence[Any]) -> list[Any] | None:
-        """The arrays of the arguments; None unless every donated one is autopar's, there, and stands at one place.
+        """The leaves of the arguments. None unless autopar made every donated array, and each is alive and passed once.
 
-        Of an array at two places XLA may have taken some devices' parts by the time it refuses it.
+        XLA rejects an array that is passed twice only after some devices may have reused its shards.
         """
         try:
             leaves = self._in_tree.flatten_up_to(tuple(args))
-        except (ValueError, TypeError):  # another structure
+        except (ValueError, TypeError):  # another pytree structure
             return None
         if not all(issubclass(kind, _ARRAYS) for kind in set(map(type, leaves))):
             return None
@@ -102,14 +103,18 @@ class OwnArguments:
             mark_returned()
             donated = self._donated(leaves)
             marks = set(self._marks(donated))
-            if None in marks or len(marks) < len(donated) or not marks.isdisjoint(self._marks(self._alike(leaves))):
+            if (
+                None in marks
+                or len(marks) < len(donated)
+                or not marks.isdisjoint(self._marks(self._possible_aliases(leaves)))
+            ):
                 return None
         return None if any(key.is_deleted() for key in self._keys(leaves)) else leaves
 
     def returned(self, results: Sequence[Any]) -> None:
-        """The arrays of a call's results: what takes the place of donated arguments is autopar's.
+        """Record the arrays of a call's results that replace donated arguments.
 
-        The largest of them is kept by a weak reference: once the user has dropped the state, no other is kept either.
+        The largest is kept by a weak reference: once the user drops the state, the other arrays are released too.
         """
         if self._first is None:
             make_own(self._renewed(results))
@@ -118,13 +123,13 @@ class OwnArguments:
             self._returned = largest, self._renewed_rest(results)
 
     def mark_returned(self) -> None:
-        """Mark the state that was returned last, in place of keeping it."""
+        """Mark the state that was returned last and release it."""
         returned, self._returned = self._returned, None
         if returned is not None:
             make_own([returned[0](), *returned[1]])
 
     def _are_returned(self, leaves: Sequence[Any]) -> bool:
-        """Whether the donated arrays are those that the last call returned, and stand nowhere else."""
+        """Whether the donated arrays are those that the last call returned, each passed once."""
         returned = self._returned
         if returned is None or self._first is None:
             return False
@@ -138,12 +143,12 @@ class OwnArguments:
             self.mark_returned()
 
 
-#: Of arguments in use, those whose returned state may be unmarked.
+#: The arguments in use, whose returned state may be unmarked.
 _ARGUMENTS = weakref.WeakSet[OwnArguments]()
 
 
-def _alike(structs: Sequence[jax.ShapeDtypeStruct], donated: Sequence[int]) -> list[tuple[int, int]]:
-    """Arrays that are not donated, each with every donated one that has its shape and dtype: they may be the same array."""
+def _possible_aliases(structs: Sequence[jax.ShapeDtypeStruct], donated: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of an array that is not donated and a donated one of equal shape and dtype: they may be the same array."""
     kinds = [(struct.shape, struct.dtype) for struct in structs]
     own = defaultdict[Any, list[int]](list)
     for position in donated:
@@ -153,7 +158,7 @@ def _alike(structs: Sequence[jax.ShapeDtypeStruct], donated: Sequence[int]) -> l
 
 
 def _own_marks(leaves: Iterable[Any]) -> Iterable[int | None]:
-    """What tells an array that autopar made from all others; None of one that the user made."""
+    """The mark of each array that autopar made; None for the user's arrays."""
     return map(getattr, leaves, itertools.repeat(_OWN), itertools.repeat(None))
 
 
@@ -162,7 +167,7 @@ def _identities(leaves: Iterable[Any]) -> Iterable[int]:
 
 
 def items(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """Of a list, what stands at these positions."""
+    """A function that picks the items at these positions of a list."""
     if len(positions) > 1:
         return operator.itemgetter(*positions)
     return lambda values: tuple(values[position] for position in positions)

@@ -1,6 +1,7 @@
-"""Run a registered collective where a plan has it: `jax.shard_map` over the plan's mesh.
+"""Run a registered collective in a plan, by `jax.shard_map` over the plan's mesh.
 
-In: a value, its shardings before and after. Out: the value, split as after.
+In: a value, and its shardings before and after.
+Out: the value with the sharding after.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from autopar.plans.records import Constraint
 
 
 @dataclass(frozen=True, slots=True)
-class Through:
-    """From one sharding to the next by a registered collective."""
+class RegisteredResharding:
+    """A change from one sharding to another by a registered collective."""
 
     name: str
     before: TensorSharding
@@ -41,15 +42,15 @@ class Through:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The dims that the function is given, by name."""
+        """The dims that the collective's function receives, by name."""
         found = {"dim": self.moved.dim, "to": self.moved.to}
         return {name: dim for name in OPEN[self.like] if (dim := found[name]) is not None}
 
     def run(self, value: Any, mesh: Mesh | AbstractMesh) -> Any:
-        """The same value, split anew.
+        """The value with the new sharding.
 
         Raises:
-            CollectiveError: it is not registered here, or gives a part of another type.
+            CollectiveError: the collective is not registered here, or its result has a wrong shape or dtype.
         """
         if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
             before, after = (TensorSharding((*s.dims, ())) for s in (self.before, self.after))
@@ -68,29 +69,29 @@ class Through:
 
         specs = partition_spec(self.before), partition_spec(self.after)
         sent = jax.custom_jvp(jax.shard_map(part, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False))
-        sent.defjvp(lambda values, tangents: (sent(*values), *tangents))  # a value stays what it is, wherever it lies
+        sent.defjvp(lambda values, tangents: (sent(*values), *tangents))  # resharding is the identity on values
         return sent(value)
 
 
-def steps_of(constraint: Constraint) -> tuple[TensorSharding | Through, ...]:
-    """Its shardings, one after the other; where a registered collective leads to one, that.
+def steps_of(constraint: Constraint) -> tuple[TensorSharding | RegisteredResharding, ...]:
+    """A constraint's shardings in order; where a registered collective produces one, a `RegisteredResharding`.
 
     Raises:
-        CollectiveError: it is not registered here.
+        CollectiveError: a collective is not registered here.
     """
     if not constraint.by:
         return constraint.shardings
     pairs = zip(constraint.by[1:], pairwise(constraint.shardings), strict=True)
-    steps = [Through(name, before, after) if name else after for name, (before, after) in pairs]
+    steps = [RegisteredResharding(name, before, after) if name else after for name, (before, after) in pairs]
     for one in steps:
-        if isinstance(one, Through):
+        if isinstance(one, RegisteredResharding):
             runner_of(one.name, one.like)
     return (constraint.shardings[0], *steps)
 
 
-def reached(step: TensorSharding | Through) -> TensorSharding:
-    """Where a step leads."""
-    return step.after if isinstance(step, Through) else step
+def reached(step: TensorSharding | RegisteredResharding) -> TensorSharding:
+    """The sharding after a step."""
+    return step.after if isinstance(step, RegisteredResharding) else step
 
 
 def _check(name: str, made: Any, shape: tuple[int, ...], dtype: Any) -> None:

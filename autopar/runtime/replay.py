@@ -1,9 +1,10 @@
-"""Evaluates a trace anew, with a plan's shardings imposed: what `execute` jits.
+"""Replay a trace with a plan's sharding constraints; `jit` compiles the result.
 
-In: `Plan`, `Trace`, a mesh. Out: `Replay.run`, a function of the step's arguments. XLA's partitioner is told the
-sharding of every value that crosses from one decision to another, so it has no room to disagree; name stacks and source
-lines are kept. Loops and branches are built anew around the equations of their sections. What sees a dim as two that the
-plan does not split runs as it was written.
+In: a `Plan`, a `Trace`, and a mesh.
+Out: `Replay.run`, a function of the step's arguments. Every value that crosses from one planned node to another gets a
+constraint, which leaves XLA's SPMD partitioner no choice. Name stacks and source lines are kept. Loops and branches are
+rebuilt around the equations of their sections. Equations that were rewritten to treat a dim as two run in their
+original form if the plan does not shard that dim.
 """
 
 from __future__ import annotations
@@ -26,35 +27,35 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import Awaited, Separate, split_dims
 from autopar.rules.table import traits_of
 from autopar.runtime.manual.region import run_region
-from autopar.runtime.registered_collectives import Through, steps_of
+from autopar.runtime.registered_collectives import RegisteredResharding, steps_of
 from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
 
 _Path = tuple[TensorSharding, ...]
-_Steps = tuple[TensorSharding | Through, ...]
+_Steps = tuple[TensorSharding | RegisteredResharding, ...]
 
 
 class OtherShapesError(TypeError):
-    """The jitted replay met arguments it was not planned for; the caller plans again."""
+    """The arguments differ from the planned ones; the caller plans again."""
 
 
 @dataclass(slots=True)
 class _Scope:
-    """Values known inside one loop body, branch, or the step itself; and what they have been resharded to."""
+    """The known values inside one loop body, branch or the step, and their resharded versions."""
 
     values: dict[int, Any]
     resharded: dict[int, dict[_Steps, Any]] = field(default_factory=lambda: defaultdict(dict))
-    forgets: bool = True  # what is read no more
-    #: Of what is computed for separate sums: what lies in memory, behind a barrier, and what is made of it.
+    forgets: bool = True  # drop values after their last use
+    #: For each separate reduction: its inputs in memory behind a barrier, and the values computed from them.
     behind: dict[Separate, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
 
     def inner(self) -> _Scope:
-        """A scope that knows all that this one does: what is traced in it stays in it."""
+        """A nested scope with all values of this one; values traced in it stay in it."""
         known = defaultdict(dict, {v: dict(known) for v, known in self.resharded.items()})
         return _Scope(dict(self.values), known, self.forgets)
 
 
 class Replay:
-    """Evaluates a trace equation by equation, constraining values as the plan says."""
+    """Evaluates a trace equation by equation and constrains values as planned."""
 
     def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
         self.trace, self.mesh = trace, mesh
@@ -79,7 +80,7 @@ class Replay:
         self.remaining = _last_reads(trace, plan.awaited, self.behind)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """The arrays that the step returns, from those of its arguments."""
+        """Compute the step's results from the leaves of its arguments."""
         self._check(leaves)
         scope = _Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
         scope.values.update(self.trace.constants)
@@ -88,10 +89,10 @@ class Replay:
         return [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
 
     def part(self, given: Mapping[int, Any]) -> Part:
-        """A part of the step, to be run equation by equation.
+        """A part of the step, to run equation by equation.
 
         Args:
-            given: values that others have made, as they left them.
+            given: values that other parts produced, with their shardings.
         """
         return Part(self, _Scope({**dict(self.trace.constants), **given}, forgets=False))
 
@@ -108,7 +109,7 @@ class Replay:
     def _equation(self, scope: _Scope, n: int) -> None:
         equation = self.trace.equations[n]
         whole = self.as_written.get(n)
-        if whole is not None and whole.start != n:  # run with its first
+        if whole is not None and whole.start != n:  # its first equation runs it
             return
         take = self._taken if whole is None else self._operand
         with _context(equation):
@@ -126,23 +127,23 @@ class Replay:
                 scope.values[position] = self._at_definition(position, value, path[-1:] if n in self.manual else path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        """An equation by itself, or each device its own part of it where the plan says so."""
+        """Run an equation, as a manual region if the plan says so."""
         if n in self.manual:
             paths = [self.at_definition.get(position, ()) for position in equation.results]
             targets = [path[-1] if path else None for path in paths]
             return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
         if equation.primitive == "shard_map":
             return run_shard_map(equation.source, operands, self.mesh)
-        if equation.primitive in ("sharding_constraint", "reshard"):  # the plan says the same, over its own mesh
+        if equation.primitive in ("sharding_constraint", "reshard"):  # the plan has it as a constraint on its own mesh
             return operands
         if self.is_on_cpu and traits_of(equation.primitive).in_place == "slice":
-            # XLA's CPU compiler fuses an update with a slice of a microbatch in place, and then reads what it has
-            # written. Behind a barrier the update is in memory first.
+            # XLA's CPU compiler fuses an in-place update with a slice of a microbatch and then reads what it has
+            # already overwritten. A barrier materializes the update first.
             operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]
         return jax_compat.bind(equation.source, operands)
 
     def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
-        """An operand that is there once values are; of a part of the step, those that it has."""
+        """An operand that depends on other values by a barrier; in a part of the step, on those that it has."""
         known = [
             self._resharded(scope, position, self.scattered.get(position, ()))
             for position in values
@@ -151,7 +152,7 @@ class Replay:
         return jax.lax.optimization_barrier([operand, *known])[0]
 
     def _in_memory(self, one: Separate, n: int) -> set[int]:
-        """The values from which a separate sum is computed."""
+        """The materialized values from which a separate reduction is computed."""
         found, left = set[int](), [n]
         while left:
             atoms = self.trace.equations[left.pop()].reads
@@ -161,20 +162,20 @@ class Replay:
         return found
 
     def _behind_barrier(self, scope: _Scope, one: Separate, n: int) -> list[Any]:
-        """The operands of a separate sum, or of what is computed for it: of what lies in memory, behind a barrier, so
-        that nothing else reads the same."""
+        """The operands of a separate reduction, or of the equations computed for it. Values in memory are read
+        through a barrier of their own, so that XLA does not merge the reads with others."""
         known = scope.behind[one]
         equation, operands = self.trace.equations[n], list[Any]()
         for i, atom in enumerate(equation.operands):
-            maker = None if isinstance(atom, LiteralOperand) else self.trace.producers.get(atom)
-            key = atom if maker in one.nodes else (atom, self.at_operand.get((n, i)))
+            producer = None if isinstance(atom, LiteralOperand) else self.trace.producers.get(atom)
+            key = atom if producer in one.nodes else (atom, self.at_operand.get((n, i)))
             if isinstance(atom, LiteralOperand):
                 operands.append(atom.value)
                 continue
-            if key not in known and maker in one.nodes:
-                made = self.trace.equations[maker]
+            if key not in known and producer in one.nodes:
+                made = self.trace.equations[producer]
                 with _context(made):
-                    again = self._run(maker, made, self._behind_barrier(scope, one, maker))
+                    again = self._run(producer, made, self._behind_barrier(scope, one, producer))
                     for position, value in zip(made.results, again, strict=True):
                         known[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
             elif key not in known:
@@ -183,14 +184,14 @@ class Replay:
         return operands
 
     def _taken(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
-        """An operand in the shape it was traced with; only one with a dim that is two there may have another."""
+        """An operand in its traced shape; the value may have another shape if a dim is seen as two."""
         value = self._operand(scope, node, index, atom)
         if isinstance(atom, LiteralOperand) or value.shape == self.trace.avals[atom].shape:
             return value
         return jax.lax.reshape(value, self.trace.avals[atom].shape)
 
     def _operand(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
-        """An operand, split as the plan says."""
+        """An operand with its planned sharding."""
         if isinstance(atom, LiteralOperand):
             return atom.value
         return self._resharded(scope, atom, self.at_operand.get((node, index), ()))
@@ -198,7 +199,7 @@ class Replay:
     def _resharded(self, scope: _Scope, atom: int, path: _Steps) -> Any:
         value = scope.values[atom]
         known = scope.resharded[atom]
-        for length in range(1, len(path) + 1):  # one constraint per value and target: readers share it
+        for length in range(1, len(path) + 1):  # one constraint per value and target, shared by all users
             prefix = path[:length]
             if prefix not in known:
                 known[prefix] = self._constrain(atom, value, prefix[-1:])
@@ -216,7 +217,7 @@ class Replay:
     def _constrain(self, position: int, value: Any, steps: _Steps) -> Any:
         shape = self.trace.avals[position].shape if steps else ()
         for sharding in steps:
-            if isinstance(sharding, Through):
+            if isinstance(sharding, RegisteredResharding):
                 value = sharding.run(value if value.shape == shape else jax.lax.reshape(value, shape), self.mesh)
                 continue
             whole = sharding if value.shape == shape else seen_whole(sharding, shape, value.shape)
@@ -226,7 +227,7 @@ class Replay:
     # -- regions -----------------------------------------------------------------------------
 
     def _region(self, scope: _Scope, region: Region) -> None:
-        """Run the loop or the branches that stand at a place, and define what comes out."""
+        """Run a loop or branches, and define their results."""
         equations = self.trace.equations
         entering = range(*region.enter)
         given = {n: self._taken(scope, n, 0, equations[n].operands[0]) for n in entering}
@@ -266,11 +267,11 @@ class Replay:
         def entered(carry: list[Any]) -> dict[int, Any]:
             return dict(zip(carries, carry, strict=True))
 
-        def goes_on(carry: list[Any]) -> Any:
+        def condition(carry: list[Any]) -> Any:
             rows = test(entered(carry))[0]  # under `vmap` one for each row
             return jax.numpy.any(rows) if jax.numpy.ndim(rows) else rows
 
-        def trip(carry: list[Any]) -> list[Any]:
+        def iteration(carry: list[Any]) -> list[Any]:
             after = body(entered(carry))
             if not self._has_rows(region):
                 return after
@@ -280,10 +281,10 @@ class Replay:
                 for new, old in zip(after, carry, strict=True)
             ]
 
-        return jax.lax.while_loop(goes_on, trip, self._start(given, carries))
+        return jax.lax.while_loop(condition, iteration, self._start(given, carries))
 
     def _has_rows(self, region: Region) -> bool:
-        """Whether a loop has a condition for each row, as `vmap` makes it."""
+        """Whether a loop has a condition per row, as `vmap` makes it."""
         (n,) = self._pieces(region.exit, "predicate")
         (atom,) = self.trace.equations[n].operands
         return not isinstance(atom, LiteralOperand) and self.trace.avals[atom].shape != ()
@@ -301,7 +302,7 @@ class Replay:
     def _section(
         self, scope: _Scope, region: Region, section: int, given: dict[int, Any]
     ) -> Callable[[dict[int, Any]], list[Any]]:
-        """A function from what pieces take in, by their equations, to what a section gives out."""
+        """A function from the inputs of a section, by their equations, to its outputs."""
         equations = self.trace.equations
         leaving = list(region.leaving(section, equations))
 
@@ -316,16 +317,16 @@ class Replay:
         return run
 
     def _start(self, given: dict[int, Any], carries: Sequence[int]) -> list[Any]:
-        """What a loop's carry starts with, split as the loop has it."""
+        """The initial carry of a loop with the loop's shardings."""
         return [self._as_carried(n, given[n]) for n in carries]
 
     def _as_carried(self, n: int, value: Any) -> Any:
-        """Of the traced type, even where the program has a literal, and split as the result of a piece."""
+        """A value with the traced dtype, even if it is a literal, and with its planned sharding in the loop."""
         equation = self.trace.equations[n]
         if not equation.results:
             return value
         value = jax_compat.as_typed(value, self.trace.avals[equation.results[0]])
-        if equation.piece == "exit_stack":  # all trips together have another rank
+        if equation.piece == "exit_stack":  # the stack of all iterations has another rank
             return value
         (position,) = equation.results
         return self._constrain(position, value, self.at_definition.get(position, ())[-1:])
@@ -346,17 +347,17 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some of a step's equations, and what they have made so far. Made by `Replay.part`."""
+    """A subset of a step's equations and the values computed so far. Made by `Replay.part`."""
 
     replay: Replay
     scope: _Scope
 
     def run(self, start: int, stop: int) -> None:
-        """Run equations, loops and branches among them."""
+        """Run equations, including loops and branches among them."""
         self.replay._span(self.scope, start, stop)
 
     def enter(self, n: int) -> Any:
-        """What a piece takes into its loop, split as it is in there; of a stack, one for each trip."""
+        """The value that enters a loop, with its sharding inside; for a stack, one value per iteration."""
         equation = self.replay.trace.equations[n]
         value = self.replay._taken(self.scope, n, 0, equation.operands[0])
         if equation.piece == "enter_carry":
@@ -369,21 +370,21 @@ class Part:
         return tuple(self.replay._at_definition(position, one, path) for one in each)
 
     def leave(self, n: int) -> Any:
-        """What a piece takes out of a trip of its loop."""
+        """The value that leaves an iteration of a loop."""
         return self.replay._as_carried(
             n, self.replay._taken(self.scope, n, 0, self.replay.trace.equations[n].operands[0])
         )
 
     def define(self, n: int, value: Any) -> None:
-        """Let an equation have made a value."""
+        """Define the result of an equation."""
         self.replay._define(self.scope, self.replay.trace.equations[n], [value])
 
     def operand(self, n: int, i: int) -> Any:
-        """What an equation takes, split as the plan says."""
+        """An operand of an equation with its planned sharding."""
         return self.replay._taken(self.scope, n, i, self.replay.trace.equations[n].operands[i])
 
     def value(self, position: int) -> Any:
-        """What has been made, as its equation left it."""
+        """A computed value with the sharding of its definition."""
         return self.scope.values[position]
 
     def output(self, i: int) -> Any:
@@ -397,8 +398,8 @@ def _context(equation: Equation) -> Any:
 
 
 def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
-    """Of values that are awaited: how all their readers want them, where that splits them more than their definition. XLA
-    makes one reduction of the two."""
+    """For values with a deferred wait: the sharding that all users want, if it has more axes than the definition.
+    XLA then makes one reduce-scatter."""
     awaited = {value for one in plan.awaited for value in one.values}
     made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
     for constraint in plan.constraints:
@@ -417,16 +418,16 @@ def _axes(sharding: TensorSharding) -> set[str]:
 
 
 def _sums(one: Separate, trace: Trace) -> list[int]:
-    """The equations among those that none of them reads."""
+    """The equations of a separate reduction whose results none of its other equations reads."""
     read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 
 
 def _last_reads(trace: Trace, awaited: Sequence[Awaited], behind: Mapping[int, set[int]]) -> dict[int, list[int]]:
-    """Equation -> values it is the last to read or to wait for. What a loop's equations read is read until its end.
+    """For each equation, the values that it reads or waits for last. Values read in a loop live until its end.
 
     Args:
-        behind: of separate sums, what they are computed from.
+        behind: the inputs of each separate reduction.
     """
     last = {value: users[-1] for value, users in trace.users.items()}
     for one in awaited:

@@ -1,6 +1,7 @@
-"""What XLA is told of a plan besides its shardings, as options of the compiler.
+"""Translate a plan's settings that are not shardings into XLA compiler options.
 
-In: a plan. Out: what `jax.jit(..., compiler_options=...)` takes.
+In: a plan.
+Out: the `compiler_options` of `jax.jit`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ _MERGED = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def compiler_options(plan: Plan) -> dict[str, int]:
-    """Of a plan for GPUs; empty where XLA's defaults do."""
+    """The compiler options of a plan for GPUs; empty if XLA's defaults suffice."""
     if plan.merge_bytes is None:
         return {}
     return {f"xla_gpu_{kind}_combine_threshold_bytes": plan.merge_bytes for kind in _MERGED}

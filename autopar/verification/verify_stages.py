@@ -17,7 +17,7 @@ from rich.text import Text
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run.step import stage_programs
-from autopar.pipeline.schedule.in_flight import held_most
+from autopar.pipeline.schedule.in_flight import peak_held
 from autopar.system.text_tables import new_table, plain_text
 from autopar.system.units import human_bytes, human_seconds
 from autopar.transforms.program import Program
@@ -126,7 +126,7 @@ def verify_stages(
             )
         stages.append(known[key])
     schedule = plan.tasks()
-    in_flight = held_most(schedule, lambda stage: plan.stages[stage].cost.flight_bytes)
+    in_flight = peak_held(schedule, lambda stage: plan.stages[stage].cost.flight_bytes)
     peaks, budgets = [], []
     for submesh, most in enumerate(in_flight):
         own = schedule.stages_on(submesh)

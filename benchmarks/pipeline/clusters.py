@@ -31,7 +31,7 @@ from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.search.microbatch_search import SearchOf, Tried, over_microbatches
-from autopar.pipeline.search.plan_stages import StagesAsked, likely_numbers, plan_stages, searches_of
+from autopar.pipeline.search.plan_stages import StageRequest, likely_numbers, plan_stages, searches_of
 from autopar.pipeline.search.searches_by_microbatches import Searches
 from autopar.pipeline.search.stage_search import StageSearch
 from autopar.transforms.program import Program, program_of
@@ -66,11 +66,11 @@ CASES = (
 )
 
 
-def asked_of(case: Case) -> StagesAsked:
+def request_of(case: Case) -> StageRequest:
     """What a user asks for who names the cluster."""
     profile = v100()
     cluster = Cluster((DeviceGroup(profile.name, case.num_hosts, profile.devices_per_host),))
-    return StagesAsked(cluster=cluster, profiles={profile.name: profile})
+    return StageRequest(cluster=cluster, profiles={profile.name: profile})
 
 
 def measure() -> list[dict[str, Any]]:
@@ -84,10 +84,10 @@ def row(case: Case) -> dict[str, Any]:
     step, args = gpt(case.sizes).target
     program = program_of(step, args, carry=None, donate=None)
     traced, used = time.perf_counter(), time.process_time()
-    asked = asked_of(case)
-    plan = plan_stages(program, asked)
+    request = request_of(case)
+    plan = plan_stages(program, request)
     seconds, cpu = time.perf_counter() - traced, time.process_time() - used
-    others = {name: tried[0] for name, tried in _others(program, asked, plan.num_microbatches).items()}
+    others = {name: tried[0] for name, tried in _others(program, request, plan.num_microbatches).items()}
     # One stage runs as one program, and not, as its plan has it, in pieces.
     step_s = plan.prediction.step_time_s if len(plan.stages) > 1 else others["intra-op only"].step_time_s
     return {
@@ -111,11 +111,11 @@ def row(case: Case) -> dict[str, Any]:
     }
 
 
-def _others(program: Program, asked: StagesAsked, start: int) -> dict[str, tuple[Tried, ...]]:
+def _others(program: Program, request: StageRequest, start: int) -> dict[str, tuple[Tried, ...]]:
     """Each kind of parallelism by itself, with numbers of microbatches of its own."""
     cuttable = Cuttable.of(program)
-    searches = searches_of(cuttable, asked)
-    numbers, _ = likely_numbers(cuttable, asked.cluster)
+    searches = searches_of(cuttable, request)
+    numbers, _ = likely_numbers(cuttable, request.cluster)
     return {
         "intra-op only": over_microbatches(_on_all(searches), numbers, start, StageSearch.one_stage),
         "inter-op only": over_microbatches(_on_all(searches), numbers, start, StageSearch.one_device_each),

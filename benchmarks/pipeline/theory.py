@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from autopar.pipeline.schedule.in_flight import held_most
+from autopar.pipeline.schedule.in_flight import peak_held
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
@@ -80,7 +80,7 @@ def _row(kind: ScheduleKind) -> dict[str, Any]:
         built = build(kind, shape.num_submeshes, shape.num_microbatches, virtual=shape.virtual)
         counted["shapes"] += 1
         assert kind.in_flight is not None
-        counted["in flight"] += held_most(built, lambda stage: 1) == kind.in_flight(shape)
+        counted["in flight"] += peak_held(built, lambda stage: 1) == kind.in_flight(shape)
         for durations in DURATIONS:
             even = EvenPipeline(shape, *durations)
             timeline = simulate(built, lambda task, even=even: seconds_of(even, task))

@@ -1,4 +1,4 @@
-"""Pipeline timelines as SVG, text and Perfetto traces.
+"""Draw pipeline timelines as SVG, text and Perfetto traces.
 
 In: tasks with their times, predicted or measured.
 Out: pictures and files.

@@ -1,6 +1,7 @@
-"""A step's timelines as a file: a picture, or a trace for Perfetto.
+"""Write a step's timelines to a file, as a picture or as a trace for Perfetto.
 
-In: `PipelineTimeline`s, such as the simulated and its measured twin. Out: the file; its name says which of the two.
+In: `PipelineTimeline`s, for example simulated and measured.
+Out: the file; its extension determines the format.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from autopar.system.atomic_file import write_whole
 
 
 def write_timelines(path: str | os.PathLike[str], *timelines: PipelineTimeline) -> None:
-    """Write them, one under the other; the file appears whole or not at all.
+    """Write timelines one below the other. The write is atomic.
 
     Args:
         path: `*.json` for Perfetto (ui.perfetto.dev), else SVG.
 
     Raises:
-        PlotError: where it cannot be written.
+        PlotError: the file cannot be written.
     """
     write_drawing(
         path, json.dumps(perfetto_trace(*timelines)) if Path(path).suffix == ".json" else timeline_svg(*timelines)
@@ -31,10 +32,10 @@ def write_timelines(path: str | os.PathLike[str], *timelines: PipelineTimeline) 
 
 
 def write_drawing(path: str | os.PathLike[str], text: str) -> None:
-    """Write a picture or a trace, whole or not at all.
+    """Write a picture or a trace atomically.
 
     Raises:
-        PlotError: where it cannot be written.
+        PlotError: the file cannot be written.
     """
     try:
         write_whole(text, path)

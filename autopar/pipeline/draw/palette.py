@@ -1,4 +1,4 @@
-"""How timelines look in every picture: a phase's letter and colour, a task's label, one scale for several."""
+"""Define the look of timelines in every picture: letters and colours of phases, task labels, a common time scale."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from autopar.pipeline.schedule.tasks import Phase, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.system.units import human_seconds
 
-#: Where a submesh runs nothing.
+#: The colour of idle time.
 BUBBLE_COLOUR = "#dfe2e6"
-#: Dark enough to be read on every colour here.
+#: Dark enough to be readable on every colour here.
 INK = "#16191d"
 _STAGE_LETTERS = "abcdefghijklmnopqrstuvwxyz"
-#: Where the longest of several timelines is so many times the shortest, that would be a stroke beside it.
+#: Timelines whose makespans differ by more than this factor get their own scales, or the shortest would be a thin line.
 _MOST_APART = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """A phase's letter in text, its colour, and what a legend calls it."""
+    """A phase's letter in text, its colour, and its name in the legend."""
 
     letter: str
     colour: str
@@ -40,16 +40,16 @@ LOOKS: Mapping[Phase, Look] = MappingProxyType(
 
 
 def phases_of(*timelines: PipelineTimeline) -> tuple[Phase, ...]:
-    """Those that occur, in the order of a legend."""
+    """The phases that occur, in the order of the legend."""
     found = {span.task.phase for timeline in timelines for span in timeline.spans}
     return tuple(phase for phase in LOOKS if phase in found)
 
 
 def label(task: Task, stages: tuple[int, ...]) -> str:
-    """`F3`; where its submesh has several stages, which of them too: `F3a`.
+    """A task's label, such as `F3`; with several stages on its submesh also the stage: `F3a`.
 
     Args:
-        stages: those of the submesh.
+        stages: the stages of the submesh.
 
     >>> label(Task(0, 3, "forward"), (0,)), label(Task(6, 12, "backward"), (2, 6)), label(Task(0, 0, "update"), (0,))
     ('F3', 'B12b', 'U')
@@ -59,7 +59,7 @@ def label(task: Task, stages: tuple[int, ...]) -> str:
 
 
 def stage_letter(stage: int, stages: tuple[int, ...]) -> str:
-    """Which of its submesh's stages one is: a, b, c, …; nothing where it is the only one."""
+    """The letter of a stage among its submesh's stages: a, b, c, …; empty if it is the only one."""
     if len(stages) < 2:
         return ""
     return _STAGE_LETTERS[stages.index(stage) % len(_STAGE_LETTERS)]
@@ -79,8 +79,8 @@ def shade(stage: int, stages: tuple[int, ...], colour: str) -> str:
 
 
 def drawn_s(timelines: Sequence[PipelineTimeline]) -> list[float]:
-    """Seconds that the width of a picture stands for, for each of those drawn in it: the same for all, so that what
-    takes longer looks longer; where they are too far apart to be seen so, its own for each."""
+    """For each timeline, the seconds that the picture's width represents: the same for all, so that longer steps look
+    longer; or each timeline's own makespan if they differ too much."""
     own = [timeline.makespan_s for timeline in timelines]
     longest = max(own, default=0.0)
     return [longest] * len(own) if longest <= _MOST_APART * min(own, default=0.0) else own
@@ -90,7 +90,7 @@ def headline(timeline: PipelineTimeline, scale: float = 1.0) -> str:
     """`1f1b, simulated: 33.0 ms, bubble 27 %`
 
     Args:
-        scale: how many times as wide as in the longest beside it a second is drawn.
+        scale: the factor by which the time axis is stretched relative to the longest timeline.
     """
     text = f"{timeline.title}: {human_seconds(timeline.makespan_s)}, bubble {100 * timeline.bubble_fraction:.0f} %"
     return text if scale == 1 else f"{text} (time axis stretched {scale:.2g} times)"

@@ -1,8 +1,8 @@
-"""A step's timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing load.
+"""Export a step's timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-In: `PipelineTimeline`s. Out: the trace as JSON types, in Chrome's trace event format: a process for each timeline, a
-thread for each submesh, a slice for each task, times in microseconds from the start of the step. Traces of other things
-are made of the same `named` places and slices.
+In: `PipelineTimeline`s.
+Out: the trace as JSON types, in Chrome's trace event format: a process per timeline, a thread per submesh, a slice per
+task, with times in microseconds from the start of the step. Other traces use the same events (`named`, `slice_of`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 
 def perfetto_trace(*timelines: PipelineTimeline) -> dict[str, Any]:
-    """To be written by `json.dump`."""
+    """The trace, ready for `json.dump`."""
     events: list[dict[str, Any]] = []
     for process, timeline in enumerate(timelines):
         events.append(named("process_name", process, 0, timeline.title))
@@ -35,17 +35,18 @@ def perfetto_trace(*timelines: PipelineTimeline) -> dict[str, Any]:
 
 
 def trace_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """A whole trace."""
+    """A complete trace."""
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def slice_of(
     name: str, kind: str, place: tuple[int, int], times_us: tuple[float, float], about: dict[str, Any]
 ) -> dict[str, Any]:
-    """What runs for a while.
+    """A slice: something that runs for a while.
 
     Args:
-        place: process and thread. times_us: when it starts, and how long it takes.
+        place: process and thread.
+        times_us: start and duration.
     """
     where = {"pid": place[0], "tid": place[1], "ts": times_us[0], "dur": times_us[1]}
     return {"ph": "X", "name": name, "cat": kind, **where, "args": about}

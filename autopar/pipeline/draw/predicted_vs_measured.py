@@ -1,7 +1,8 @@
-"""A step's simulated timeline beside its measured twin: where they differ, in words.
+"""Compare a step's simulated timeline with its measured one, in sentences.
 
-In: both. Out: of each stage, what its tasks take in the one and in the other; sentences on the step, its bubble, and the
-stage that is slowest against its prediction.
+In: both timelines.
+Out: for each stage, predicted and measured seconds of its tasks; sentences about the step, its bubble, and the stage
+that is slowest relative to its prediction.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from autopar.pipeline.schedule.tasks import Phase
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.system.units import human_seconds
 
-#: A stage this much slower than another against its prediction is worth a name.
+#: A stage is named if it is this factor slower than another one, relative to their predictions.
 _WORTH_NAMING = 1.1
 
 
 @dataclass(frozen=True, slots=True)
-class StageTwin:
-    """A stage in both timelines: the seconds of those of its tasks that are in both, one after another.
+class StageComparison:
+    """The predicted and measured seconds of a stage's tasks that are in both timelines.
 
     Args:
-        phases: the same by phase, predicted and measured.
+        phases: by phase, predicted and measured seconds.
     """
 
     stage: int
@@ -39,17 +40,17 @@ class StageTwin:
 
     @property
     def factor(self) -> float:
-        """Measured over predicted; `inf` where nothing was predicted."""
+        """Measured over predicted seconds; `inf` if nothing was predicted."""
         return _factor(self.predicted_s, self.measured_s)
 
     @property
     def slowest_phase(self) -> Phase:
-        """Against its prediction."""
+        """The phase that is slowest relative to its prediction."""
         return max(self.phases, key=lambda phase: _factor(*self.phases[phase]))
 
 
-def stage_twins(simulated: PipelineTimeline, measured: PipelineTimeline) -> tuple[StageTwin, ...]:
-    """Of each stage that both have tasks of."""
+def compare_stages(simulated: PipelineTimeline, measured: PipelineTimeline) -> tuple[StageComparison, ...]:
+    """The comparison of each stage that has tasks in both timelines."""
     both = {span.task for span in simulated.spans} & {span.task for span in measured.spans}
     found: dict[int, dict[Phase, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for which, timeline in enumerate((simulated, measured)):
@@ -57,34 +58,34 @@ def stage_twins(simulated: PipelineTimeline, measured: PipelineTimeline) -> tupl
             if span.task in both:
                 found[span.task.stage][span.task.phase][which] += span.seconds
     return tuple(
-        StageTwin(stage, {phase: (predicted, took) for phase, (predicted, took) in found[stage].items()})
+        StageComparison(stage, {phase: (predicted, took) for phase, (predicted, took) in found[stage].items()})
         for stage in sorted(found)
     )
 
 
 def differences(simulated: PipelineTimeline, measured: PipelineTimeline) -> tuple[str, ...]:
-    """What a measured timeline has otherwise than the simulated one, in words."""
+    """Sentences about how a measured timeline differs from the simulated one."""
     slower = measured.makespan_s / simulated.makespan_s - 1 if simulated.makespan_s else 0.0
-    said = [
+    sentences = [
         f"from the first task to the last: {human_seconds(measured.makespan_s)} instead of"
         f" {human_seconds(simulated.makespan_s)} ({100 * slower:+.0f} %); bubble {100 * measured.bubble_fraction:.0f} %"
         f" instead of {100 * simulated.bubble_fraction:.0f} %"
     ]
-    stages = stage_twins(simulated, measured)
+    stages = compare_stages(simulated, measured)
     if not stages:
-        return tuple(said)
+        return tuple(sentences)
     slowest, fastest = (pick(stages, key=lambda one: one.factor) for pick in (max, min))
     took = f"{human_seconds(slowest.measured_s)} instead of {human_seconds(slowest.predicted_s)}"
     phase = slowest.slowest_phase
     most = f"most of all {LOOKS[phase].words}, {_times(_factor(*slowest.phases[phase]))}"
     if slowest.factor > _WORTH_NAMING * fastest.factor:
-        said.append(
+        sentences.append(
             f"stage {slowest.stage} is slowest against its prediction: its tasks take {took},"
             f" {_times(slowest.factor)} ({most}); those of stage {fastest.stage}, {_times(fastest.factor)}"
         )
     else:
-        said.append(f"no stage stands out against its prediction; stage {slowest.stage} takes {took} ({most})")
-    return tuple(said)
+        sentences.append(f"no stage stands out against its prediction; stage {slowest.stage} takes {took} ({most})")
+    return tuple(sentences)
 
 
 def _times(factor: float) -> str:

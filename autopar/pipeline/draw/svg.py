@@ -1,7 +1,7 @@
-"""A step's timeline as a picture: submeshes as rows, tasks in colours with their microbatch, bubbles in grey.
+"""Draw a step's timeline as SVG: submeshes as rows, tasks in colours with their microbatch, bubbles in grey.
 
-In: `PipelineTimeline`s, drawn one under the other on one scale, such as the simulated and its measured twin. Out: SVG
-text; hovering over a task tells what it is, and its exact times.
+In: `PipelineTimeline`s, drawn one below the other on one scale, for example simulated and measured.
+Out: SVG text. A task's tooltip shows what it is and its exact times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.system.units import human_seconds
 
 _WIDTH, _LEFT, _RIGHT = 960, 84, 56
 _ROW, _GAP, _TITLE, _AXIS, _LEGEND, _MARGIN = 24, 4, 30, 30, 30, 8
-_CHARACTER = 6.4  # pixels of a digit at the size of the numbers on tasks
+_CHARACTER = 6.4  # pixels of a digit in the font size of task numbers
 _STYLE = (
     f"text{{fill:{INK}}} .title{{font-weight:bold;font-size:14px}} .name,.key{{font-size:12px}}"
     " .tick{font-size:11px;fill:#59626d} .number{font-size:11px;text-anchor:middle} .line{stroke:#c3c9d0;stroke-width:1}"
@@ -24,7 +24,7 @@ _STYLE = (
 
 
 def timeline_svg(*timelines: PipelineTimeline) -> str:
-    """Draw them."""
+    """Draw timelines one below the other."""
     wholes = drawn_s(timelines)
     longest = max(wholes)
     parts: list[str] = []
@@ -44,10 +44,10 @@ def timeline_svg(*timelines: PipelineTimeline) -> str:
 
 
 def _panel(timeline: PipelineTimeline, top: float, whole: float, title: str) -> list[str]:
-    """Title, rows and axis of one timeline.
+    """Draw the title, rows and axis of one timeline.
 
     Args:
-        whole: seconds that the width stands for.
+        whole: the seconds that the width represents.
     """
     scale = (_WIDTH - _LEFT - _RIGHT) / whole if whole else 0.0
     parts = [f'<text class="title" x="{_MARGIN}" y="{top + 16:g}">{escape(title)}</text>']
@@ -56,11 +56,11 @@ def _panel(timeline: PipelineTimeline, top: float, whole: float, title: str) -> 
     for submesh, (idle, fraction) in enumerate(zip(timeline.idle_s, timeline.bubble_fractions, strict=True)):
         y = first + submesh * pitch
         middle = y + _ROW / 2 + 4
-        told = f"submesh {submesh} idles {_exact(idle)} of {_exact(timeline.makespan_s)}, {100 * fraction:.3g} %"
+        tooltip = f"submesh {submesh} idles {_exact(idle)} of {_exact(timeline.makespan_s)}, {100 * fraction:.3g} %"
         parts += [
             f'<text class="name" x="{_MARGIN}" y="{middle:g}">submesh {submesh}</text>',
             f'<rect class="bubble" x="{_LEFT}" y="{y:g}" width="{timeline.makespan_s * scale:.2f}" height="{_ROW}"'
-            f' fill="{BUBBLE_COLOUR}"><title>{told}</title></rect>',
+            f' fill="{BUBBLE_COLOUR}"><title>{tooltip}</title></rect>',
             f'<text class="tick" x="{_WIDTH - _RIGHT + 8}" y="{middle:g}">{100 * fraction:.0f} %</text>',
         ]
         stages = timeline.stages_on(submesh)
@@ -81,11 +81,11 @@ def _task(span: Span, timeline: PipelineTimeline, stages: tuple[int, ...], y: fl
     task = span.task
     colour = shade(task.stage, stages, LOOKS[task.phase].colour)
     start, end = span.start_s - timeline.start_s, span.end_s - timeline.start_s
-    told = f"{task}, submesh {span.submesh}: {_exact(start)} to {_exact(end)}, {_exact(span.seconds)}"
-    edge = ' stroke="#ffffff"' if width >= 3 else ""  # a thinner one would be all edge
+    tooltip = f"{task}, submesh {span.submesh}: {_exact(start)} to {_exact(end)}, {_exact(span.seconds)}"
+    edge = ' stroke="#ffffff"' if width >= 3 else ""  # a thinner task would be all edge
     parts = [
         f'<rect class="{task.phase}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_ROW}" fill="{colour}"{edge}>'
-        f"<title>{escape(told)}</title></rect>"
+        f"<title>{escape(tooltip)}</title></rect>"
     ]
     number = "U" if task.phase == "update" else str(task.microbatch)
     if len(number) * _CHARACTER + 2 <= width:
@@ -97,7 +97,7 @@ def _task(span: Span, timeline: PipelineTimeline, stages: tuple[int, ...], y: fl
 
 
 def _legend(timelines: Sequence[PipelineTimeline], top: float) -> list[str]:
-    """A swatch and a word for each phase that occurs; of submeshes with several stages, that they are shades."""
+    """A swatch and a name for each phase that occurs, and a note on shades if a submesh has several stages."""
     entries = [(LOOKS[phase].colour, LOOKS[phase].words) for phase in phases_of(*timelines)]
     entries.append((BUBBLE_COLOUR, "idle"))
     parts: list[str] = []
@@ -114,7 +114,7 @@ def _legend(timelines: Sequence[PipelineTimeline], top: float) -> list[str]:
 
 
 def _ticks(whole: float) -> list[float]:
-    """Some eight round times from 0 to the end."""
+    """About eight round times from 0 to the end."""
     if not whole:
         return [0]
     rough = whole / 8
@@ -124,8 +124,7 @@ def _ticks(whole: float) -> list[float]:
 
 
 def _exact(seconds: float) -> str:
-    """Nine digits and no rounding to a unit.
-
+    """Seconds with nine digits, without a larger or smaller unit.
     >>> _exact(0.0125), _exact(3)
     ('0.0125 s', '3 s')
     """

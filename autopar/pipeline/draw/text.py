@@ -1,7 +1,8 @@
-"""A step's timeline as text for terminals: a row for each submesh, a cell for each stretch of time.
+"""Draw a step's timeline as text for terminals: a row per submesh, a cell per time interval.
 
-In: `PipelineTimeline`s on one scale, such as the simulated and the measured. Out: rich's `Text`, which is readable
-without its colours too: `F3` is the forward pass of microbatch 3 and lasts to the next letter or dot, `.` is a bubble.
+In: `PipelineTimeline`s on one scale, for example simulated and measured.
+Out: rich's `Text`, readable without colours: `F3` is the forward pass of microbatch 3 and lasts until the next letter
+or dot; `.` is a bubble.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 
 
 def timeline_text(*timelines: PipelineTimeline, width: int = 100) -> Text:
-    """Draw them one under the other.
+    """Draw timelines one below the other.
 
     Args:
-        width: of a line at most, in characters. Where a task has less than a cell, a cell shows what took most of it.
+        width: the maximal line length in characters. If tasks are shorter than a cell, the cell shows the longest one.
     """
     name_width = max(len(_name(t.num_submeshes - 1)) for t in timelines)
     columns = max(10, width - name_width - len("  100 %") - 1)
@@ -44,12 +45,11 @@ def _name(submesh: int) -> str:
 
 
 def _columns_per_second(timelines: Sequence[PipelineTimeline], whole: float, columns: int) -> float:
-    """The shortest task in a whole number of cells, so that equal tasks look equal; at most as many as a label needs.
-
-    Where it has less than two, all that the line holds: better a cell more or less than half a line.
+    """Columns per second: the shortest task gets a whole number of cells, so that equal tasks look equal, and at
+    most as many as a label needs. If it gets less than two, the line is filled instead.
 
     Args:
-        whole: seconds that a line stands for.
+        whole: the seconds that a line represents.
     """
     shortest = min((s.seconds for t in timelines for s in t.spans if s.seconds > 0), default=0)
     if not shortest:
@@ -65,7 +65,7 @@ def _longest_label(timeline: PipelineTimeline) -> int:
 
 
 def owners(timeline: PipelineTimeline, submesh: int, scale: float, columns: int) -> list[Span | None]:
-    """Of each cell, the span that takes most of it; None where idle time does."""
+    """For each cell, the span that takes most of it; None for idle time."""
     owners: list[Span | None] = [None] * columns
     most, idle = [0.0] * columns, [1.0] * columns
     for span in timeline.on(submesh):
@@ -87,8 +87,8 @@ def _append_row(text: Text, timeline: PipelineTimeline, submesh: int, owners: Se
             text.append("." * length, "dim")
             continue
         look = LOOKS[span.task.phase]
-        told = next((t for t in (label(span.task, stages), label(span.task, ())) if len(t) <= length), look.letter)
-        text.append(told.ljust(length), f"{INK} on {look.colour}")
+        shown = next((t for t in (label(span.task, stages), label(span.task, ())) if len(t) <= length), look.letter)
+        text.append(shown.ljust(length), f"{INK} on {look.colour}")
 
 
 def _legend(timelines: Sequence[PipelineTimeline]) -> str:

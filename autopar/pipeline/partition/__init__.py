@@ -1,6 +1,6 @@
-"""Layers to stages: dynamic programs over numbers.
+"""Partition layers into stages on submeshes by dynamic programming over numbers.
 
-In: prices of layers on submeshes.
-Out: stage bounds, submeshes, a bound on the step time.
+In: the costs of layers on submeshes.
+Out: the layers and the submesh of each stage, and a lower bound on the step time.
 Imported by: pipeline.search, pipeline.cut.
 """

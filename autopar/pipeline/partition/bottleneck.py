@@ -1,10 +1,11 @@
-"""Minimise a sum plus a maximum, with prices that are asked as late as possible.
+"""Minimize a sum plus a maximum by branch and bound, and query costs as late as possible.
 
-In: for each of several variants, what gives the least sum under a limit on the maximum. Out: the optimum, or the best
-so far and a bound. Of an interval (a, b] of maxima the sum under b, plus a, is a bound. Intervals are taken in order of
-their bounds and cut: below the maximum found, and below what leaves no room for the best so far. The sums are by
-optimistic prices; a partition counts when all its prices were asked, else these are asked and the interval is looked at
-again. Where the bound of what is left reaches the best, that is proven.
+In: variants of a problem; each finds the least sum under a limit on the maximum.
+Out: the optimum, or the best solution so far and a lower bound. For an interval (a, b] of maxima, the least sum under
+limit b, plus a, is a lower bound. Intervals are processed in the order of their bounds and shrunk: below the maximum of
+the solution found, and below what cannot improve on the best solution. Sums use optimistic costs. A partition counts
+only once all its costs have been queried; otherwise they are queried and the interval is solved again. The best
+solution is optimal when the least bound of the open intervals reaches its cost.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from autopar.solve.problem import Status
 
 Progress = Callable[[float, float], None]
 Stages = tuple[Stage, ...]
-#: Distance of cost and bound, relative, that counts as proven.
+#: Relative gap between cost and bound that counts as optimal.
 PROVEN = 1e-9
 _ROUNDING = 1e-12  # relative
 _MOST_OTHERS = 16
@@ -30,19 +31,20 @@ _NARROW = 0.01  # relative
 
 
 class Variant(Protocol):
-    """One way to look at a problem: an order of the line, a number of stages."""
+    """A subproblem: one order of the device groups, with one number of stages."""
 
     def cheapest(self, limit: float) -> tuple[float, Stages | None] | None:
-        """The least sum with no stage above the limit, by the prices known, and its stages; None where there is none.
-        Where that could not be found out: a bound of the sum, and stages of a larger one or None for them."""
+        """The least sum with no stage above the limit, by the known costs, and its stages. None if it is infeasible.
+        If the search is incomplete: a lower bound of the sum, and the stages of a larger sum, or None in their
+        place."""
         ...
 
     def least_limit(self) -> float:
-        """No limit below this one leaves anything, by the prices known."""
+        """A limit below which nothing is feasible, by the known costs."""
         ...
 
-    def ask(self, stages: Stages) -> bool:
-        """Ask what these cost; whether anything was new."""
+    def query(self, stages: Stages) -> bool:
+        """Query the costs of these stages. Return whether any was unknown before."""
         ...
 
     def figures(self, stages: Stages) -> tuple[float, float]:
@@ -52,7 +54,7 @@ class Variant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When to stop: a time on the clock of `time.monotonic`, or a gap between cost and bound, relative."""
+    """When to stop: a deadline in `time.monotonic` seconds, or a relative gap between cost and bound."""
 
     deadline: float
     relative_gap: float
@@ -62,10 +64,11 @@ class Search:
     """One search.
 
     Attributes:
-        best, cost: the best yet; empty and `inf` before the first.
-        bound: nothing is cheaper.
-        status: how it ended.
-        met: sums and maxima of all that were met, with their stages.
+        best: the stages of the best solution; empty before the first.
+        cost: the cost of the best solution; `inf` before the first.
+        bound: a lower bound of the cost.
+        status: how the search ended.
+        met: the cost of each solution found.
     """
 
     def __init__(self, variants: Sequence[Variant], budget: Budget, progress: Progress | None = None) -> None:
@@ -75,17 +78,17 @@ class Search:
         self.met: dict[Stages, float] = {}
         self._variants, self._budget, self._progress = variants, budget, progress
         self._open: list[tuple[float, int, float, float]] = []  # bound, variant, interval
-        self._left = math.inf  # the least bound of what is not looked at further
+        self._left = math.inf  # the least bound of the abandoned intervals
 
     def run(self, start: Search | None = None, prepare: Callable[[], None] | None = None) -> None:
-        """Search until the best is proven, time is up, or Ctrl-C.
+        """Search until the best solution is proven optimal, time is up, or Ctrl-C.
 
         Args:
-            start: a search whose best this one begins with.
-            prepare: is called first.
+            start: a search whose best solution is the initial one.
+            prepare: a callback before the search.
 
         Raises:
-            KeyboardInterrupt: on Ctrl-C before anything was found.
+            KeyboardInterrupt: Ctrl-C before any solution was found.
         """
         try:
             if start is not None and start.best:
@@ -101,7 +104,7 @@ class Search:
             self.status = Status.INTERRUPTED
 
     def others(self) -> tuple[Stages, ...]:
-        """What else was met, best first."""
+        """The other solutions found, best first."""
         ranked = sorted((cost, number) for number, cost in enumerate(self.met.values()))
         stages = list(self.met)
         return tuple(stages[number] for _, number in ranked[: _MOST_OTHERS + 1] if stages[number] != self.best)
@@ -115,7 +118,7 @@ class Search:
             if time.monotonic() >= self._budget.deadline:
                 return Status.FEASIBLE if self.best else Status.NOT_FOUND
             cut = self._settle(number, low, high, bound)
-            heapq.heappop(self._open)  # now: an interrupted one still counts
+            heapq.heappop(self._open)  # only now: an interrupted interval stays open
             for item in cut:
                 heapq.heappush(self._open, item)
         self._bounded(self._open[0][0] if self._open else math.inf)
@@ -126,8 +129,8 @@ class Search:
         return Status.CLOSE if self.bound >= self._enough() else Status.STEPPED
 
     def _settle(self, number: int, low: float, high: float, bound: float) -> list[tuple[float, int, float, float]]:
-        """What is left of an interval: smaller ones, with their bounds; or itself, where its bound turns out to be
-        higher than another one's, which is then to be looked at first."""
+        """Solve an interval. Return the smaller intervals that stay open, with their bounds; or the interval itself
+        if its new bound exceeds that of another interval, which then comes first."""
         variant = self._variants[number]
         next_bound = min((item[0] for item in self._open[1:3]), default=math.inf)
         while True:
@@ -143,15 +146,15 @@ class Search:
                 return self._unsettled(number, total, floor, high)
             if total + floor > max(bound, next_bound) * (1 + PROVEN):
                 return [(total + floor, number, floor, high)]
-            if not variant.ask(stages):
+            if not variant.query(stages):
                 break
             if time.monotonic() >= self._budget.deadline:
                 return [(total + floor, number, floor, high)]
         bound, (total, largest) = total, variant.figures(stages)
         self._meet(stages, total + largest)
-        if total * (1 - PROVEN) > bound:  # not the least sum, but as near as was found
+        if total * (1 - PROVEN) > bound:  # the variant did not find the least sum
             return self._unsettled(number, bound, floor, high)
-        # Nothing else up to `largest` has a smaller sum; and what could still win is below the rest.
+        # No other solution up to `largest` has a smaller sum, and an improvement needs a maximum below `cost - total`.
         high = min(largest * (1 - _ROUNDING), self.cost - total)
         if high <= floor:
             return []
@@ -159,7 +162,7 @@ class Search:
         return [(total + floor, number, floor, middle), (total + middle, number, middle, high)]
 
     def _unsettled(self, number: int, total: float, low: float, high: float) -> list[tuple[float, int, float, float]]:
-        """Halves of an interval of which no more than a bound of the sum is known; none if it is narrow."""
+        """Split an interval whose least sum is only bounded; abandon it if it is narrow."""
         high = min(high, self.cost - total)
         if math.isinf(high) or high - low <= _NARROW * high:
             self._left = min(self._left, total + low)
@@ -171,15 +174,15 @@ class Search:
         self.met.setdefault(stages, cost)
         if cost < self.cost:
             self.best, self.cost = stages, cost
-            self._tell()
+            self._report()
 
     def _bounded(self, bound: float) -> None:
         bound = min(bound, self._left, self.cost)
         if bound > self.bound:
             self.bound = bound
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         if self._progress is not None:
             self._progress(self.cost, self.bound)
 
@@ -191,13 +194,12 @@ class Search:
 
 
 def searched(variants: Sequence[Variant], prices: Prices, budget: Budget, progress: Progress | None) -> Search:
-    """A search that is over. Where prices turn out lower than `growth` lets them be, it is begun anew with less trust
-    in it; what was asked stays known."""
+    """Run a search. If a cost contradicts `growth`, search again with a weaker assumption; queried costs stay known."""
     search = Search(variants, budget, progress)
     search.run()
     while prices.overstated:
         if search.status is Status.INTERRUPTED:
-            search.bound = 0.0  # it rests on prices that are not so
+            search.bound = 0.0  # it relied on wrong lower bounds
             break
         before, search = search, Search(variants, budget, progress)
         search.run(before, prices.loosen)

@@ -1,16 +1,15 @@
-"""Branches of a model side by side: submeshes in parts, each with branches of its own.
+"""Run parallel branches of a model on separate parts of a submesh.
 
-In: a `PartitionProblem`, and the edges between its layers, which are numbered in topological order. Out: the same
-problem with more shapes: a submesh split into equal parts. On such a one a run of layers is cut into segments; what is
-not connected within a segment, its branches, is spread over the parts; and what a branch makes away from the first part
-is sent there. So fork, branches and join are segments of an Inception module, and a stage may be many modules long. A
-segment takes as long as its slowest part, the forward and the backward pass each for itself:
+In: a `PartitionProblem`, and the edges between its layers, which are in topological order.
+Out: the same problem with additional shapes: submeshes split into equal parts. On such a shape, a run of layers is cut
+into segments. The connected components of a segment are its branches; each is assigned to a part. A branch on another
+part than the first receives its inputs from there and sends its outputs back. So an Inception module is three segments
+(fork, branches, join), and a stage may contain many modules. A segment takes as long as its slowest part, in each pass:
 
     sum over segments of  max over parts of (sum of its branches' forward_s + transfers)  +  the same backward
 
-Segments and the parts of branches are chosen to make that least, exactly, for up to ten branches of a segment. The
-partition of the new problem is never worse than that of the old one, whose shapes it has too. Bytes are those of the
-part with most.
+Segments and assignments minimize this time, exactly for up to ten branches per segment. The new problem contains all
+shapes of the old one, so its optimum is no worse. Memory is that of the fullest part.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from dataclasses import dataclass, field, replace
 from autopar.pipeline.partition.cluster import Submesh, SubmeshShape
 from autopar.pipeline.partition.problem import Growth, PartitionProblem, Stage, StageCost
 
-_MOST_BRANCHES = 10  # of a segment; more are joined, the smallest first
-Segment = tuple[tuple[int, ...], ...]  # layers of each part
+_MOST_BRANCHES = 10  # per segment; of more, the smallest are merged
+Segment = tuple[tuple[int, ...], ...]  # the layers of each part
 
 
 @dataclass(frozen=True, slots=True)
-class LaidOut:
-    """Stages that fork and join, as programs are made of them.
+class ForkedStages:
+    """Stages that fork and join, from which programs are made.
 
     Args:
-        stage_of: of each layer, its stage, of those that follow; none reads one with a higher number.
-        place_of: of each of these, the stage of the partition and the part of its submesh that it stands on.
+        stage_of: the stage of each layer; a stage reads only from stages with lower numbers.
+        place_of: for each of these stages, the partition's stage and the part of its submesh.
     """
 
     stage_of: tuple[int, ...]
@@ -43,11 +42,11 @@ class Branches:
     """The layers as a graph.
 
     Args:
-        problem: with layers as a chain.
+        problem: the problem with the layers as a chain.
         edges: pairs of layers, the lower one first.
-        sent_s: seconds to send what a layer makes from part to part, and its gradient back, for one microbatch: the
+        sent_s: seconds to send a layer's result between parts and its gradient back, for one microbatch. Arguments: the
             layer, the shape of a part, whether the parts share a host.
-        most_parts: of a submesh.
+        most_parts: the largest number of parts of a submesh.
     """
 
     problem: PartitionProblem
@@ -61,8 +60,8 @@ class Branches:
     def __post_init__(self) -> None:
         assert all(0 <= u < v < self.problem.num_layers for u, v in self.edges), "not in topological order"
 
-    def widened(self) -> PartitionProblem:
-        """The problem with submeshes in parts."""
+    def with_split_submeshes(self) -> PartitionProblem:
+        """The problem with additional shapes for split submeshes."""
         problem = self.problem
         shapes = problem.all_shapes
         split = [
@@ -85,8 +84,9 @@ class Branches:
         )
 
     def _bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """An optimistic price. Parts share the work of single layers at best, and that of runs is no less if prices add
-        up; on a whole submesh, a single layer's price is known."""
+        """A lower bound of the cost. Parts share the work of single layers at best; the work of a run is no less
+        than that of its layers if costs are superadditive. On an unsplit submesh, the cost of a single layer is
+        exact."""
         inner, nothing = self.problem.bound, StageCost(forward_s=0.0)
         part = _part(shape)
         if shape.parts == 1 or part is None:
@@ -104,35 +104,34 @@ class Branches:
         )
 
     def _around(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """How far from a layer those are that it reads, and those that read it."""
+        """The distances from a layer to its producers and to its users."""
         read = tuple(sorted(layer - u for u, v in self.edges if v == layer))
         return read, tuple(sorted(v - layer for u, v in self.edges if u == layer))
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
-        """The price of a run of layers, on parts if the shape has them."""
+        """The cost of a run of layers, on parts if the shape is split."""
         if shape.parts == 1:
             return self._cost(first, last, shape)
         cut = self._cut(first, last, shape)
         return None if cut is None else self._stage_cost(cut, shape)
 
     def segments(self, stage: Stage) -> tuple[Segment, ...]:
-        """What each part of a stage's submesh does, segment after segment; the first part is first."""
+        """The layers of each part of a stage's submesh, by segment; the first part comes first."""
         layers = tuple(range(stage.first, stage.last + 1))
         if stage.submesh.shape.parts == 1:
             return ((layers,),)
         return self._cut(stage.first, stage.last, stage.submesh.shape) or ()
 
     def costs_of(self, layers: Sequence[int], shape: SubmeshShape) -> list[StageCost]:
-        """The prices of layers, in order, on a submesh in one part: of each run of those that follow one another."""
+        """The costs of layers on an unsplit submesh: one for each maximal run of consecutive layers."""
         return [cost for first, last in _runs(layers) if (cost := self._cost(first, last, shape)) is not None]
 
-    def laid_out(self, stages: Sequence[Stage]) -> LaidOut:
-        """What each part of a submesh does in a segment as a stage of its own, together with what it alone does before
-        and after."""
+    def forked_stages(self, stages: Sequence[Stage]) -> ForkedStages:
+        """One stage for each part and segment. Consecutive segments on one part alone are merged into one stage."""
         stage_of: dict[int, int] = {}
         place_of: list[tuple[int, int]] = []
         for number, stage in enumerate(stages):
-            alone: int | None = None  # the part that has had all of the last segment
+            alone: int | None = None  # the only part that the last segment uses
             for segment in self.segments(stage):
                 busy = [part for part, layers in enumerate(segment) if layers]
                 for part in busy:
@@ -140,11 +139,11 @@ class Branches:
                         place_of.append((number, part))
                     stage_of.update(dict.fromkeys(segment[part], len(place_of) - 1))
                 alone = busy[0] if len(busy) == 1 else None
-        return LaidOut(tuple(stage_of[layer] for layer in range(self.problem.num_layers)), tuple(place_of))
+        return ForkedStages(tuple(stage_of[layer] for layer in range(self.problem.num_layers)), tuple(place_of))
 
     def _cut(self, first: int, last: int, shape: SubmeshShape) -> tuple[Segment, ...] | None:
-        """The quickest segments: a dynamic programme over where they end."""
-        best = self._ends.setdefault((first, shape), [None])  # by the number of layers; of each its last segment
+        """The fastest segments: a dynamic program over their ends."""
+        best = self._ends.setdefault((first, shape), [None])  # by number of layers: total, begin and last segment
         for end in range(first + len(best) - 1, last + 1):
             best.append(None)
             for begin in range(first, end + 1):
@@ -167,7 +166,7 @@ class Branches:
         return tuple(reversed(cut))
 
     def _segment(self, first: int, last: int, shape: SubmeshShape) -> tuple[float, Segment] | None:
-        """The quickest way to spread a segment's branches over the parts, and its seconds."""
+        """The fastest assignment of a segment's branches to the parts, and its seconds."""
         key = first, last, shape
         if key not in self._segments:
             self._segments[key] = self._spread(first, last, shape)
@@ -195,7 +194,7 @@ class Branches:
         return search.seconds, tuple(tuple(sorted(layers)) for layers in parts)
 
     def _components(self, first: int, last: int) -> list[tuple[int, ...]]:
-        """What is connected within a segment."""
+        """The connected components of a segment."""
         root = {layer: layer for layer in range(first, last + 1)}
 
         def find(layer: int) -> int:
@@ -213,7 +212,7 @@ class Branches:
         return [tuple(layers) for layers in members.values()]
 
     def _sent(self, branch: tuple[int, ...], part: SubmeshShape, same_host: bool) -> float:
-        """Seconds of what comes in and goes out where a branch is away from the first part; each value once."""
+        """Seconds of the inputs and outputs of a branch that is not on the first part; each value counts once."""
         inside = set(branch)
         crossing = {u for u, v in self.edges if (u in inside) != (v in inside)}
         return sum(self.sent_s(layer, part, same_host) for layer in sorted(crossing))
@@ -247,7 +246,7 @@ class Branches:
         )
 
     def _branches_of(self, layers: tuple[int, ...], segment: Segment) -> list[tuple[int, ...]]:
-        """The branches that one part has of a segment."""
+        """The branches of a segment that one part runs."""
         everything = [layer for part in segment for layer in part]
         mine = set(layers)
         return [branch for branch in self._components(min(everything), max(everything)) if mine >= set(branch)]
@@ -261,7 +260,8 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Seconds of a part, or a branch; the backward pass whole. `sent_s`: of a branch that is away, in both together."""
+    """Seconds of a part or a branch. `backward_s` includes `weight_s`. `sent_s`: a branch's transfers in both
+    passes."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
@@ -269,7 +269,7 @@ class _Load:
     sent_s: float = 0.0
 
     def plus(self, other: _Load) -> _Load:
-        """Both, one after the other."""
+        """The sum of both."""
         return _Load(
             self.forward_s + other.forward_s,
             self.backward_s + other.backward_s,
@@ -278,7 +278,7 @@ class _Load:
         )
 
     def away(self, sent_s: float) -> _Load:
-        """With transfers, one half in each pass."""
+        """The load with transfers, half in each pass."""
         return replace(self, forward_s=self.forward_s + sent_s / 2, backward_s=self.backward_s + sent_s / 2)
 
 
@@ -292,7 +292,7 @@ def _load(costs: Sequence[StageCost], sent_s: float) -> _Load:
 
 
 class _Spread:
-    """The quickest assignment of branches to parts, by looking at all that could be."""
+    """Finds the fastest assignment of branches to parts by exhaustive search."""
 
     def __init__(self, branches: Sequence[_Load], num_parts: int) -> None:
         self.best: tuple[int, ...] = ()
@@ -301,7 +301,7 @@ class _Spread:
         self._taken: list[int] = []
 
     def visit(self, number: int, parts: tuple[_Load, ...], used: int) -> None:
-        """Assign the branches from `number` on; parts from `used` on are empty, and alike."""
+        """Assign the branches from `number` on. Parts from `used` on are empty and interchangeable."""
         seconds = max(part.forward_s for part in parts) + max(part.backward_s for part in parts)
         if seconds >= self.seconds:
             return
@@ -318,7 +318,7 @@ class _Spread:
 
 
 def _part(shape: SubmeshShape) -> SubmeshShape | None:
-    """One of the parts of a shape; None where it cannot be split so."""
+    """One part of a split shape; None if the shape cannot be split."""
     if shape.num_hosts == 1 and shape.devices_per_host % shape.parts == 0:
         return replace(shape, devices_per_host=shape.devices_per_host // shape.parts, parts=1)
     if shape.num_hosts > 1 and shape.num_hosts % shape.parts == 0:
@@ -327,7 +327,7 @@ def _part(shape: SubmeshShape) -> SubmeshShape | None:
 
 
 def on_part(submesh: Submesh, number: int) -> Submesh:
-    """Where a part of a submesh stands; itself, where it has but one."""
+    """The submesh of a part; the submesh itself if it has one part."""
     part = _part(submesh.shape)
     assert part is not None, submesh
     host = submesh.first_host + number * part.num_hosts if submesh.shape.num_hosts > 1 else submesh.first_host
@@ -335,7 +335,7 @@ def on_part(submesh: Submesh, number: int) -> Submesh:
 
 
 def _runs(layers: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of the layers that follow one another."""
+    """The first and last layer of each run of consecutive layers."""
     found: list[tuple[int, int]] = []
     for layer in layers:
         if found and found[-1][1] == layer - 1:

@@ -1,9 +1,9 @@
-"""Devices in a line, and the submeshes that stages may stand on.
+"""Model a cluster as devices in a line, and enumerate the submeshes for stages.
 
-In: groups of hosts, each of one kind of device. Out: a `Cluster`; the shapes of its submeshes; and its `Line`s, one for
-each order of the groups, with every place where a submesh may stand. A submesh is a run of devices inside one host, of
-any size, or some whole hosts of one group: so it is never of two kinds, and never has a part of a host beside another
-host. Stages stand on submeshes in the order of the line.
+In: groups of hosts; each group has one kind of device.
+Out: a `Cluster`, the shapes of its submeshes, and a `Line` for each order of the groups, with every possible submesh. A
+submesh is a run of devices inside one host, or several whole hosts of one group. So it never mixes kinds of devices,
+and never combines a part of a host with another host. Stages occupy submeshes in the order of the line.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ import numpy as np
 
 from autopar.errors import ClusterError
 
-_MOST_GROUPS = 4  # every order of them is tried
+_MOST_GROUPS = 4  # every order of them is searched
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Hosts that are alike, side by side.
+    """Identical hosts.
 
     Args:
-        kind: of device, as a hardware profile is called.
-        num_hosts, devices_per_host: at least 1.
+        kind: the kind of device, a name of a hardware profile.
+        num_hosts: the number of hosts, at least 1.
+        devices_per_host: the number of devices per host, at least 1.
     """
 
     kind: str
@@ -34,7 +35,7 @@ class DeviceGroup:
 
     @property
     def num_devices(self) -> int:
-        """Of all its hosts."""
+        """The number of devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     def __str__(self) -> str:
@@ -43,15 +44,15 @@ class DeviceGroup:
 
 @dataclass(frozen=True, slots=True)
 class SubmeshShape:
-    """What the price of a stage depends on, wherever the submesh stands.
+    """The properties of a submesh that determine the cost of a stage, independent of its position.
 
     Args:
-        kind: of device.
-        num_hosts: more than 1 only where the hosts are whole.
-        devices_per_host: of the submesh.
-        parts: into how many equal submeshes branches of a model split it (`branches.py`); 1: it is one mesh.
-        option: which of several ways to run a stage there that differ in price, for whoever makes prices to tell
-            apart: quick or frugal with memory, say.
+        kind: the kind of device.
+        num_hosts: the number of hosts; more than 1 only for whole hosts.
+        devices_per_host: the number of devices per host.
+        parts: the number of equal parts for branches of a model (`branches.py`); 1 for one mesh.
+        option: a number that distinguishes ways to run a stage at different costs, for example faster or with less
+            memory.
     """
 
     kind: str
@@ -62,7 +63,7 @@ class SubmeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Of all its hosts."""
+        """The number of devices of all hosts."""
         return self.num_hosts * self.devices_per_host
 
     def __str__(self) -> str:
@@ -73,7 +74,7 @@ class SubmeshShape:
 
 @dataclass(frozen=True, slots=True)
 class Submesh:
-    """A shape at a place: devices `first_device`, … of the cluster, the first of them on host `first_host`."""
+    """A shape at a position: the devices from `first_device` on; the first of them is on host `first_host`."""
 
     shape: SubmeshShape
     first_device: int
@@ -81,11 +82,11 @@ class Submesh:
 
     @property
     def devices(self) -> range:
-        """Their numbers, host after host in the order of the cluster's groups."""
+        """The device numbers, host after host in the order of the cluster's groups."""
         return range(self.first_device, self.first_device + self.shape.num_devices)
 
     def shares_host(self, other: Submesh) -> bool:
-        """Whether both lie inside one and the same host."""
+        """Whether both are inside the same host."""
         alone = self.shape.num_hosts == other.shape.num_hosts == 1
         return alone and self.first_host == other.first_host
 
@@ -95,7 +96,7 @@ class Cluster:
     """All devices.
 
     Raises:
-        ClusterError: no group, a number below 1, two groups of the same hosts, or too many groups.
+        ClusterError: no group, a number below 1, two groups of identical hosts, or too many groups.
 
     >>> cluster = Cluster((DeviceGroup("a100", 1, 4), DeviceGroup("v100", 2, 2)))
     >>> cluster.num_devices, str(cluster)
@@ -111,7 +112,7 @@ class Cluster:
             )
         for group in self.groups:
             if not group.kind:
-                raise ClusterError(f"{group!r}: a group needs the kind of its devices, as a hardware profile is called")
+                raise ClusterError(f"{group!r}: a group needs a kind of device, the name of a hardware profile")
             for name in ("num_hosts", "devices_per_host"):
                 value = getattr(group, name)
                 if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -119,7 +120,7 @@ class Cluster:
         for one, other in itertools.combinations(self.groups, 2):
             if (one.kind, one.devices_per_host) == (other.kind, other.devices_per_host):
                 raise ClusterError(
-                    f"two groups of hosts with {one.devices_per_host} {one.kind}, {one} and {other}: make them one,"
+                    f"two groups of hosts with {one.devices_per_host} {one.kind}, {one} and {other}: merge them into"
                     f" DeviceGroup({one.kind!r}, {one.num_hosts + other.num_hosts}, {one.devices_per_host})"
                 )
         if len(self.groups) > _MOST_GROUPS:
@@ -127,16 +128,16 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """Of all groups."""
+        """The number of devices of all groups."""
         return sum(group.num_devices for group in self.groups)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Each kind of device once, in order."""
+        """The kinds of devices, without duplicates."""
         return tuple(dict.fromkeys(group.kind for group in self.groups))
 
     def shapes(self) -> tuple[SubmeshShape, ...]:
-        """Every shape that a submesh may have, in one part and one option, each once, the largest first."""
+        """All possible shapes of submeshes with one part and one option, the largest first."""
         found: dict[SubmeshShape, None] = {}
         for group in self.groups:
             inside = [SubmeshShape(group.kind, 1, size) for size in range(1, group.devices_per_host + 1)]
@@ -145,7 +146,7 @@ class Cluster:
         return tuple(sorted(found, key=lambda shape: -shape.num_devices))
 
     def check_kinds(self, known: Collection[str], what: str) -> None:
-        """Raise a `ClusterError` where a kind is not among `known`; `what` is what is known of those."""
+        """Raise a `ClusterError` if a kind is not among `known`; `what` describes the known data in the message."""
         for kind in self.kinds:
             if kind not in known:
                 names = ", ".join(sorted(known)) or "none"
@@ -157,19 +158,21 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Line:
-    """The devices in one order of the groups, with the places for submeshes, by number.
+    """The devices in one order of the groups, with the possible submeshes (places) by number.
 
-    Positions count devices from the line's begin; hosts are numbered along the line too. Places are sorted by `start`,
-    the larger first.
+    Positions count devices from the start of the line; hosts are numbered along the line. Places are sorted by `start`,
+    then the larger first.
 
     Args:
         submeshes: the places as submeshes of the cluster.
-        shape: number of each place's shape, int[places].
-        start, end: position before its first and after its last device, int[places].
-        host: the host at whose first device it starts; -1 where it starts inside one. int[places]
-        next_host: the first host that starts at `end` or later; `num_hosts` where there is none. int[places]
-        num_hosts: of all groups.
-        left, right: all pairs of places one of which begins inside a host where the other one ends, by `left`.
+        shape: the number of each place's shape, int[places].
+        start: the position of a place's first device, int[places].
+        end: the position after its last device, int[places].
+        host: the host whose first device is at `start`; -1 if the place starts inside a host. int[places]
+        next_host: the first host that starts at `end` or later; `num_hosts` if there is none. int[places]
+        num_hosts: the number of hosts of all groups.
+        left, right: all pairs of places where the right one starts, inside a host, where the left one ends; sorted by
+            `left`.
     """
 
     submeshes: tuple[Submesh, ...]
@@ -184,7 +187,7 @@ class Line:
 
 
 def lines(cluster: Cluster, shapes: Sequence[SubmeshShape]) -> tuple[Line, ...]:
-    """A line for each order of the groups, with the places of these shapes alone."""
+    """A line for each order of the groups, with the places of these shapes only."""
     return tuple(_line(cluster, order, shapes) for order in itertools.permutations(range(len(cluster.groups))))
 
 

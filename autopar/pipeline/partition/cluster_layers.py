@@ -1,14 +1,14 @@
-"""Operators to layers: runs of operators of about equal FLOPs, with few bytes between them.
+"""Cluster operators into layers of about equal FLOPs with few bytes between them.
 
-In: operators in the order of the program, their FLOPs, and the bytes that pass each place between two of them. Out: a
-`Clustering`. As Alpa's (Zheng et al. 2022, section 5.2), a dynamic programme:
+In: the operators in program order, their FLOPs, and the bytes that cross each boundary between two of them.
+Out: a `Clustering`, by the dynamic program of Alpa (Zheng et al. 2022, section 5.2):
 
     minimise    sum over cuts of cut_bytes; among equals, the sum of the squares of the layers' FLOPs
     subject to  (1 - delta) mean <= FLOPs of a layer <= (1 + delta) mean
 
-An operator that alone exceeds the mean cannot be cut: it counts as one mean, and the rest is balanced among the other
-layers. Where nothing keeps to delta, it is widened by half until something does. Modules that repeat are recognised by
-their operators, so as many layers as there are modules, or a part of them, can be asked for by leaving the number out.
+An operator above the mean cannot be cut: it counts as one mean, and the other layers balance the rest. If the
+constraint is infeasible, delta grows by half until it is feasible. Repeated modules are recognized by their operators;
+without a given number of layers, there is one layer per module or per equal number of modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_ALIKE = 1e-9  # relative
+_TIE = 1e-9  # relative
 _MOST_LAYERS = 48
 _DELTA = 0.1
 _WIDEN = 1.5
@@ -26,13 +26,13 @@ _WIDEN = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Clustering:
-    """Layers of operators.
+    """Operators clustered into layers.
 
     Args:
         starts: the first operator of each layer; the first is 0.
-        keys: layers of equal operators have equal numbers, and the others different ones.
-        cut_bytes: that pass from layer to layer, all cuts together.
-        delta: that holds, relative: how far from the mean a layer may be.
+        keys: a number per layer; equal for layers of equal operators.
+        cut_bytes: the bytes that pass between layers, summed over all cuts.
+        delta: the largest relative deviation of a layer from the mean that was allowed.
     """
 
     starts: tuple[int, ...]
@@ -55,16 +55,17 @@ def cluster_layers(
     delta: float = _DELTA,
     most_layers: int = _MOST_LAYERS,
 ) -> Clustering:
-    """The layers.
+    """Cluster operators into layers.
 
     Args:
-        flops: of each operator.
-        cut_bytes: that pass from the operators before to those from each one on; the first is not used.
-        num_layers: how many; at most one for each operator. By default as many as modules repeat, or an equal share of
-            them where that is more than `most_layers`; where nothing repeats, as many as keep to `delta`, and no more
-            than `most_layers`.
+        flops: the FLOPs of each operator.
+        cut_bytes: the bytes that cross the boundary before each operator; the first is unused.
+        num_layers: the number of layers, at most one per operator. By default one per repeated module, or one per equal
+            number of modules if there are more than `most_layers`; without repetition, the largest number within
+            `delta` and `most_layers`.
         keys: operators with equal keys are equal; by default those with equal FLOPs and bytes.
-        delta: see above, 0 < delta.
+        delta: the allowed relative deviation from the mean, above 0.
+        most_layers: the largest default number of layers.
 
     >>> block = [4.0, 1.0, 8.0, 1.0]
     >>> cluster_layers(block * 3, [2.0, 6.0, 2.0, 6.0] * 3).starts
@@ -85,34 +86,34 @@ def cluster_layers(
         delta = delta if found is not None else _WIDEN * delta
     ends = [*found[1:], len(work)]
     layers = [tuple(names[start:end].tolist()) for start, end in zip(found, ends, strict=True)]
-    alike: dict[tuple[int, ...], int] = {}
+    numbers_of: dict[tuple[int, ...], int] = {}
     return Clustering(
         starts=found,
-        keys=tuple(alike.setdefault(layer, len(alike)) for layer in layers),
+        keys=tuple(numbers_of.setdefault(layer, len(numbers_of)) for layer in layers),
         cut_bytes=float(cuts[list(found[1:])].sum()),
         delta=delta,
     )
 
 
 def _clipped(flops: np.ndarray, num_layers: int) -> np.ndarray:
-    """FLOPs in units of the mean layer; operators that exceed it as 1, and the mean is that of the others."""
+    """FLOPs in units of the mean layer. Operators above the mean count as 1; the mean is that of the others."""
     work, large = np.maximum(flops, 0.0), np.zeros(len(flops), bool)
     while True:
         mean = work[~large].sum() / (num_layers - large.sum())
-        more = ~large & (work > mean * (1 + _ALIKE))
+        more = ~large & (work > mean * (1 + _TIE))
         if num_layers - large.sum() == 1 or mean == 0.0 or not more.any():
             break
         large |= more
-    if mean == 0.0:  # of the others, their number is left to balance
+    if mean == 0.0:  # the others have no FLOPs: balance their number
         mean, work = 1.0, np.full(len(work), (num_layers - large.sum()) / max(1, (~large).sum()))
     return np.where(large, 1.0, work / mean)
 
 
 def _cut(work: np.ndarray, cuts: np.ndarray, num_layers: int, delta: float) -> tuple[int, ...] | None:
-    """Where layers start, at the least cost; None where nothing keeps to delta. `work` is in units of the mean."""
+    """The starts of layers at the least cost; None if delta is infeasible. `work` is in units of the mean."""
     n = len(work)
     done = np.concatenate([[0.0], np.cumsum(work)])
-    least, most = 1 - delta - _ALIKE, 1 + delta + _ALIKE
+    least, most = 1 - delta - _TIE, 1 + delta + _TIE
     passed = np.full((num_layers + 1, n + 1), np.inf)  # bytes, by layers and operators so far
     squares = np.full((num_layers + 1, n + 1), np.inf)
     came = np.zeros((num_layers + 1, n + 1), int)
@@ -127,8 +128,8 @@ def _cut(work: np.ndarray, cuts: np.ndarray, num_layers: int, delta: float) -> t
         bytes_so_far = passed[:-1, first:last] + np.where(starts > 0, cuts[first:last], 0.0)
         squares_so_far = squares[:-1, first:last] + sizes**2
         fewest = bytes_so_far.min(axis=1, keepdims=True)
-        alike = bytes_so_far <= fewest * (1 + _ALIKE)
-        pick = np.where(alike, squares_so_far, np.inf).argmin(axis=1)
+        ties = bytes_so_far <= fewest * (1 + _TIE)
+        pick = np.where(ties, squares_so_far, np.inf).argmin(axis=1)
         rows = np.arange(num_layers)
         passed[1:, end], squares[1:, end] = bytes_so_far[rows, pick], squares_so_far[rows, pick]
         came[1:, end] = starts[pick]
@@ -143,19 +144,19 @@ def _cut(work: np.ndarray, cuts: np.ndarray, num_layers: int, delta: float) -> t
 
 
 def _repeats(names: np.ndarray, flops: np.ndarray, most_layers: int) -> int | None:
-    """How many modules follow one another that are alike, where they do most of the work: one layer for each, or for
-    equally many, and what comes before and after in layers of that size. None where nothing repeats."""
+    """The number of layers if equal modules repeat and do most of the work: one per module, or per equal number of
+    them, and layers of that size before and after. None without repetition."""
     n = len(names)
     done = np.concatenate([[0.0], np.cumsum(flops)])
     best, found = 0.5 * float(done[-1]), None
     for period in range(1, n // 2 + 1):
-        alike = np.concatenate([[False], names[:-period] == names[period:], [False]])
-        begins, ends = np.flatnonzero(~alike[:-1] & alike[1:]), np.flatnonzero(alike[:-1] & ~alike[1:])
+        equal = np.concatenate([[False], names[:-period] == names[period:], [False]])
+        begins, ends = np.flatnonzero(~equal[:-1] & equal[1:]), np.flatnonzero(equal[:-1] & ~equal[1:])
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             times = (end - begin) // period + 1
             work = float(done[begin + times * period] - done[begin])
-            # A longer module is only one of several shorter ones, unless it covers more.
-            if times > 1 and work > best * (1 + _ALIKE):
+            # A longer period is a multiple of a shorter one, unless it covers more work.
+            if times > 1 and work > best * (1 + _TIE):
                 best, found = work, (begin, begin + times * period, times)
     if found is None:
         return None
@@ -168,12 +169,12 @@ def _repeats(names: np.ndarray, flops: np.ndarray, most_layers: int) -> int | No
 
 
 def _share(flops: np.ndarray, layer: float) -> int:
-    """How many layers of a size some operators make up, where one operator is one layer at most."""
+    """The number of layers of a given size in some operators; an operator is at most one layer."""
     return round(float(np.minimum(flops, layer).sum()) / layer)
 
 
 def _as_many_as_fit(flops: np.ndarray, cuts: np.ndarray, delta: float, most_layers: int) -> int:
-    """The largest number of layers that keep to delta."""
+    """The largest number of layers within delta."""
     for num_layers in range(min(most_layers, len(flops)), 1, -1):
         if _cut(_clipped(flops, num_layers), cuts, num_layers, delta) is not None:
             return num_layers

@@ -1,13 +1,13 @@
-"""The dynamic programme over (layers, devices in line, stages).
+"""Solve the dynamic program over layers, devices in line, and stages.
 
-    start[k, P, n]    least cost of layers k to the end, the first of their stages on place P, by n stages
+    start[k, P, n]    least cost of layers k to the end in n stages, the first of them on place P
                       = min over l of  value[k, l, shape of P, n]  +  after[l + 1, P, n - 1]
-    after[m, P, n]    least cost of layers m to the end by n stages, on places after P
+    after[m, P, n]    least cost of layers m to the end in n stages, on places after P
                       = min over Q of  transfer[m, shape of P, shape of Q, one host?]  +  start[m, Q, n]
 
-A place Q comes after P where it begins at P's end inside P's host, or at the begin of any later host: hosts of a group
-are alike, and so are devices of a host, so what stays idle may as well lie at a host's end or be whole hosts. n is left
-out (one entry) where values do not depend on it. `combine` is a sum, or a maximum where the worst stage counts.
+A place Q comes after P if it starts at P's end inside P's host, or at the start of any later host. The hosts of a group
+are identical, and so are the devices of a host, so idle devices may be moved to the end of a host or form whole hosts.
+The dim n has one entry if values do not depend on it. `combine` is the sum, or the maximum if the worst stage counts.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Combine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hops:
-    """Transfers before each layer, perhaps several levels of them: a dear one may be forbidden to some runs.
+    """Transfer costs before each layer. Several levels forbid expensive transfers to some runs.
 
     Args:
-        inside, across: cost from a shape to a shape, in one host and otherwise, `inf` where forbidden;
-            float[layers, levels, shapes, shapes].
-        level: which level holds for a run; int[layers, layers, shapes].
+        inside: cost between two shapes in one host, `inf` if forbidden; float[layers, levels, shapes, shapes].
+        across: cost between two shapes in different hosts; float[layers, levels, shapes, shapes].
+        level: the level that applies to a run; int[layers, layers, shapes].
     """
 
     inside: np.ndarray
@@ -43,7 +43,7 @@ class Hops:
 
     @staticmethod
     def free(num_layers: int, num_shapes: int) -> Hops:
-        """Transfers that cost nothing."""
+        """Transfers without cost."""
         none = np.zeros((num_layers, 1, num_shapes, num_shapes))
         return Hops(none, none, np.zeros((num_layers, num_layers, num_shapes), int))
 
@@ -59,17 +59,17 @@ class Found:
 def solve(
     line: Line, values: np.ndarray, hops: Hops, *, combine: Combine = np.add, num_stages: int | None = None
 ) -> Found | None:
-    """The cheapest way to lay all layers on the line.
+    """Find the cheapest assignment of all layers to the line.
 
     Args:
-        values: cost of a run of layers on a shape; float[layers, layers, shapes, n], `inf` where forbidden. The last
-            dim counts the stages from it to the end (0: unused), or is 1.
-        num_stages: exactly so many; only where they are counted.
+        values: cost of a run of layers on a shape; float[layers, layers, shapes, n], `inf` if forbidden. The last dim
+            counts the stages from this one to the end (0: unused), or is 1.
+        num_stages: the exact number of stages; only if they are counted.
 
     Returns:
-        None where every way is forbidden. Among equal ones the first stages are short and on many devices.
+        None if no assignment is feasible. Ties prefer short first stages on many devices.
     """
-    # Compiled loops take a moment to import, and there are models without stages.
+    # Imported late: compiled loops take a moment to import, and many models have no stages.
     loops = importlib.import_module("autopar.pipeline.partition.dynamic_program_numba")
     num_layers, num_counts = len(values), values.shape[3]
     num_places, num_levels = len(line.start), hops.inside.shape[1]
@@ -91,7 +91,7 @@ def solve(
 
 
 def _at_hosts(line: Line, start: np.ndarray, num_shapes: int) -> np.ndarray:
-    """Least cost of what begins at a host, or at a later one, by its shape: float[shapes, hosts + 1, n]."""
+    """Least cost of what starts at a host or a later one, by the shape there: float[shapes, hosts + 1, n]."""
     at_host = np.full((num_shapes, line.num_hosts + 1, start.shape[1]), np.inf)
     begins = line.host >= 0
     at_host[line.shape[begins], line.host[begins]] = start[begins]
@@ -107,7 +107,7 @@ def _trace(
     after: np.ndarray,
     num_stages: int | None,
 ) -> Found | None:
-    """The stages that make the least cost."""
+    """Trace back the stages of the least cost."""
     num_layers, num_counts = len(values), values.shape[3]
     counted = num_counts > 1
     counts = np.arange(num_counts) if num_stages is None else np.array([num_stages])
@@ -136,10 +136,10 @@ def _trace(
 def _next_place(
     line: Line, place: int, inside: np.ndarray, across: np.ndarray, start: np.ndarray, first: int, left: int
 ) -> int:
-    """The place after one, as `after` was made."""
+    """The next place of the optimum, by the recurrence of `after`."""
     cost = np.full(len(line.start), np.inf)
     later = line.host >= line.next_host[place]
     cost[later] = across[line.shape[later]] + start[first, later, left]
-    beside = line.right[line.left == place]
-    cost[beside] = np.minimum(cost[beside], inside[line.shape[beside]] + start[first, beside, left])
+    adjacent = line.right[line.left == place]
+    cost[adjacent] = np.minimum(cost[adjacent], inside[line.shape[adjacent]] + start[first, adjacent, left])
     return int(cost.argmin())

@@ -1,6 +1,6 @@
-"""The loops of `pipeline/partition/dynamic_program.py` and `pipeline/partition/price_tables.py`, compiled; all arrays are as there.
+"""Compile the loops of `dynamic_program.py` and `price_tables.py`; the arrays are the same as there.
 
-They are imported when the first problem is solved: `solve/numba_jit.py` says why.
+The module is imported when the first problem is solved; `solve/numba_jit.py` gives the reason.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ def begin_at(
     after: np.ndarray,
     start: np.ndarray,
 ) -> None:
-    """Fill `start` of one layer, full of `inf`, from `after` of all later ones.
+    """Fill `start` of one layer, initially `inf`, from `after` of all later ones.
 
     Args:
-        maximum: whether the worst stage counts, and not the sum.
-        start: float[places, n]. after: float[layers + 1, levels, places, n].
+        maximum: whether the worst stage counts instead of the sum.
+        after: float[layers + 1, levels, places, n].
+        start: float[places, n].
     """
     num_layers, (num_places, num_counts) = len(values), start.shape
     counted = 1 if num_counts > 1 else 0
-    most = min(num_counts, num_layers - first + 1)  # each stage has a layer at least
+    most = min(num_counts, num_layers - first + 1)  # each stage has at least one layer
     for place in range(num_places):
         of = shape[place]
         for last in range(first, num_layers):
@@ -51,12 +52,12 @@ def follow(
     best: np.ndarray,
     after: np.ndarray,
 ) -> None:
-    """Fill `after` of one layer and one level, full of `inf`, from its `start`.
+    """Fill `after` of one layer and one level, initially `inf`, from its `start`.
 
     Args:
         inside, across: float[shapes, shapes].
-        at_host: least cost of what begins at a host, or at a later one, by its shape: float[shapes, hosts + 1, n].
-        best: full of `inf`, and as large; the least cost by the shape that is left, and the host where to go on.
+        at_host: least cost of what starts at a host or a later one, by the shape there: float[shapes, hosts + 1, n].
+        best: scratch of the same shape, initially `inf`: least cost by the previous shape and the next host.
         after: float[places, n].
     """
     num_shapes, num_hosts, num_counts = at_host.shape
@@ -80,14 +81,14 @@ def follow(
 def from_shorter(
     table: np.ndarray, known: np.ndarray, adds: np.ndarray, slack: np.ndarray, bounds: np.ndarray, found: np.ndarray
 ) -> None:
-    """Of each run, the largest bound that its parts give, less a slack for each time that two runs are joined.
+    """For each run, compute the largest bound from splits into two runs, less a slack per split.
 
     Args:
-        table: prices where `known`, else bounds; float[layers, layers, shapes].
-        adds: whether two parts count together, else the larger one; bool[shapes].
+        table: costs where `known`, else bounds; float[layers, layers, shapes].
+        adds: whether the bounds of two parts add up, else the larger one counts; bool[shapes].
         slack: float[shapes].
-        bounds: a copy of `table`; it becomes the prices where known, else the larger of bound and what is found.
-        found: that, full of 0.
+        bounds: a copy of `table`; becomes the cost where known, else the larger of the bound and `found`.
+        found: the result, initially 0.
     """
     num_layers, _, num_shapes = table.shape
     for first in range(num_layers - 2, -1, -1):

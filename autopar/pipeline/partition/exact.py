@@ -1,12 +1,13 @@
-"""Layers to stages on submeshes, proven optimal: dynamic programming along the line of devices.
+"""Partition layers into stages on submeshes, proven optimal, by dynamic programming along the line of devices.
 
-In: a `PartitionProblem`. Out: a `Partition`. For a limit on `repeated` the dynamic programme (`pipeline/partition/dynamic_program.py`) finds
-the least sum of `once`; the search (`bottleneck.py`) finds the limit, and asks prices as late as it can
-(`pipeline/partition/price_tables.py`). Every order of the cluster's groups is a line of its own. Devices stay idle only where that makes the
-objective smaller: among equal partitions stages get the larger submesh.
+In: a `PartitionProblem`.
+Out: a `Partition`. Under a limit on `repeated`, the dynamic program (`dynamic_program.py`) finds the least sum of
+`once`. The search (`bottleneck.py`) finds the limit and queries costs as late as possible (`price_tables.py`). Every
+order of the cluster's groups is a line. Devices stay idle only if that lowers the objective: ties prefer larger
+submeshes.
 
-The memory that a stage needs depends on how many stages come after it. So stages are counted, which makes a dynamic
-programme that many times as large; it is only done where the cheapest partition without the count does not fit.
+The memory of a stage depends on the number of stages after it. Counting stages makes the dynamic program that many
+times larger, so stages are counted only if the cheapest partition without the count does not fit.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from autopar.solve.problem import Status
 
 @dataclass(frozen=True, slots=True)
 class ExactPartitioner:
-    """The package's `Partitioner`.
+    """The default `Partitioner`.
 
     Args:
-        time_limit_s: seconds; then the best partition so far is returned, with its bound. Ctrl-C does the same.
-        progress: called with the best cost and the lower bound, in seconds, when one of them changed.
-        relative_gap: cost and bound as close as that end the search.
+        time_limit_s: seconds after which the best partition so far is returned, with its bound. Ctrl-C does the same.
+        progress: called with the best cost and the lower bound, in seconds, when either changes.
+        relative_gap: the gap between cost and bound at which the search ends.
     """
 
     time_limit_s: float = math.inf
@@ -41,10 +42,10 @@ class ExactPartitioner:
     relative_gap: float = PROVEN
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The cheapest partition.
+        """Find the cheapest partition.
 
         Raises:
-            KeyboardInterrupt: on Ctrl-C before any was found.
+            KeyboardInterrupt: Ctrl-C before any partition was found.
         """
         prices, transfers = Prices(problem), Transfers(problem)
         counts = _num_stages(problem)
@@ -73,8 +74,8 @@ class ExactPartitioner:
 
 
 def _num_stages(problem: PartitionProblem) -> list[int | None]:
-    """Numbers of stages that must be looked at one by one: the one that is asked for, or all where the microbatches in
-    flight depend on it."""
+    """The numbers of stages to search one by one: the requested one, or all if the in-flight microbatches depend on it;
+    [None] if a single search covers all numbers."""
     if problem.num_stages is not None:
         return [problem.num_stages]
     in_flight, most = problem.objective.in_flight, problem.most_stages
@@ -86,13 +87,13 @@ def _num_stages(problem: PartitionProblem) -> list[int | None]:
 
 @dataclass(slots=True)
 class _OnLine:
-    """All partitions on one line, of some number of stages or of any."""
+    """All partitions on one line with a given number of stages, or any number."""
 
     line: Line
     prices: Prices
     transfers: Transfers
     num_stages: int | None
-    _in_flight: np.ndarray = field(init=False)  # by the number of stages from one to the end; 0 is not used
+    _in_flight: np.ndarray = field(init=False)  # by the number of stages from one to the end; entry 0 is unused
 
     def __post_init__(self) -> None:
         problem = self.prices.problem
@@ -115,7 +116,7 @@ class _OnLine:
         return self._outcome(found)
 
     def least_limit(self) -> float:
-        """See `bottleneck.Variant`; transfers and the number of stages are left out."""
+        """See `bottleneck.Variant`; transfers and the number of stages are ignored."""
         prices = self.prices
         fitting = prices.fitting(np.array([self._in_flight.min()]))
         found = solve(
@@ -123,16 +124,16 @@ class _OnLine:
         )
         return math.inf if found is None else found.cost
 
-    def ask(self, stages: Stages) -> bool:
+    def query(self, stages: Stages) -> bool:
         """See `bottleneck.Variant`."""
-        return self.prices.ask(self.prices.runs(stages))
+        return self.prices.query(self.prices.runs(stages))
 
     def figures(self, stages: Stages) -> tuple[float, float]:
         """See `bottleneck.Variant`."""
         return self.prices.figures(stages)
 
     def least_shortage(self) -> tuple[float, Shortage] | None:
-        """The partition whose worst stage lacks least, and that stage; None where some layer can be nowhere."""
+        """The partition whose worst stage lacks the least memory, and that stage; None if a layer has no submesh."""
         prices = self.prices
         while True:
             lacking = np.maximum(prices.holding(self._in_flight) - prices.budget[:, None], 0.0)
@@ -141,7 +142,7 @@ class _OnLine:
             if found is None:
                 return None
             stages = self._stages(found)
-            if not self.ask(stages):
+            if not self.query(stages):
                 break
         worst, shortage = -math.inf, None
         for number, (stage, run) in enumerate(zip(stages, prices.runs(stages), strict=True)):
@@ -175,7 +176,7 @@ def _least_shortage(variants: list[_OnLine]) -> Shortage | None:
 
 
 def _unplaced(prices: Prices) -> str:
-    """Why no partition is possible, whatever the memory."""
+    """Why no partition exists with unlimited memory."""
     nowhere = [
         layer for layer in range(prices.problem.num_layers) if not np.isfinite(prices.once[: layer + 1, layer:]).any()
     ]

@@ -1,15 +1,17 @@
-"""Layers to virtual stages: several runs of layers on each of equal submeshes, in turns.
+"""Partition layers into virtual stages: several runs of layers on each of equal submeshes, round robin.
 
-In: a `PartitionProblem` whose objective prices virtual stages (`objectives.interleaved`), and how many runs a submesh
-has, v. Out: a `Partition` of v p stages on p submeshes: stage j is on submesh j mod p. For every shape and every p, so
-many submeshes side by side. The objective is
+In: a `PartitionProblem` whose objective is that of virtual stages (`objectives.interleaved`), and v, the number of
+virtual stages per submesh.
+Out: a `Partition` of v p stages on p submeshes; stage j is on submesh j mod p. Every shape and every p is searched. The
+objective is
 
     sum_j once_j  +  max_j repeated_j
 
-which for equal stages is the published makespan, p t / v + (m v - 1) t / v. What a submesh holds couples its stages:
-state of all its runs, the most that one of them works with, and microbatches in flight as if all were of the run that
-holds most for one. The cheapest stages without that coupling are found first; where they do not fit, a depth-first
-search with their cost as its bound, in so many steps; then one among runs that would fit beside equal ones.
+which for equal stages is the published makespan, p t / v + (m v - 1) t / v. Memory couples the stages of a submesh: it
+holds the state of all its stages, the largest working set, and in-flight microbatches of the stage that stashes the
+most per microbatch. The search first finds the cheapest stages without this coupling. If they do not fit, a depth-first
+search with their cost as its bound runs for a limited number of steps, then another one that assumes equal state in all
+stages of a submesh.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ class InterleavedPartitioner:
     """A `Partitioner` for virtual stages.
 
     Args:
-        virtual: runs of layers on each submesh.
-        time_limit_s, progress, relative_gap: as for `partition.ExactPartitioner`.
-        step_limit: of each depth-first search; where one ends by it, its bound still counts.
+        virtual: the number of virtual stages per submesh.
+        time_limit_s, progress, relative_gap: the arguments of `ExactPartitioner`.
+        step_limit: the most steps of each depth-first search; its lower bound stays valid when the limit is reached.
     """
 
     virtual: int
@@ -44,10 +46,10 @@ class InterleavedPartitioner:
     step_limit: int = 5_000
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The cheapest partition into `virtual` runs for each of some equal submeshes.
+        """Find the cheapest partition into `virtual` stages on each of several equal submeshes.
 
         Raises:
-            KeyboardInterrupt: on Ctrl-C before any was found.
+            KeyboardInterrupt: Ctrl-C before any partition was found.
         """
         prices = Prices(problem)
         variants = [
@@ -65,7 +67,7 @@ class InterleavedPartitioner:
             reason = f"no equal submeshes of {problem.cluster} have room for {self.virtual} runs of layers each"
             if problem.num_stages is not None:
                 reason += (
-                    f", {problem.num_stages} stages in all on 2 submeshes or more: ask for a multiple of {self.virtual},"
+                    f", {problem.num_stages} stages in all on 2 submeshes or more: choose a multiple of {self.virtual},"
                     f" at least {2 * self.virtual}"
                 )
         return Partition(
@@ -81,7 +83,7 @@ class InterleavedPartitioner:
 
 
 def _rows(problem: PartitionProblem) -> list[tuple[Submesh, ...]]:
-    """Equal submeshes side by side: for each shape, the first p of those that the line has room for, for every p."""
+    """Rows of equal submeshes: for each shape and every p, the first p on the line."""
     found: list[tuple[Submesh, ...]] = []
     line: Line = lines(problem.cluster, problem.all_shapes)[0]  # shapes are of one kind: the order is all the same
     for shape in range(len(problem.all_shapes)):
@@ -97,7 +99,7 @@ def _rows(problem: PartitionProblem) -> list[tuple[Submesh, ...]]:
 
 @dataclass(slots=True)
 class _OnSubmeshes:
-    """Partitions on some submeshes; a `bottleneck.Variant`."""
+    """Partitions on given submeshes; a `bottleneck.Variant`."""
 
     meshes: tuple[Submesh, ...]
     prices: Prices
@@ -137,7 +139,7 @@ class _OnSubmeshes:
         return None if search.best is None else (search.cost, search.best)
 
     def least_limit(self) -> float:
-        """See `bottleneck.Variant`; transfers, and what submeshes hold together, are left out."""
+        """See `bottleneck.Variant`; transfers, and memory that stages share, are ignored."""
         prices, num_stages = self.prices, len(self.meshes) * self.virtual
         repeated = prices.repeated[:, :, self.shape]
         fits = prices.fitting(self.in_flight)[:, :, self.shape]
@@ -148,12 +150,12 @@ class _OnSubmeshes:
             rest = np.append(np.maximum(allowed, rest[1:]).min(axis=1), np.inf)
         return float(rest[0])
 
-    def ask(self, stages: Stages) -> bool:
+    def query(self, stages: Stages) -> bool:
         """See `bottleneck.Variant`."""
-        return self.prices.ask(self.prices.runs(stages))
+        return self.prices.query(self.prices.runs(stages))
 
     def figures(self, stages: Stages) -> tuple[float, float]:
-        """See `bottleneck.Variant`; stages that follow each other on one submesh send nothing."""
+        """See `bottleneck.Variant`; consecutive stages on one submesh have no transfer."""
         objective, total, largest = self.prices.problem.objective, 0.0, 0.0
         for number, (stage, run) in enumerate(zip(stages, self.prices.runs(stages), strict=True)):
             sent = 0.0 if number + 1 == len(stages) else self._sent[stage.last + 1, number % len(self.meshes)]
@@ -162,8 +164,8 @@ class _OnSubmeshes:
         return total, largest
 
     def _tables(self, limit: float, equal_state: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Cost of a run as stage j, and the least cost from stage j and a layer on, each run by itself fitting; beside
-        others that are as large if `equal_state`.
+        """The cost of a run as stage j, and the least cost from stage j and a layer on, if each run fits by itself;
+        with `equal_state`, if it fits together with equal ones.
 
         float[stages, layers, layers] and float[stages + 1, layers + 1].
         """
@@ -188,7 +190,7 @@ class _OnSubmeshes:
 
 
 class _DepthFirst:
-    """The cheapest stages that fit together, by looking at all that could be."""
+    """Finds the cheapest stages that fit together by depth-first search."""
 
     def __init__(self, on: _OnSubmeshes, costs: np.ndarray, rest: np.ndarray) -> None:
         self.best: Stages | None = None
@@ -198,12 +200,12 @@ class _DepthFirst:
         self._bounds: list[int] = []
 
     def run(self) -> None:
-        """Search, for so many steps."""
+        """Search up to the step limit."""
         count = len(self._on.meshes)
         self._visit(0, 0.0, np.zeros((3, count)))
 
     def _visit(self, first: int, spent: float, held: np.ndarray) -> None:
-        """The next stage and all after it; `held` has state, working and flight bytes of each submesh."""
+        """Choose the next stage and all later ones; `held` has the state, working and flight bytes of each submesh."""
         stage = len(self._bounds)
         if stage == len(self._costs):
             if first == len(self._costs[0]):

@@ -1,7 +1,8 @@
-"""What each schedule makes of the prices of stages: time, and microbatches in flight.
+"""Define the step time and the in-flight microbatches of each schedule as functions of stage costs.
 
-In: the number of microbatches, B. Out: `Objective`s for `PartitionProblem`. With equal stages of t = F + B (+ W) each
-is the schedule's published makespan, m t + bubble for m microbatches:
+In: the number of microbatches, m.
+Out: `Objective`s for `PartitionProblem`. With equal stages of t = F + B (+ W), each is the schedule's published
+makespan, m t + bubble:
 
     1F1B, GPipe      bubble (p - 1) t                    once t                 repeated (m - 1) t
     ZB-H1            bubble (p - 1) (F + B - 2 W)        once max(0, F + B - 2 W)   repeated m t - once
@@ -9,9 +10,9 @@ is the schedule's published makespan, m t + bubble for m microbatches:
     forward alone    bubble (p - 1) F                    once F                 repeated (m - 1) F
     one at a time    every stage waits for all others    once m t               repeated 0
 
-An update follows a stage's last microbatch and overlaps with other stages: it counts where the slowest stage does. In
-1F1B a stage waits for its neighbour's answer, so the transfer counts as part of the stage each time; where the forward
-and backward passes each flow through (GPipe, inference) only once.
+A stage's update follows its last microbatch and overlaps with other stages, so it counts in the slowest stage. In 1F1B
+a stage waits for its neighbor's answer, so the transfer counts for each microbatch; in GPipe and inference it counts
+once, because microbatches flow through without waiting.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from autopar.pipeline.partition.problem import Objective, StageCost
 
 
 def one_f_one_b(num_microbatches: int) -> Objective:
-    """1F1B: a stage holds as many microbatches as there are stages from it on (Narayanan et al. 2019, PipeDream)."""
+    """1F1B: the in-flight microbatches of a stage are the number of stages from it on (Narayanan et al. 2019)."""
     repeats = num_microbatches - 1
     return Objective(
         once_s=_pass_s,
@@ -65,7 +66,7 @@ def forward_only(num_microbatches: int) -> Objective:
 
 
 def one_at_a_time(num_microbatches: int) -> Objective:
-    """No schedule: a microbatch begins when the one before is through, so one is in flight."""
+    """No pipelining: a microbatch starts when the previous one is done, so one is in flight."""
     return Objective(
         once_s=lambda cost: num_microbatches * _pass_s(cost),
         repeated_s=lambda cost: cost.update_s,
@@ -75,10 +76,9 @@ def one_at_a_time(num_microbatches: int) -> Objective:
 
 
 def interleaved(num_microbatches: int, virtual: int) -> Objective:
-    """Interleaved 1F1B with `virtual` stages on each submesh (Narayanan et al. 2021); the stages that it prices are
-    virtual ones, and with equal ones p t / v + (m v - 1) t / v is the published makespan. In flight: virtual stages'
-    microbatches on a submesh that has so many submeshes after it, as Megatron-LM warms up; one virtual stage each is
-    1F1B."""
+    """Interleaved 1F1B with `virtual` stages per submesh (Narayanan et al. 2021). Costs are those of virtual stages;
+    with equal ones, the objective is the published makespan p t / v + (m v - 1) t / v. In-flight microbatches are
+    counted per virtual stage, by Megatron-LM's warm-up, and depend on the number of submeshes after this one."""
     repeats = num_microbatches * virtual - 1
 
     def in_flight(after: int, num_submeshes: int) -> float:

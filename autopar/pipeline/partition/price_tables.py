@@ -1,9 +1,9 @@
-"""Prices of stages as tables: exact where they were asked, optimistic everywhere else.
+"""Store the costs of stages in tables: exact if queried, optimistic otherwise.
 
-In: a `PartitionProblem`. Out: `Prices`, whose tables hold for every run of layers and every shape either the price or a
-bound from below, by the problem's `bound` and by what its `growth` lets one infer from prices that are known. A search
-that is optimal by these tables, and whose stages were all asked, is optimal. So only the stages of partitions that look
-best are asked.
+In: a `PartitionProblem`.
+Out: `Prices`. For every run of layers and every shape its tables have the cost or a lower bound, from the problem's
+`bound` and from what `growth` infers from known costs. A partition that is optimal by these tables and whose costs were
+all queried is optimal. So a search queries only the stages of partitions that look best.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _MARGIN = 1.1
 
 
 class Prices:
-    """Tables over first layer, last layer and shape; float[layers, layers, shapes], `inf` where a run cannot be.
+    """Tables over first layer, last layer and shape; float[layers, layers, shapes], `inf` if a run is impossible.
 
     Attributes:
-        once, repeated: what the objective makes of a stage, but for transfers.
-        state, working, flight: bytes always held, besides while working, and per microbatch in flight.
-        asked: which prices are known.
-        num_queries: how many were asked, equal runs once.
-        overstated: whether a price was found to be below what `growth` says.
-        budget: float[shapes].
+        once, repeated: the objective's seconds of a stage, without transfers.
+        state, working, flight: bytes held always, while working, and per in-flight microbatch.
+        known: whether each cost is known.
+        num_queries: the number of queried costs; equal runs count once.
+        overstated: whether a cost was below its bound by `growth`.
+        budget: bytes per device; float[shapes].
     """
 
     def __init__(self, problem: PartitionProblem) -> None:
@@ -44,8 +44,8 @@ class Prices:
             np.where(empty[:, :, None], np.inf, np.zeros((n, n, num_shapes))) for _ in range(5)
         )
         self._tables = (self.once, self.repeated, self.state, self.working, self.flight)
-        self._base = tuple(table.copy() for table in self._tables)  # what is known without `growth`
-        self.asked = np.zeros((n, n, num_shapes), bool)
+        self._base = tuple(table.copy() for table in self._tables)  # bounds without `growth`
+        self.known = np.zeros((n, n, num_shapes), bool)
         self.num_queries = 0
         self._all = list(range(num_shapes))
         self.overstated = False
@@ -54,37 +54,37 @@ class Prices:
         self._equal = _equal_runs(n, problem.layer_keys)
         self._bound_all()
 
-    # -- asking ----------------------------------------------------------------------------------
+    # -- queries ---------------------------------------------------------------------------------
 
-    def ask(self, runs: Iterable[Run]) -> bool:
-        """Ask the prices of runs; whether any was not known before."""
-        new = {run for run in runs if not self.asked[run]}
+    def query(self, runs: Iterable[Run]) -> bool:
+        """Query the costs of runs. Return whether any was unknown before."""
+        new = {run for run in runs if not self.known[run]}
         if self.problem.together:
             shapes, n = {shape for _, _, shape in new}, self.problem.num_layers
             new = {
-                (i, j, shape) for shape in shapes for i in range(n) for j in range(i, n) if not self.asked[i, j, shape]
+                (i, j, shape) for shape in shapes for i in range(n) for j in range(i, n) if not self.known[i, j, shape]
             }
         for first, last, shape in sorted(new):
-            if not self.asked[first, last, shape]:
-                self._ask(first, last, shape)
+            if not self.known[first, last, shape]:
+                self._query(first, last, shape)
         if new:
             self._infer(sorted({shape for _, _, shape in new}))
         return bool(new)
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
-        """One price, asked where it is not known."""
+        """One cost, queried if unknown."""
         run = first, last, self._number[shape]
         if run not in self._costs:
-            self._ask(*run)
+            self._query(*run)
         return self._costs[run]
 
-    def _ask(self, first: int, last: int, shape: int) -> None:
+    def _query(self, first: int, last: int, shape: int) -> None:
         cost = self.problem.cost(first, last, self.shapes[shape])
         self.num_queries += 1
         before = [float(table[first, last, shape]) for table in self._tables]
         for one, other in self._equal[first, last]:
             self._costs[one, other, shape] = cost
-            self.asked[one, other, shape] = True
+            self.known[one, other, shape] = True
             self._put(one, other, shape, cost)
         if cost is not None:
             for table, base, bound in zip(self._tables, self._base, before, strict=True):
@@ -102,13 +102,12 @@ class Prices:
     # -- bounds ----------------------------------------------------------------------------------
 
     def loosen(self) -> None:
-        """Trust `growth` less: let joining two runs save as much as it does by the prices that are known, and some
-        more."""
+        """Weaken `growth`: let merging two runs save slightly more than it saves by the known costs."""
         for number in range(len(self._tables)):
             none, most = np.zeros(len(self.shapes)), self._saved(number, np.zeros(len(self.shapes)))
             if not most.any():
                 continue
-            for _ in range(_HALVINGS):  # what is left of the largest excess when that much may be saved
+            for _ in range(_HALVINGS):  # bisect the least saving that no known cost contradicts
                 middle = (none + most) / 2
                 holds = self._saved(number, middle) <= 0
                 none, most = np.where(holds, none, middle), np.where(holds, middle, most)
@@ -118,19 +117,19 @@ class Prices:
 
     @property
     def slack_s(self) -> float:
-        """What two runs may save by being one, seconds of the objective's figures, on some shape."""
+        """The most seconds of the objective that merging two runs may save, on any shape."""
         return float(self._slack[:2].max())
 
     def _saved(self, number: int, slack: np.ndarray) -> np.ndarray:
-        """How far known prices are below what `growth` makes of others, by shape."""
+        """By shape, how far known costs are below their bounds by `growth`."""
         table = self._tables[number]
         inferred = self._inferred(number, slack, self._all)
-        known = self.asked & np.isfinite(inferred) & np.isfinite(table)
+        known = self.known & np.isfinite(inferred) & np.isfinite(table)
         excess = np.where(known, inferred, 0.0) - np.where(known, table, 0.0)
         return np.where(excess > ROUNDING * np.where(known, table, 0.0), excess, 0.0).max(axis=(0, 1), initial=0.0)
 
     def _bound_all(self) -> None:
-        """Before anything is asked: the problem's bounds; what has none is asked."""
+        """Initialize the tables with the problem's bounds; without bounds, query costs."""
         n, bound = self.problem.num_layers, self.problem.bound
         if bound is not None:
             for i, j, c in self._every_run():
@@ -139,33 +138,33 @@ class Prices:
                     base[i, j, c] = table[i, j, c]
             self._infer(self._all)
         elif self.problem.growth is Growth.UNKNOWN:
-            self.ask(self._every_run())
+            self.query(self._every_run())
         else:
-            self.ask([(i, i, c) for i in range(n) for c in range(len(self.shapes))])
+            self.query([(i, i, c) for i in range(n) for c in range(len(self.shapes))])
 
     def _every_run(self) -> list[Run]:
         n = self.problem.num_layers
         return [(i, j, c) for i in range(n) for j in range(i, n) for c in range(len(self.shapes))]
 
     def _infer(self, shapes: list[int]) -> None:
-        """Bounds of longer runs on these shapes, by those of the runs in them."""
+        """Update the bounds of runs on these shapes from those of shorter runs."""
         if self.problem.growth is Growth.UNKNOWN:
             return
-        known = self.asked[..., shapes]
+        known = self.known[..., shapes]
         for number, (table, base) in enumerate(zip(self._tables, self._base, strict=True)):
             inferred = np.maximum(base[..., shapes], self._inferred(number, self._slack[number, shapes], shapes))
             table[..., shapes] = np.where(known, table[..., shapes], inferred)
 
     def _inferred(self, number: int, slack: np.ndarray, shapes: list[int]) -> np.ndarray:
-        """Bounds of all runs on some shapes by those of shorter ones.
+        """The bounds of all runs on some shapes from those of shorter ones.
 
         Args:
-            number: of the table.
-            slack: what joining two runs may save; float[shapes].
+            number: the number of the table.
+            slack: what merging two runs may save; float[shapes].
         """
-        adds = np.array([self.shapes[shape].parts == 1 for shape in shapes])  # parts of a submesh work side by side
+        adds = np.array([self.shapes[shape].parts == 1 for shape in shapes])  # parts of a submesh work in parallel
         adds &= self.problem.growth is Growth.SUPERADDITIVE and self._tables[number] is not self.working
-        table, base, known = (t[..., shapes] for t in (self._tables[number], self._base[number], self.asked))
+        table, base, known = (t[..., shapes] for t in (self._tables[number], self._base[number], self.known))
         start = np.where(known, table, base)
         found = np.zeros(start.shape)
         loops = importlib.import_module("autopar.pipeline.partition.dynamic_program_numba")
@@ -175,7 +174,7 @@ class Prices:
     # -- a partition -----------------------------------------------------------------------------
 
     def runs(self, stages: Sequence[Stage]) -> list[Run]:
-        """Their entries in the tables."""
+        """The table entries of stages."""
         return [(stage.first, stage.last, self._number[stage.submesh.shape]) for stage in stages]
 
     def holds(self, run: Run, in_flight: float) -> float:
@@ -183,11 +182,11 @@ class Prices:
         return float(self.state[run] + self.working[run] + in_flight * self.flight[run])
 
     def fits(self, run: Run, in_flight: float) -> bool:
-        """Whether the budget of its kind of device has room for that, but for rounding."""
+        """Whether a run with so many in-flight microbatches is within the budget, except for rounding."""
         return self.holds(run, in_flight) <= self.budget[run[2]] * (1 + ROUNDING)
 
     def fitting(self, in_flight: np.ndarray) -> np.ndarray:
-        """The same for all runs and each of these numbers: bool[layers, layers, shapes, numbers]."""
+        """`fits` for all runs and each of these numbers: bool[layers, layers, shapes, numbers]."""
         return self.holding(in_flight) <= (self.budget * (1 + ROUNDING))[:, None]
 
     def holding(self, in_flight: np.ndarray) -> np.ndarray:
@@ -195,7 +194,7 @@ class Prices:
         return (self.state + self.working)[..., None] + self.flight[..., None] * in_flight
 
     def figures(self, stages: Sequence[Stage]) -> tuple[float, float]:
-        """The sum of `once` and the largest `repeated` by the tables, transfers included; memory is not looked at."""
+        """The sum of `once` and the largest `repeated` by the tables, with transfers; memory is ignored."""
         objective, transfer_s = self.problem.objective, self.problem.transfer_s
         total, largest = 0.0, 0.0
         for number, (stage, run) in enumerate(zip(stages, self.runs(stages), strict=True)):
@@ -208,11 +207,11 @@ class Prices:
         return total, largest
 
     def evaluate(self, stages: Sequence[Stage]) -> float:
-        """The objective of a chain of stages, all prices asked; `inf` where one does not fit."""
+        """The objective of a chain of stages, with all costs queried; `inf` if a stage does not fit."""
         runs = self.runs(stages)
         for run in runs:
-            if not self.asked[run]:
-                self._ask(*run)
+            if not self.known[run]:
+                self._query(*run)
         in_flight = self.problem.objective.in_flight
         for number, run in enumerate(runs):
             if not self.fits(run, in_flight(len(stages) - 1 - number, len(stages))):
@@ -221,14 +220,14 @@ class Prices:
 
 
 def _equal_runs(num_layers: int, keys: Sequence[Hashable] | None) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Of each run, all runs of equal layers."""
+    """For each run, all runs of equal layers."""
     numbers: dict[Hashable, int] = {}
     layers = [numbers.setdefault(key, len(numbers)) for key in (range(num_layers) if keys is None else keys)]
-    alike: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    equal: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     found: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for first in range(num_layers):
         for last in range(first, num_layers):
-            members = alike.setdefault(tuple(layers[first : last + 1]), [])
+            members = equal.setdefault(tuple(layers[first : last + 1]), [])
             members.append((first, last))
             found[first, last] = members
     return found

@@ -1,12 +1,12 @@
-"""The stage partition and its outcome as numbers: no trace, no plan, no JAX.
+"""Define the stage partition problem and its solution as numbers, without trace, plan or JAX.
 
     minimise    sum_i once_i  +  max_j repeated_j
-    over        stages 1..p: runs of layers that follow one another, each on a submesh that follows the one before
+    over        stages 1..p: consecutive runs of layers, on consecutive submeshes
     subject to  state_i + working_i + in_flight_i * flight_i  <=  budget of the kind of submesh i
 
-What a stage takes once and what it takes over and over is the schedule's to say (`objectives.py`): for 1F1B, with
-t_i = forward + backward of one microbatch + transfer to the next stage, once_i = t_i and
-repeated_i = (B - 1) t_i + update_i, so that the sum is  sum t_i + (B - 1) max t_j.
+The schedule determines once_i and repeated_i (`objectives.py`). For 1F1B with m microbatches, let t_i be the forward
+and backward seconds of one microbatch plus the transfer to the next stage. Then once_i = t_i and
+repeated_i = (m - 1) t_i + update_i, so the objective is  sum t_i + (m - 1) max t_j  without updates.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from autopar.system.units import human_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """The price of a run of layers on a submesh; bytes are per device.
+    """The cost of a run of layers on a submesh; bytes are per device.
 
     Args:
-        forward_s: of one microbatch.
-        backward_s: of one microbatch; where the backward pass is split in two, its input part.
-        weight_s: its weight part, where it is split.
-        update_s: once per step, after the last microbatch: gradients joined, optimizer.
-        state_bytes: held all the time: parameters, optimizer state, gradients summed up.
-        flight_bytes: held per microbatch in flight.
-        working_bytes: besides, while a microbatch is worked on.
+        forward_s: seconds of the forward pass of one microbatch.
+        backward_s: seconds of the backward pass of one microbatch; of its input part if it is split.
+        weight_s: seconds of its weight part; 0 if it is not split.
+        update_s: seconds once per step after the last microbatch: gradient reductions and the optimizer.
+        state_bytes: bytes held all the time: parameters, optimizer state, accumulated gradients.
+        flight_bytes: bytes of stashed activations per in-flight microbatch.
+        working_bytes: additional bytes while a microbatch is processed.
     """
 
     forward_s: float
@@ -45,18 +45,18 @@ class StageCost:
     working_bytes: float = 0.0
 
     def bytes_with(self, in_flight: float) -> float:
-        """Bytes per device with so many microbatches in flight."""
+        """Bytes per device with this number of in-flight microbatches."""
         return self.state_bytes + self.working_bytes + in_flight * self.flight_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """What a schedule makes of the prices of stages; see the sum above. Nothing is negative.
+    """A schedule's terms of the objective above, as functions of stage costs. Nothing is negative.
 
     Args:
-        once_s, repeated_s: of a stage, but for the transfer to the next.
-        in_flight: most microbatches that a stage holds, by the number of stages after it and of all stages.
-        transfer_once, transfer_repeated: how often the transfer of one microbatch counts in either.
+        once_s, repeated_s: the terms of a stage, without its transfer to the next.
+        in_flight: the peak of in-flight microbatches of a stage, by the number of stages after it and of all stages.
+        transfer_once, transfer_repeated: the factors of one microbatch's transfer in the two terms.
     """
 
     once_s: Callable[[StageCost], float]
@@ -67,8 +67,8 @@ class Objective:
 
 
 class Growth(Enum):
-    """What may be taken for granted of prices that were not asked yet. An assumption: where a price contradicts it, it
-    is trusted less; what is called optimal is so if no price that was not asked contradicts it more."""
+    """What the search assumes of costs that it has not queried. If a cost contradicts the assumption, the search
+    weakens it; the optimum is proven only under the weakened assumption."""
 
     UNKNOWN = "nothing"
     MONOTONE = "a run of layers takes at least the time and bytes of each run in it, on the same submesh"
@@ -77,25 +77,26 @@ class Growth(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionProblem:
-    """Layers `0 … num_layers - 1` in a chain, and what they cost where.
+    """Layers `0 … num_layers - 1` in a chain, and their costs.
 
     Args:
-        cost: price of layers first to last, both included, on a submesh of a shape; None where they cannot run there,
-            whatever the memory (what merely does not fit has a price, so that the shortage can be told). Asked once
-            for each, and only for what may be in the optimum: it may be slow.
-        transfer_s: seconds of one microbatch from the stage that ends before layer `boundary` to the next one, there
-            and back (activations, and their gradients): boundary, shapes of both, whether they share a host.
-        budget_bytes: what a device of each kind may hold.
-        bound: an optimistic price, cheap to ask; none of its numbers, and none that the objective makes of it, may be
-            above the price.
-        growth: what else is known of prices.
-        together: whether all prices of a shape take hardly longer than the first one: then they are asked together.
-        layer_keys: layers with equal keys are equal: runs of equal layers are asked once.
-        shapes: of submeshes; by default all that the cluster has.
-        max_stages: at most so many. num_stages: exactly so many.
+        cost: the cost of layers first to last, inclusive, on a shape; None if they cannot run there with unlimited
+            memory. A run that merely does not fit has a cost, so that the shortage can be reported. It may be slow: it
+            is called once per run and shape, and only for candidates of the optimum.
+        transfer_s: seconds of one microbatch's activations and gradients between the stage that ends before layer
+            `boundary` and the next one. Arguments: boundary, both shapes, whether they share a host.
+        budget_bytes: the memory budget of a device of each kind.
+        bound: an optimistic cost that is fast to compute; none of its numbers, nor of the objective's, exceeds the
+            cost.
+        growth: an assumption about unknown costs.
+        together: whether all costs of a shape take hardly longer than the first; then they are queried together.
+        layer_keys: layers with equal keys are equal; runs of equal layers are queried once.
+        shapes: the shapes of submeshes; by default all shapes of the cluster.
+        max_stages: the largest number of stages.
+        num_stages: the exact number of stages.
 
     Raises:
-        ClusterError: a kind of device without a budget.
+        ClusterError: a kind of device has no budget, or the number of stages is impossible.
     """
 
     num_layers: int
@@ -120,8 +121,8 @@ class PartitionProblem:
             raise ClusterError(f"at most {self.max_stages} stages leave no place for a layer: allow at least 1")
         if self.num_stages is not None and not 1 <= self.num_stages <= self.most_stages:
             raise ClusterError(
-                f"{self.num_stages} stages were asked for, but {self.num_layers} layers on {self.cluster.num_devices}"
-                f" devices make at most {self.most_stages}: ask for 1 to {self.most_stages}"
+                f"{self.num_stages} stages were requested, but {self.num_layers} layers on {self.cluster.num_devices}"
+                f" devices make at most {self.most_stages}: choose 1 to {self.most_stages}"
             )
 
     @property
@@ -131,13 +132,13 @@ class PartitionProblem:
 
     @property
     def most_stages(self) -> int:
-        """There cannot be more."""
+        """An upper bound of the number of stages."""
         return min(self.num_layers, self.cluster.num_devices, self.max_stages or self.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `first` to `last`, both included, on a submesh."""
+    """Layers `first` to `last`, inclusive, on a submesh."""
 
     first: int
     last: int
@@ -150,12 +151,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why nothing fits: of the partition that lacks least, the stage that lacks most.
+    """Why nothing fits: the stage that lacks the most memory, in the partition that lacks the least.
 
     Args:
-        stage: which.
-        in_flight: microbatches that it would hold.
-        needed_bytes, budget_bytes: per device.
+        stage: the stage.
+        in_flight: its peak of in-flight microbatches.
+        needed_bytes: the bytes that it needs per device.
+        budget_bytes: the budget per device.
     """
 
     stage: Stage
@@ -165,7 +167,7 @@ class Shortage:
 
     @property
     def missing_bytes(self) -> float:
-        """What the budget would have to grow by, per device."""
+        """The missing bytes per device."""
         return self.needed_bytes - self.budget_bytes
 
     def __str__(self) -> str:
@@ -178,19 +180,19 @@ class Shortage:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partitioner's outcome; without stages where none was found, and `cost_s` is then `inf`.
+    """The result of a partitioner. Without a solution, `stages` is empty and `cost_s` is `inf`.
 
     Args:
-        stages: in order; the stages of one submesh follow one another by `num_submeshes` where there are several.
+        stages: the stages in order; with virtual stages, stage j is on submesh j mod `num_submeshes`.
         cost_s: the objective's value.
-        lower_bound_s: no partition is better.
+        lower_bound_s: a lower bound of the objective.
         status: how the search ended.
-        num_queries: prices that were asked, equal runs once.
-        others: further partitions met, best first: what a closer look, by simulation say, may prefer.
-        reason: why there are no stages, for people.
-        shortage: the same, where memory is why.
-        slack_s: what a run may take less than its parts, by the proof: 0 where no price that was asked contradicts the
-            problem's `growth`, else somewhat more than any does.
+        num_queries: the number of queried costs; equal runs count once.
+        others: other partitions found, best first; a simulation may prefer one of them.
+        reason: why there is no solution, as text.
+        shortage: the reason if it is memory.
+        slack_s: the most seconds that merging two runs saves, by the proof's assumption; 0 if no queried cost
+            contradicts the problem's `growth`.
     """
 
     stages: tuple[Stage, ...]
@@ -205,8 +207,8 @@ class Partition:
 
 
 class Partitioner(Protocol):
-    """Anything that cuts layers into stages; a planner takes one as an argument."""
+    """An interface: partitions layers into stages."""
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The best partition found, with the status that says how good it is."""
+        """The best partition found, with its status."""
         ...

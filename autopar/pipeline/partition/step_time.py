@@ -1,7 +1,7 @@
-"""What a step in stages takes, by the prices of its stages.
+"""Compute the step time and the peak memory of a pipeline from the costs of its stages.
 
-In: a schedule, the price of each stage, what stages send each other. Out: the simulated `PipelineTimeline`; the bytes that
-each stage holds at most.
+In: a schedule, the cost of each stage, and the transfers between stages.
+Out: the simulated `PipelineTimeline`, and the peak bytes of each submesh.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.partition.problem import StageCost
-from autopar.pipeline.schedule.in_flight import held_most
+from autopar.pipeline.schedule.in_flight import peak_held
 from autopar.pipeline.schedule.simulate import Seconds, simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
@@ -18,12 +18,12 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """What one stage makes and another reads.
+    """The values that one stage sends to another.
 
     Args:
-        source, target: stages, the lower one first.
-        num_bytes: of one microbatch, from all devices together; 0 where both stand on the same ones.
-        seconds: of that, and of the gradients that come back: either way.
+        source, target: the stages, the lower one first.
+        num_bytes: the bytes of one microbatch, from all devices together; 0 if both stages use the same devices.
+        seconds: the seconds of the transfer, and equally of the gradients' transfer back.
     """
 
     source: int
@@ -33,7 +33,7 @@ class Send:
 
 
 def task_seconds(costs: Sequence[StageCost]) -> Seconds:
-    """What each task takes, by the costs of stages."""
+    """The duration of each task, by the costs of stages."""
 
     def seconds(task: Task) -> float:
         own = costs[task.stage]
@@ -47,11 +47,11 @@ def task_seconds(costs: Sequence[StageCost]) -> Seconds:
 
 
 def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends: Iterable[Send]) -> PipelineTimeline:
-    """When the tasks of a step run.
+    """Simulate the tasks of a step.
 
     Args:
-        costs: of each stage. Where its backward pass is not split and the schedule does not split it, `weight_s` is 0.
-        sends: between all stages that wait for one another.
+        costs: the cost of each stage. `weight_s` is 0 unless the schedule splits the backward pass.
+        sends: the transfers between all stages that depend on each other.
     """
     sent_s = {(one.source, one.target): one.seconds for one in sends}
 
@@ -63,9 +63,9 @@ def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends: Itera
 
 
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
-    """Bytes on one device of each submesh of a schedule, at most: what its stages hold always, what the largest works
-    with, and what microbatches in flight hold."""
-    held = held_most(schedule, lambda stage: costs[stage].flight_bytes)
+    """Peak bytes per device of each submesh: the state of all its stages, the largest working set, and the stashed
+    activations of in-flight microbatches."""
+    held = peak_held(schedule, lambda stage: costs[stage].flight_bytes)
     return tuple(
         sum(costs[stage].state_bytes for stage in stages)
         + max((costs[stage].working_bytes for stage in stages), default=0.0)

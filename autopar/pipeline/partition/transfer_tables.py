@@ -1,7 +1,8 @@
-"""Seconds between stages as tables, and which transfers a limit forbids.
+"""Tabulate the seconds of transfers between stages, and the transfers that a limit forbids.
 
-In: a `PartitionProblem`. Out: `Transfers`, asked once of every pair of shapes; for a limit, the `Hops` of the dynamic
-programme: a run whose own time leaves little below the limit may only go on over quick transfers.
+In: a `PartitionProblem`.
+Out: `Transfers`; for a limit, the `Hops` of the dynamic program. A run whose own time is close to the limit may only
+use fast transfers.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from autopar.pipeline.partition.problem import PartitionProblem
 
 
 class Transfers:
-    """Tables over the first layer of the target, and the shapes of source and target; seconds of one microbatch.
+    """Tables over the target's first layer and the shapes of source and target; seconds of one microbatch.
 
     Attributes:
-        inside: in one host, `inf` where both cannot be in one. across: otherwise. float[layers, shapes, shapes]
+        inside: seconds in one host, `inf` if the two shapes do not fit into one host; float[layers, shapes, shapes].
+        across: seconds otherwise; float[layers, shapes, shapes].
     """
 
     def __init__(self, problem: PartitionProblem) -> None:
@@ -39,13 +41,13 @@ class Transfers:
         self._steps = np.sort(np.concatenate([self.inside, self.across], axis=2), axis=2)
 
     def hops(self, repeated: np.ndarray, limit: float) -> tuple[Hops, np.ndarray]:
-        """Transfers under a limit.
+        """The allowed transfers under a limit.
 
         Args:
-            repeated: of each run, without its transfer; float[layers, layers, shapes].
+            repeated: the term of each run without its transfer; float[layers, layers, shapes].
 
         Returns:
-            The hops, and the runs that are above the limit, even with the quickest transfer: bool, as `repeated`.
+            The hops, and the runs that exceed the limit even with the fastest transfer: bool, shaped as `repeated`.
         """
         inside, across = (np.where(np.isfinite(t), self._once * t, np.inf)[:, None] for t in (self.inside, self.across))
         level = np.zeros(repeated.shape, int)
@@ -54,7 +56,7 @@ class Transfers:
         num_layers = len(repeated)
         allowed = self._num_allowed(limit - repeated)
         above = (repeated > limit) | (allowed == 0)
-        # Of the transfers before a layer, those in the first steps of each shape, so many; a level is such a number.
+        # A level is a number of allowed transfers: the fastest ones before a layer, by shape.
         used = [np.unique(allowed[:, layer - 1][~above[:, layer - 1]]) for layer in range(1, num_layers)]
         most = np.full((num_layers, max([len(counts) for counts in used], default=0) or 1, repeated.shape[2]), np.inf)
         for layer, counts in enumerate(used, start=1):
@@ -71,11 +73,11 @@ class Transfers:
 
     @property
     def _everything(self) -> int:
-        """Stands for all steps, however many a shape has."""
+        """A number that allows all transfers of any shape."""
         return self._steps.shape[2] + 1
 
     def _num_allowed(self, slack: np.ndarray) -> np.ndarray:
-        """Of each run, how many of its steps its slack leaves room for."""
+        """For each run, the number of transfers that its slack allows."""
         steps = self._repeated * self._steps[1:]
         finite = np.isfinite(steps)
         before = slack[:, :-1]  # by the last layer, so of the transfer before the next

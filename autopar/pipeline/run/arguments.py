@@ -1,7 +1,8 @@
-"""A step's arguments laid out over the submeshes.
+"""Place a step's arguments on the submeshes of the stages that use them.
 
-In: the leaves of the step's arguments: arrays that lie as the pipeline wants them, or whole. Out: of each stage that takes
-one, its own. State that lies right stays as it is; what several stages take passes from the one whose own it is.
+In: the leaves of the step's arguments, sharded as the pipeline expects or whole.
+Out: one array per stage that uses the leaf. An array that already has the expected sharding is not copied. When several
+stages use one argument, its home stage sends it to the others.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.pieces import Slot
 from autopar.pipeline.run.piece_programs import StagePieces
 from autopar.pipeline.run.stacked_leaves import StackedLeaf, part_of
-from autopar.pipeline.run.transfers import Crossing, as_it_lies, is_mine, wire
+from autopar.pipeline.run.transfers import Crossing, is_mine, unchanged_wire, wire
 from autopar.runtime.own_arrays import is_own
 
-#: What the pipeline holds, by register; None where there is nothing, or where it is in other processes alone.
+#: The arrays of the pipeline, by register; None for an empty register and for an array that only other processes have.
 Values = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Taker:
-    """A stage that takes an argument.
+class _ArgumentUse:
+    """One stage's use of an argument.
 
     Args:
-        sharding: as it wants it.
-        crossing: from where the argument lies at home, between processes; None inside one.
-        prepare: lays it for the wire first, where it cannot pass as it lies: in another layout, or in memory that is
-            written over before it has passed.
+        sharding: the sharding that the stage expects.
+        crossing: the transfer from the home stage if it crosses processes; None inside one process.
+        prepare: the function that reshards or copies the array before the transfer; None if neither is needed. A
+            donated array is copied because its memory may be overwritten before the transfer ends.
     """
 
     stage: int
@@ -49,16 +50,17 @@ class _Taker:
 
 
 class PipelineArguments:
-    """Lays arguments out.
+    """Places arguments.
 
     Args:
-        homes: by argument, the stage whose own it is, and its port.
-        donated: arguments whose memory may be used again.
-        may_take: whether that goes for arrays that the user made, too.
+        homes: by argument, its home stage and the port of that stage.
+        donated: arguments whose memory the step may reuse.
+        may_take: whether the step may also reuse the memory of donated arrays that the user made.
 
     Attributes:
-        registers: by stage and slot. shared: registers that may hold what others hold, too.
-        stage_of: of each register, its stage.
+        registers: the register of each stage and slot.
+        shared: registers whose array may also be in another register.
+        stage_of: the stage of each register.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class PipelineArguments:
         self.shared: set[int] = set()
         self.stage_of: list[int] = []
         self.donated, self.may_take = donated, may_take
-        self.takers: dict[LeafKey, list[_Taker]] = {}
+        self.uses: dict[LeafKey, list[_ArgumentUse]] = {}
         self._arrivals: list[dict[Slot, NamedSharding]] = [{} for _ in stages]
         self._several = jax.process_count() > 1
         for i, (home, port) in homes.items():
@@ -86,35 +88,35 @@ class PipelineArguments:
                     self._add(i, s, slot, aval, at_home, stages[s].shardings[port], s == home)
 
     def arrivals(self, stage: int) -> dict[Slot, NamedSharding]:
-        """Of what may reach a stage in another layout than it wants, that which it wants."""
+        """The expected shardings of a stage's arguments that may arrive with another sharding."""
         return dict(self._arrivals[stage])
 
     def place(self, leaves: Sequence[Any], values: Values) -> None:
-        """Fill the registers of arguments. Of what is donated, an array that the user made is copied.
+        """Fill the registers of arguments. A donated array that the user made is copied, unless `may_take`.
 
         Raises:
-            BatchError: an array that lies over several processes, otherwise than the pipeline wants it.
+            BatchError: an array spans several processes with another sharding than the pipeline expects.
         """
         count = Counter(map(id, leaves)) if self.donated else Counter()
-        for i, takers in self.takers.items():
-            home = takers[0]
+        for i, uses in self.uses.items():
+            home = uses[0]
             leaf = part_of(leaves[i[0]], i[1], home.sharding)
             if isinstance(leaf, jax.Array) and leaf.committed and _lies(leaf, home.sharding):
                 if i in self.donated and home.is_mine and (count[id(leaves[i[0]])] > 1 or self._stays(leaves[i[0]])):
                     leaf = jax.numpy.copy(leaf)
-                self._from_home(leaf, takers, values)
+                self._from_home(leaf, uses, values)
             elif not self._several:
                 if i in self.donated and isinstance(leaf, jax.Array):
-                    leaf = jax.numpy.copy(leaf)  # `device_put` may hand on the part that lies right
-                for one in takers:
+                    leaf = jax.numpy.copy(leaf)  # `device_put` may return the shards that are already in place
+                for one in uses:
                     values[one.register] = jax.device_put(leaf, one.sharding, may_alias=i not in self.donated)
             else:
-                self._from_host(leaf, takers, values)
+                self._from_host(leaf, uses, values)
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _stays(self, leaf: Any) -> bool:
-        """Whether a leaf is the user's, and stays after the step."""
+        """Whether the user owns a leaf, so that it must outlive the step."""
         return not (self.may_take or isinstance(leaf, StackedLeaf) or is_own(leaf))
 
     def _add(
@@ -124,12 +126,12 @@ class PipelineArguments:
         self.stage_of.append(s)
         if i not in self.donated or not is_home:
             self.shared.add(register)
-        if not is_home and at_home.device_set & sharding.device_set:  # a move inside a submesh may copy nothing
-            self.shared.add(self.takers[i][0].register)
+        if not is_home and at_home.device_set & sharding.device_set:  # a transfer inside a submesh may not copy
+            self.shared.add(self.uses[i][0].register)
         crossing, prepare = None, None
         if not is_home:
             raw = jax_compat.raw_struct(aval)
-            passing = as_it_lies(at_home, sharding)
+            passing = unchanged_wire(at_home, sharding)
             if passing is None:
                 passing = wire(raw.shape, at_home, sharding)
             crossing = Crossing(raw.shape, raw.dtype, passing)
@@ -139,11 +141,11 @@ class PipelineArguments:
                 prepare = jax.jit(_sent, out_shardings=passing.source)
             if crossing is not None and (passing.target != sharding or raw.dtype != aval.dtype):
                 self._arrivals[s][slot] = sharding
-        taker = _Taker(s, slot, register, sharding, is_mine(sharding), crossing, prepare)
-        self.takers.setdefault(i, []).append(taker)
+        use = _ArgumentUse(s, slot, register, sharding, is_mine(sharding), crossing, prepare)
+        self.uses.setdefault(i, []).append(use)
 
-    def _from_home(self, leaf: Any, takers: Sequence[_Taker], values: Values) -> None:
-        home, *others = takers
+    def _from_home(self, leaf: Any, uses: Sequence[_ArgumentUse], values: Values) -> None:
+        home, *others = uses
         values[home.register] = leaf if home.is_mine else None
         for one in others:
             if one.crossing is None:
@@ -154,16 +156,16 @@ class PipelineArguments:
                 sent = one.prepare(sent)
             values[one.register] = one.crossing.move(sent)
 
-    def _from_host(self, leaf: Any, takers: Sequence[_Taker], values: Values) -> None:
-        """Every process has it whole, and takes its part of it."""
+    def _from_host(self, leaf: Any, uses: Sequence[_ArgumentUse], values: Values) -> None:
+        """Place a leaf that every process has whole: each process keeps its own shards."""
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise BatchError(
-                f"an argument lies as {leaf.sharding}, over several processes, but the pipeline wants it as"
-                f" {takers[0].sharding}: build the state with `init`, or give what each process has whole, as NumPy arrays"
+                f"an argument is sharded as {leaf.sharding} over several processes, but the pipeline expects"
+                f" {uses[0].sharding}: build the state with `init`, or give every process the whole array in NumPy"
             )
         is_key = isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
-        for one in takers:
+        for one in uses:
             if one.is_mine:
                 laid = jax.make_array_from_callback(host.shape, one.sharding, lambda part: host[part])
                 values[one.register] = (
@@ -172,7 +174,7 @@ class PipelineArguments:
 
 
 def _sent(value: Any) -> Any:
-    """An array of its own that passes between processes; of keys, their words."""
+    """A copy that passes between processes. A PRNG key passes as its raw data."""
     is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(value) if is_key else jax.numpy.copy(value)
 

@@ -1,9 +1,9 @@
-"""Shares of a batch on their way to the stage that reads it.
+"""Send each process's share of a batch to the stage that uses it.
 
-In: of an array this process's share of the first dim, one equal part for each process in their order. Out: the array as
-it lies at its home, the submesh of a stage; in other processes without local shards. Each share goes from one device of
-its process to one of each process that has rows of it, and is laid out there. Every process makes every move, in one
-order (see `crossings`).
+In: this process's share of an array's first dim; the shares are equal and in process order.
+Out: the array with its sharding on the stage's submesh; without local shards in other processes. One device of the
+sending process sends its share to one device of each process that needs rows of it, which distributes the rows there.
+Every process takes part in every transfer, in the same order (see `transfers`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Way:
-    """A share's to a process that has rows of it. `crossing` is None where that process gives it itself."""
+    """The transfer of one process's share to another process. `crossing` is None if both are the same process."""
 
     sender: int
     receiver: int
@@ -31,10 +31,10 @@ class _Way:
 
 
 class Gathering:
-    """Brings the shares of arrays to their home.
+    """Gathers the shares of arrays onto a submesh.
 
     Args:
-        sharding: of the whole array there.
+        sharding: the sharding of the whole array there.
     """
 
     def __init__(self, sharding: NamedSharding) -> None:
@@ -51,10 +51,10 @@ class Gathering:
         self._known: dict[tuple[Shape, np.dtype], list[_Way]] = {}
 
     def __call__(self, share: np.ndarray, shape: Shape) -> jax.Array:
-        """The array of this process's share.
+        """Build the array from this process's share.
 
         Args:
-            shape: of the whole; its first dim has as many equal parts as there are processes.
+            shape: the shape of the whole array; the number of processes divides its first dim.
         """
         key = (share.shape, share.dtype)
         if key not in self._known:
@@ -77,14 +77,14 @@ class Gathering:
         return jax.make_array_from_single_device_arrays(shape, self.sharding, parts, dtype=share.dtype)
 
     def _ways(self, share: Shape, dtype: Any, shape: Shape) -> Iterator[_Way]:
-        """All, in the order in which every process goes them."""
+        """All transfers, in the order that every process follows."""
         for receiver in sorted({device.process_index for device in devices_of(self.sharding).flat}):
             for sender in self._senders(receiver, share[0], shape):
                 wire = Wire(self.ends[sender], self.ends[receiver])
                 yield _Way(sender, receiver, None if sender == receiver else Crossing(share, dtype, wire))
 
     def _senders(self, receiver: int, num_rows: int, shape: Shape) -> range:
-        """The processes whose shares have rows that a process has at home."""
+        """The processes whose shares contain rows that the receiver's devices hold."""
         rows = [
             index[0].indices(shape[0])
             for device, index in self.sharding.devices_indices_map(shape).items()

@@ -1,6 +1,7 @@
-"""Small results, as a loss, for every process to read.
+"""Broadcast small results, such as the loss, to every process.
 
-In: an array that lies whole on the devices of a stage. Out: one that has a copy in every process.
+In: an array that is replicated over the devices of a stage.
+Out: an array with one copy in every process.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.pipeline.run.transfers import Crossing, Wire, devices_of
 
-#: A result with at most so many elements is small.
+#: The largest number of elements of a small result.
 MOST_ELEMENTS = 1024
 
 
 def is_small(aval: Any) -> bool:
-    """Whether every process may have a copy: numbers, and few of them."""
+    """Whether a result is broadcast: it is numeric and has at most `MOST_ELEMENTS` elements."""
     return math.prod(aval.shape) <= MOST_ELEMENTS and not jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-class Everywhere:
-    """Gives every process a copy.
+class Broadcaster:
+    """Broadcasts a value to every process.
 
     Args:
-        source: whole on each device of a stage.
+        source: the value's sharding, replicated over the devices of a stage.
 
     Attributes:
-        sharding: of what it gives: whole on one device of each process.
+        sharding: the result's sharding, replicated over one device of each process.
     """
 
     def __init__(self, aval: Any, source: NamedSharding) -> None:
@@ -49,8 +50,8 @@ class Everywhere:
         ]
         self.first, self.mine = first, own[jax.process_index()]
 
-    def spread(self, value: Any) -> Any:
-        """What every process reads; None is given where the array is in other processes alone."""
+    def broadcast(self, value: Any) -> Any:
+        """Return this process's copy. `value` is None if only other processes have the array."""
         here = None
         part = None
         if value is not None:
@@ -62,7 +63,7 @@ class Everywhere:
             moved = crossing.move(part)
             if moved is not None:
                 here = moved.addressable_shards[0].data
-        assert here is not None, "every process has a copy, or gets one"
+        assert here is not None, "every process has or receives a copy"
         return self._of([here], self.sharding)
 
     def _of(self, shards: list[Any], sharding: NamedSharding) -> Any:

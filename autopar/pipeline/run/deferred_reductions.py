@@ -1,10 +1,11 @@
-"""Sums over devices that are taken once, after the loop over microbatches.
+"""Defer reductions over devices until after the microbatch loop.
 
-In: where things stand in a planned stage. Out: the `PartialSum`s of it: accumulators to which each microbatch adds what
-a contraction leaves to be summed over some mesh axes, as a gradient's sum over the devices that share the examples. In
-pieces, which are programs of their own, XLA would take that sum in each microbatch. Instead the accumulator has a leading
-dim, split over those axes: each device adds its own term to its own part, and the parts are summed after the loop. That
-is done where it takes no more memory: where the planned accumulator is not split over those axes.
+In: the pieces and shardings of a planned stage.
+Out: its `PartialSum`s: accumulators to which each microbatch adds an unreduced contraction, such as a weight gradient
+that is unreduced over the data-parallel axes. Each piece is a separate program, so XLA would run the all-reduce once
+per microbatch. Instead the accumulator gets a leading dim that is sharded over those axes: each device adds its own
+term, and one reduction follows the loop. A reduction is deferred only if this takes no more memory, that is, if the
+planned accumulator is not sharded over those axes.
 """
 
 from __future__ import annotations
@@ -31,12 +32,15 @@ from autopar.runtime.replay import Part, Replay
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """An accumulator whose parts are summed after the loop.
+    """An accumulator that is reduced over devices after the loop.
 
     Args:
-        carry: the accumulator in the loop. leave: the equation that hands it on.
-        term: the equations that make what is added, the contraction first.
-        operands: how the contraction's operands are split. sharding: how what is added is, before the sum over `axes`.
+        carry: the accumulator's value in the loop.
+        leave: the equation that takes the accumulator out of the loop.
+        term: the equations that compute what is added, the contraction first.
+        operands: the shardings of the contraction's operands.
+        sharding: the sharding of the added term, before the reduction over `axes`.
+        axes: the mesh axes over which the term is unreduced.
     """
 
     carry: int
@@ -46,17 +50,19 @@ class PartialSum:
     sharding: TensorSharding
     axes: tuple[str, ...]
 
-    def laid(self, mesh: Mesh) -> NamedSharding:
-        """How the accumulator lies, with its leading dim."""
+    def accumulator_sharding(self, mesh: Mesh) -> NamedSharding:
+        """The accumulator's sharding, with its leading dim."""
         return NamedSharding(mesh, PartitionSpec(self.axes, *partition_spec(self.sharding)))
 
-    def begun(self, value: Any, mesh: Mesh, num_parts: int) -> Any:
-        """The accumulator before the first microbatch: what it begins with in the first part, nothing in the others."""
+    def initial(self, value: Any, mesh: Mesh, num_parts: int) -> Any:
+        """The accumulator before the first microbatch: `value` on the first device of `axes`, zeros on the others."""
         first = jax.lax.broadcasted_iota(jnp.int32, (num_parts, *value.shape), 0) == 0
-        return jax.lax.with_sharding_constraint(jnp.where(first, value[None], jnp.zeros_like(value)), self.laid(mesh))
+        return jax.lax.with_sharding_constraint(
+            jnp.where(first, value[None], jnp.zeros_like(value)), self.accumulator_sharding(mesh)
+        )
 
-    def added(self, value: Any, part: Part, mesh: Mesh) -> Any:
-        """The accumulator after a microbatch, each device's term made by itself."""
+    def accumulate(self, value: Any, part: Part, mesh: Mesh) -> Any:
+        """The accumulator after a microbatch; each device adds its own term."""
         trace = part.replay.trace
         equations = [trace.equations[n] for n in self.term]
 
@@ -72,7 +78,7 @@ class PartialSum:
             term,
             mesh=mesh,
             in_specs=specs,
-            out_specs=self.laid(mesh).spec,
+            out_specs=self.accumulator_sharding(mesh).spec,
             axis_names=set(mesh.axis_names),
             check_vma=False,
         )
@@ -80,7 +86,7 @@ class PartialSum:
 
 
 def partial_sums(layout: Layout, replay: Replay, mesh: MeshShape) -> dict[int, PartialSum]:
-    """By the equation that lets it into the loop, each accumulator whose sum over devices can wait."""
+    """The accumulators whose reduction can be deferred, by the equation that takes them into the loop."""
     return _Finding(layout, replay, mesh).run()
 
 
@@ -89,8 +95,8 @@ class _Finding:
         self.layout, self.replay, self.mesh = layout, replay, mesh
         trace = layout.trace
         self.producers = trace.producers
-        self.readers = Counter({value: len(users) for value, users in trace.users.items()})
-        self.readers.update(v for v in trace.outputs if isinstance(v, int))
+        self.num_users = Counter({value: len(users) for value, users in trace.users.items()})
+        self.num_users.update(v for v in trace.outputs if isinstance(v, int))
         nested = (region for region in trace.regions if region is not layout.loop)
         self.nested = {n for region in nested for n in range(region.enter[0], region.exit[1])}
         self.phases = layout.phases(splits_backward=True)
@@ -106,14 +112,14 @@ class _Finding:
     def _of(self, enter: int, leave: int) -> PartialSum | None:
         equations, (carry,) = self.layout.trace.equations, self.layout.trace.equations[enter].results
         total = equations[leave].operands[0]
-        if not isinstance(total, int) or self.readers[carry] != 1 or self.readers[total] != 1:
+        if not isinstance(total, int) or self.num_users[carry] != 1 or self.num_users[total] != 1:
             return None
         adds = equations[self.producers[total]] if total in self.producers else None
         if adds is None or not traits_of(adds.primitive).adds or carry not in adds.operands:
             return None
         value = next((v for v in adds.operands if v != carry), None)
         chain: list[int] = []
-        while isinstance(value, int) and self.readers[value] == 1 and value in self.phases_of:
+        while isinstance(value, int) and self.num_users[value] == 1 and value in self.phases_of:
             chain.insert(0, self.producers[value])
             equation = equations[chain[0]]
             if equation.primitive in ("dot_general", "reduce_sum"):
@@ -125,7 +131,7 @@ class _Finding:
 
     @property
     def phases_of(self) -> Mapping[int, int]:
-        """Values that the loop's body makes outside inner loops."""
+        """Values produced in the loop's body outside inner loops."""
         begin, end = self.layout.loop.sections[0]
         return {v: n for v, n in self.producers.items() if begin <= n < end and n not in self.nested}
 
@@ -171,8 +177,8 @@ class _Finding:
 def _contracted(
     equation: Any, operands: Sequence[TensorSharding]
 ) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]] | None:
-    """Over which axes a contraction's operands leave its result to be summed, and how it is split; None where they are
-    not split alike."""
+    """The axes over which a contraction's result is unreduced, and its dims' axes. None if the contracted or batch
+    dims of the two operands are sharded differently."""
     if equation.primitive == "reduce_sum":
         reduced = equation.source.params["axes"]
         axes = tuple(axis for dim in reduced for axis in operands[0].dims[dim])

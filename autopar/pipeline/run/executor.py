@@ -1,11 +1,12 @@
-"""Run the stages of a step, each on devices of its own, which may be other processes'.
+"""Run the stages of a step on their submeshes, in one process or in several.
 
-In: `PlannedStage`s and a schedule. Out: `Pipeline.run`, from the leaves of the step's arguments to those of its results.
-Each piece of a stage is a jitted program; arrays pass from stage to stage by `jax.device_put`, laid as both sides agree.
-Nothing waits: what is to be done is dispatched one after another, in the order in which a simulated step would start it,
-and devices do it as their inputs arrive. That order is the same in every process; each runs the pieces of the stages
-whose devices are its own, and takes part in every transfer between processes. So nothing waits in a circle: the first in
-the order that has not ended waits for what came before it alone.
+In: `PlannedStage`s and a schedule.
+Out: `Pipeline.run`, which maps the leaves of the step's arguments to the leaves of its results. Each piece of a stage
+is a jitted program; `jax.device_put` transfers arrays between stages with a sharding that suits both sides. Dispatch is
+asynchronous: instructions are dispatched in the order in which a simulated step starts them, and devices run them as
+their inputs arrive. Every process uses the same order, runs the pieces of its own stages, and takes part in every
+transfer between processes. This order excludes deadlock: the earliest unfinished instruction depends only on finished
+ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autopar.pipeline.run.arguments import PipelineArguments
 from autopar.pipeline.run.instructions import Instructions, Values, instructions_of
 from autopar.pipeline.run.levels import levels_of
 from autopar.pipeline.run.piece_programs import PlannedStage, StagePieces
-from autopar.pipeline.run.stacked_leaves import joined, sharding_of_parts
+from autopar.pipeline.run.stacked_leaves import assembled, sharding_of_parts
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
 
@@ -33,18 +34,19 @@ __all__ = ["Pipeline", "PlannedStage"]
 class Pipeline:
     """A step that runs stage by stage.
 
-    Every process makes it alike, of the same stages, and calls `run` alike.
+    Every process builds it from the same stages and calls `run` the same number of times.
 
     Args:
-        stages: in the order of the program.
-        schedule: over as many stages.
-        num_outputs: of the step as traced. literals: by position, those outputs that are scalars of the program.
-        donated: positions of arguments whose memory may be used again; by default those that are carried.
-        may_take: whether that goes for arrays that the user made, too; else they are copied.
-        compiler_options: as `jax.jit` takes them.
+        stages: the stages in program order.
+        schedule: a schedule for that number of stages.
+        num_outputs: the number of outputs of the traced step.
+        literals: by position, the outputs that are scalar constants of the program.
+        donated: positions of arguments whose memory the step may reuse; by default the carried ones.
+        may_take: whether the step may also reuse the memory of arrays that the user made; else it copies them.
+        compiler_options: the option of the same name of `jax.jit`.
 
     Raises:
-        ProcessError: a value would pass between submeshes that share a process, but not all.
+        ProcessError: a value would pass between two submeshes that have some but not all processes in common.
     """
 
     def __init__(
@@ -75,25 +77,25 @@ class Pipeline:
 
     @property
     def in_shardings(self) -> dict[int, NamedSharding]:
-        """By argument that a stage takes, where it lies; not of one whose layers lie on several submeshes in parts that no
-        sharding says."""
+        """The sharding of each argument that a stage uses. An argument whose layers are on several submeshes is left
+        out if no `NamedSharding` describes it."""
         return _whole({leaf: self.pieces[s].shardings[port] for leaf, (s, port) in self.homes.items()})
 
     @property
     def out_shardings(self) -> dict[int, NamedSharding]:
-        """By result that a stage makes, where it lies. What is carried lies as it is taken."""
+        """The sharding of each result that a stage produces. Carried state keeps its argument's sharding."""
         return _whole(self.instructions.out_shardings)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """The step, from the leaves of its arguments to those of its results.
+        """Run the step.
 
         Args:
-            leaves: state lies as `in_shardings` say, in other processes without local shards, or is given whole, equal on
-                every process. So is everything else.
+            leaves: the leaves of the step's arguments. State is sharded as `in_shardings`, without local shards in
+                other processes. Everything else, and state alternatively, is given whole and equal in every process.
 
         Returns:
-            State as it was given, sharded over the submeshes: of what lies in other processes alone, arrays without local
-            shards. Small results that are not carried on, as a loss, have a copy in every process.
+            The leaves of the results. Arrays of other processes have no local shards. Small results that are not
+            carried, such as a loss, have a copy in every process.
         """
         values = self.begin(leaves)
         for one in self.instructions.steps:
@@ -101,23 +103,23 @@ class Pipeline:
         return self.end(values)
 
     def begin(self, leaves: Sequence[Any]) -> Values:
-        """What there is before the first instruction, by register."""
+        """The registers before the first instruction."""
         values: Values = [None] * self.instructions.num_registers
         self.arguments.place(leaves, values)
         return values
 
     def end(self, values: Values) -> list[Any]:
-        """The results, of what there is after the last instruction."""
+        """The results, from the registers after the last instruction."""
         made = _by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
-        # A scalar of the program has JAX's dtype, and is an array of its own in each step: a caller may donate it.
-        return [joined(made[i]) if i in made else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
+        # A scalar constant becomes a new array in each step, because the caller may donate it.
+        return [assembled(made[i]) if i in made else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
 
 
 _T = TypeVar("_T")
 
 
 def _by_leaf(parts: Mapping[LeafKey, _T]) -> dict[int, dict[Rows | None, _T]]:
-    """By position, the parts of a leaf."""
+    """The parts of each leaf, by position."""
     found: dict[int, dict[Rows | None, _T]] = {}
     for (position, rows), part in parts.items():
         found.setdefault(position, {})[rows] = part
@@ -125,13 +127,13 @@ def _by_leaf(parts: Mapping[LeafKey, _T]) -> dict[int, dict[Rows | None, _T]]:
 
 
 def _whole(parts: Mapping[LeafKey, NamedSharding]) -> dict[int, NamedSharding]:
-    """How leaves lie whose parts lie so; not of those that no sharding describes."""
+    """The shardings of whole leaves, given those of their parts; without leaves that no `NamedSharding` describes."""
     whole = {position: sharding_of_parts(own) for position, own in _by_leaf(parts).items()}
     return {position: sharding for position, sharding in whole.items() if sharding is not None}
 
 
 def _carried(stages: Sequence[PlannedStage]) -> dict[LeafKey, LeafKey]:
-    """By argument, the result that takes its place."""
+    """The result that replaces each carried argument."""
     found: dict[LeafKey, LeafKey] = {}
     for stage in stages:
         inputs, outputs = stage.program.inputs, stage.program.outputs
@@ -142,7 +144,7 @@ def _carried(stages: Sequence[PlannedStage]) -> dict[LeafKey, LeafKey]:
 
 
 def _homes(stages: Sequence[PlannedStage]) -> dict[LeafKey, tuple[int, Any]]:
-    """By argument, the stage whose own it is, and its port: whoever gives it back, else the first that takes it."""
+    """The home stage of each argument and its port: the stage that updates it, else the first stage that uses it."""
     homes: dict[LeafKey, tuple[int, Any]] = {}
     for s, stage in enumerate(stages):
         carried = {position for position, _ in stage.program.program.graph.carried}
@@ -153,6 +155,6 @@ def _homes(stages: Sequence[PlannedStage]) -> dict[LeafKey, tuple[int, Any]]:
 
 
 def _dispatched(schedule: Schedule) -> list[Task]:
-    """The tasks in an order in which they may be dispatched: that in which they would start if all took as long."""
+    """The tasks in dispatch order: the order in which they would start if all took equally long."""
     spans = simulate(schedule, lambda task: 1).spans
     return [span.task for span in sorted(spans, key=lambda span: (span.start_s, span.submesh))]

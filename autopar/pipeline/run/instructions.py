@@ -1,9 +1,9 @@
-"""A step in stages as a list of instructions over registers: all that can be known before it runs.
+"""Compile a pipelined step to a list of instructions over registers.
 
-In: the pieces of all stages, the tasks in the order of dispatch, how arguments are placed. Out: `Instructions`: calls of
-pieces and moves between submeshes. A register holds one array at a time; it is let go after the last instruction that
-reads it, and the piece that does may use its memory again where no other register can hold the same array. The list is
-the same in every process; what is not for this process does nothing here.
+In: the pieces of all stages, the tasks in dispatch order, and the placement of arguments.
+Out: `Instructions`: calls of pieces, transfers between submeshes, and broadcasts. A register holds one array at a time
+and is freed after its last use. A piece may overwrite an array that it uses last, unless another register may hold the
+same array. The list is the same in every process; instructions of other processes do nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey, Port
 from autopar.pipeline.cut.pieces import Slot
 from autopar.pipeline.run.arguments import PipelineArguments, Values
-from autopar.pipeline.run.broadcast import Everywhere, is_small
+from autopar.pipeline.run.broadcast import Broadcaster, is_small
 from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
 from autopar.pipeline.run.transfers import Crossing, is_mine, wire, without_shards
 from autopar.pipeline.schedule.tasks import PHASES, Task
@@ -28,13 +28,16 @@ from autopar.pipeline.schedule.tasks import PHASES, Task
 
 @dataclass(slots=True)
 class Call:
-    """A piece is run.
+    """Runs a piece.
 
     Args:
-        task: None around the loop.
-        reads, writes: registers. frees: those that nobody reads after it.
-        donated: places among `reads` that it may write over, known once what comes before it has run. after_first: to be
-            called when it has been compiled.
+        task: the task that the piece belongs to; None outside the microbatch loop.
+        reads: registers of the inputs.
+        writes: registers of the outputs.
+        frees: registers that are not used later.
+        donated: a function that gives the positions in `reads` that the piece may overwrite; they are known once the
+            instructions before it have run.
+        after_first: a callback after the piece is compiled.
     """
 
     program: PieceProgram
@@ -65,7 +68,7 @@ class Call:
 
 @dataclass(slots=True)
 class Move:
-    """An array goes to another submesh. `task` is that which made it."""
+    """Transfers an array to another submesh. `task` is the task that produced it."""
 
     crossing: Crossing
     task: Task | None
@@ -80,27 +83,27 @@ class Move:
 
 
 @dataclass(slots=True)
-class Spread:
-    """A small result goes to every process."""
+class Broadcast:
+    """Broadcasts a small result to every process."""
 
-    everywhere: Everywhere
+    broadcaster: Broadcaster
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     task: Task | None = None
     frees: tuple[int, ...] = ()
 
     def run(self, values: Values) -> None:
-        values[self.writes[0]] = self.everywhere.spread(values[self.reads[0]])
+        values[self.writes[0]] = self.broadcaster.broadcast(values[self.reads[0]])
         for i in self.frees:
             values[i] = None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Where a result of the step is.
+    """The location of a result of the step.
 
     Args:
-        absent: what stands for it where it lies in other processes alone.
+        absent: the placeholder for a result that only other processes have.
     """
 
     register: int
@@ -114,14 +117,15 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """A step in stages.
+    """A pipelined step as instructions.
 
     Args:
-        results: by position, and layers where it is in parts. out_shardings: the same, how they lie.
-        stage_of: of each register, the stage on whose devices it lies.
+        results: each result or part of a result, by position and layers.
+        out_shardings: the sharding of each of `results`.
+        stage_of: the stage whose devices hold each register.
     """
 
-    steps: tuple[Call | Move | Spread, ...]
+    steps: tuple[Call | Move | Broadcast, ...]
     num_registers: int
     results: Mapping[LeafKey, Result]
     out_shardings: Mapping[LeafKey, NamedSharding]
@@ -135,18 +139,18 @@ def instructions_of(
     carried: Mapping[LeafKey, LeafKey],
     compiler_options: Mapping[str, Any] | None,
 ) -> Instructions:
-    """All that a step does after its arguments have been placed.
+    """The instructions of a step after its arguments have been placed.
 
     Args:
-        tasks: in the order of dispatch.
-        carried: by argument, the result that takes its place.
+        tasks: the tasks in dispatch order.
+        carried: by argument, the result that replaces it.
     """
     return _Listing(stages, tasks, arguments, carried, compiler_options).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """What a stage sends another: laid by the one, moved, taken by the other."""
+    """One transfer from a stage to a slot of another stage."""
 
     target: int
     slot: Slot
@@ -155,14 +159,14 @@ class _Path:
 
 @dataclass(slots=True)
 class _Sends:
-    """Of a piece, what it sends: each laid once for all who take it so."""
+    """The values that a piece sends. A value is resharded once for all receivers that share a wire."""
 
     sends: list[Send] = field(default_factory=list)
     paths: list[list[_Path]] = field(default_factory=list)
 
 
 class _Listing:
-    """Builds the list; the one mutable object of this module."""
+    """Builds the instructions."""
 
     def __init__(
         self,
@@ -174,7 +178,7 @@ class _Listing:
     ) -> None:
         self.stages, self.tasks, self.arguments = stages, tasks, arguments
         self.num_microbatches = 1 + max(task.microbatch for task in tasks)
-        self.steps: list[Call | Move | Spread] = []
+        self.steps: list[Call | Move | Broadcast] = []
         self.stage_of = list(arguments.stage_of)
         self.at: dict[tuple[int, Slot, int | None], int] = {
             (s, slot, None): register for (s, slot), register in arguments.registers.items()
@@ -224,7 +228,7 @@ class _Listing:
         )
 
     def _check_covered(self) -> None:
-        """Refuse a schedule that leaves out what a stage has to run."""
+        """Refuse a schedule without a task that the step needs."""
         tasks = set(self.tasks)
         needed = (
             Task(s, microbatch, phase)
@@ -236,14 +240,14 @@ class _Listing:
         for task in needed:
             if task not in tasks:
                 raise ScheduleError(
-                    f"the schedule never runs the {task}, which is a part of the step: its results would be wrong. Order"
-                    " all tasks of every stage, or take a schedule of the package"
+                    f"the schedule never runs the {task}, so the step's results would be wrong. Schedule all tasks of"
+                    " every stage, or use a schedule of the package"
                 )
 
-    # -- what passes -------------------------------------------------------------------------
+    # -- transfers ---------------------------------------------------------------------------
 
     def _sends(self, s: int, key: Key) -> _Sends:
-        """What a piece sends, and to whom."""
+        """The values that a piece sends, and their receivers."""
         stage = self.stages[s]
         piece, ports = stage.whole[key], stage.stage.program.outputs
         found = _Sends()
@@ -276,7 +280,7 @@ class _Listing:
         found.paths.append([path])
 
     def _arrivals(self, t: int) -> dict[Slot, NamedSharding]:
-        """Of what reaches a stage in another layout than it wants, that which it wants."""
+        """The expected shardings of values that arrive at a stage with another sharding or dtype."""
         found = self.arguments.arrivals(t)
         stage = self.stages[t]
         wanted = {Slot("each", inner): Port("inside", value) for value, inner in stage.pieces.takes_inside.items()}
@@ -339,10 +343,10 @@ class _Listing:
         result, aval = port.leaf, self.stages[s].avals()[port]
         if jax.process_count() > 1 and result not in self.kept and is_small(aval):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
-            everywhere = Everywhere(aval, whole)
+            broadcaster = Broadcaster(aval, whole)
             copy = self._new(s)
-            self.steps.append(Spread(everywhere, (register,), (copy,)))
-            self.results[result], self.out_shardings[result] = Result(copy), everywhere.sharding
+            self.steps.append(Broadcast(broadcaster, (register,), (copy,)))
+            self.results[result], self.out_shardings[result] = Result(copy), broadcaster.sharding
             return
         absent = None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
         self.results[result], self.out_shardings[result] = Result(register, absent), sharding
@@ -350,7 +354,7 @@ class _Listing:
     # -- memory ------------------------------------------------------------------------------
 
     def _free(self) -> None:
-        """Say after which instruction each register is let go, and which of them a piece may write over."""
+        """Set when each register is freed, and which registers each piece may overwrite."""
         last: dict[int, int] = {}
         for n, one in enumerate(self.steps):
             last.update(dict.fromkeys((*one.reads, *one.writes), n))
@@ -364,14 +368,14 @@ class _Listing:
             one.frees = tuple(frees[n])
             if isinstance(one, Call):
                 calls.setdefault(id(one.program), []).append(one)
-        for alike in calls.values():
-            for one in alike:
-                one.donated = lambda alike=alike: self._donated(alike)
-                one.after_first = lambda alike=alike: self._mark(alike)
+        for same in calls.values():
+            for one in same:
+                one.donated = lambda same=same: self._donated(same)
+                one.after_first = lambda same=same: self._mark(same)
 
     def _donated(self, calls: Sequence[Call]) -> list[int]:
-        """Places among what a piece takes that it may write over, in all its calls: those of the step's arguments, whose
-        registers come first, before those of the stages' own, for the caller may hold the former until the step ends."""
+        """The positions of inputs that a piece may overwrite in all its calls. Arguments of the step come first, as the
+        caller may hold them until the step ends unless they are donated."""
         return [
             i
             for i in sorted(range(len(calls[0].reads)), key=lambda i: calls[0].reads[i])
@@ -384,7 +388,7 @@ class _Listing:
         ]
 
     def _mark(self, calls: Sequence[Call]) -> None:
-        """Note what a piece gives that is no array of its own, once that is known."""
+        """Record the outputs of a compiled piece that may share their memory with other arrays."""
         gives, taken = calls[0].program.shared
         for one in calls:
             self.shared.update(one.writes[i] for i in gives)

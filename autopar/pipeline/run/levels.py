@@ -1,7 +1,7 @@
-"""When a stage has what other stages send it outside the loop over microbatches.
+"""Compute when values sent between stages outside the microbatch loop are available.
 
-In: the stages and where things stand in their traces. Out: of each stage, the level of each outer input. What has passed
-between stages is there one level later.
+In: the stages and their layouts.
+Out: the level of each outer input of each stage. A value arrives one level after the level that produces it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.pipeline.cut.stage_programs import StageProgram
 
 
 def levels_of(stages: Sequence[StageProgram], layouts: Sequence[Layout]) -> list[dict[int, Level]]:
-    """By stage and outer input, by its number in the stage's trace."""
+    """For each stage, the level of each outer input, by the input's number in the stage's trace."""
     start: Level = (0, 0)
     at: dict[int, Level] = {}
     while True:

@@ -1,7 +1,8 @@
-"""The pieces of a stage as jitted programs of flat arrays.
+"""Build the pieces of a stage as jitted programs over flat arrays.
 
-In: a planned stage, its pieces, and what other stages send to it and want of it. Out: `PieceProgram`s: functions from the
-values of slots to those of slots, to what is sent, laid for the wire, and to results of the step.
+In: a planned stage, its pieces, and its transfers to and from other stages.
+Out: `PieceProgram`s: functions from the values of input slots to the values of output slots, the values to send,
+sharded for their wires, and the results of the step.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from autopar.pipeline.run.deferred_reductions import partial_sums
 from autopar.plans.plan import Plan
 from autopar.runtime.replay import Replay
 
-#: Of a stage, a level around the loop or a phase in it: what names a piece.
+#: The name of a piece in its stage: a level outside the loop or a phase inside it.
 Key = Level | str
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage and how it is split over its devices, which may be other processes'."""
+    """A stage and its plan for the devices of a submesh, which may belong to other processes."""
 
     program: StageProgram
     plan: Plan
@@ -41,18 +42,18 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Something that a piece gives to other stages.
+    """A value that a piece sends to other stages.
 
     Args:
         what: a slot, or the position of an output of the stage's trace.
-        sharding: how it is to lie.
+        sharding: the sharding in which it is sent.
     """
 
     what: Slot | int
     sharding: NamedSharding
 
 
-#: By what is quickly compared of a piece, those compiled so far: jitted, and as traced.
+#: Compiled pieces: by a key that is cheap to compare, the jitted functions and their traces.
 Compiled = dict[Any, list[tuple[Callable[..., Any], Any]]]
 
 
@@ -61,13 +62,15 @@ class PieceProgram:
     """A piece, to be jitted.
 
     Args:
-        takes, gives: slots. sends: what other stages get. results: positions of outputs that are results of the step, and
-            how they lie.
-        counts: of the slots of `takes` and of `gives`, how many arrays stand for each: a piece around the loop takes and
-            gives those of all microbatches.
-        compiled: what the pieces on the same submesh have compiled, to which this adds: equal ones share it.
-        shared: once it has been traced, the places among what it gives that may be the same array as another, or as one
-            that it was given; and those of what it was given.
+        takes: input slots.
+        gives: output slots.
+        sends: values that other stages receive.
+        results: positions of outputs that are results of the step, and their shardings.
+        counts: the number of arrays per slot of `takes` and of `gives`. A piece outside the loop takes and gives the
+            arrays of all microbatches.
+        compiled: the compiled pieces of the same submesh, which equal pieces share; this piece adds its own.
+        shared: known after tracing: the positions of outputs that may be the same array as another output or an input,
+            and the positions of those inputs.
     """
 
     piece: Piece
@@ -86,7 +89,7 @@ class PieceProgram:
         """The jitted function.
 
         Args:
-            donated: places among the arrays that it takes whose memory it may use again.
+            donated: positions of inputs whose memory it may reuse.
         """
         return jax.jit(
             self.function,
@@ -97,28 +100,28 @@ class PieceProgram:
 
     @property
     def _out_shardings(self) -> list[NamedSharding | None]:
-        """Of what goes to other stages, and of results; what stays lies as XLA leaves it."""
+        """The shardings of sends and results; None, XLA's choice, for values that stay in the stage."""
         pinned = [one.sharding for one in self.sends] + [sharding for _, sharding in self.results]
         return [None] * sum(self.counts[1]) + pinned
 
     def first_call(self, donated: Sequence[int], values: Sequence[Any]) -> Any:
-        """Compile it, or take what an equal piece on the same devices has compiled, and call it."""
+        """Compile the piece, or reuse an equal compiled piece on the same devices, and call it."""
         usable = self._usable(donated, values)
         jitted = self.jit(usable)
         traced = jitted.trace(*values)
         made = tuple((one.shape, str(one.dtype)) for one in traced.out_info)
         primitives = tuple(str(equation.primitive) for equation in traced.jaxpr.jaxpr.eqns)
         given = tuple((one.shape, str(one.dtype), one.sharding) for one in values)
-        alike = self.compiled.setdefault((given, made, tuple(self._out_shardings), tuple(usable), primitives), [])
-        same = next((other for other, known in alike if is_same_program(known, traced)), None)
+        candidates = self.compiled.setdefault((given, made, tuple(self._out_shardings), tuple(usable), primitives), [])
+        same = next((other for other, known in candidates if is_same_program(known, traced)), None)
         if same is None:
-            alike.append((jitted, traced))
+            candidates.append((jitted, traced))
         self.jitted = same or jitted
         return self.jitted(*values)
 
     def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
-        """Places of arrays in whose memory something has room that the piece makes: of as large parts on each device; or of
-        the same shape, where XLA chooses the parts. JAX warns of others."""
+        """The donated inputs that an output fits into: equal shard shapes, or equal shapes where XLA chooses the
+        output's sharding. JAX warns about the others."""
         made = Counter(
             (one.shape if sharding is None else sharding.shard_shape(one.shape), one.dtype, sharding is None)
             for one, sharding in zip(self.jit(()).trace(*values).out_info, self._out_shardings, strict=True)
@@ -135,12 +138,12 @@ class PieceProgram:
 
 
 class StagePieces:
-    """One stage, ready to be taken apart into programs.
+    """A stage, ready to be split into programs.
 
     Attributes:
-        shardings: by port, how the stage wants what it is given.
-        aliases: slots that hold what another holds, which is taken in their place.
-        partial: by their number in the loop, accumulators that are summed over devices after it.
+        shardings: the sharding that the stage expects of each input port.
+        aliases: slots that equal another slot, which is used instead.
+        partial: by value in the loop, the accumulators that are reduced over devices after it.
     """
 
     def __init__(self, stage: PlannedStage, pieces: Pieces, layout: Layout) -> None:
@@ -155,7 +158,7 @@ class StagePieces:
         )
         for value, inner in pieces.takes_inside.items():
             path = self.replay.at_definition.get(inner, ())
-            if path:  # it comes as the loop has it
+            if path:  # it arrives with the loop's sharding
                 self.shardings[Port("inside", value)] = named_shardings(path[-1:], stage.mesh)[0]
         out = named_shardings([t.sharding.resolved() for t in plan.outputs], stage.mesh)
         self.out_shardings = dict(zip(stage.program.outputs, out, strict=True))
@@ -173,14 +176,14 @@ class StagePieces:
         self.whole = {key: piece for key, piece in whole.items() if self._does_something(piece)}
 
     def avals(self) -> dict[Port, Any]:
-        """By port, the type of what crosses the stage's border."""
+        """The aval of each input and output port."""
         trace, program = self.layout.trace, self.stage.program
         given = zip(program.inputs, trace.inputs, strict=True)
         made = ((port, v) for port, v in zip(program.outputs, trace.outputs, strict=True) if isinstance(v, int))
         return {port: trace.avals[value] for port, value in itertools.chain(given, made)}
 
     def taken(self, piece: Piece) -> tuple[Slot, ...]:
-        """The slots that a piece reads, each once."""
+        """The slots that a piece reads, without duplicates."""
         return tuple(dict.fromkeys(self.aliases.get(slot, slot) for slot in piece.takes))
 
     def program(
@@ -195,8 +198,8 @@ class StagePieces:
         """A piece as a program.
 
         Args:
-            compiled: of the stages on its submesh.
-            arrivals: of slots that other stages fill, how the piece lays them before it uses them.
+            arrivals: by slot that other stages fill, the sharding that the piece applies before use.
+            compiled: the compiled pieces of the same submesh.
         """
         piece = self.whole[key]
         takes = self.taken(piece)
@@ -221,10 +224,10 @@ class StagePieces:
         made.compiler_options = made.compiler_options or None
         return made
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _aliases(self, inputs: Mapping[int, Slot]) -> Iterator[tuple[Slot, Slot]]:
-        """What the loop takes in as the step was given it need not be given to it again."""
+        """Loop constants that enter with their input's planned sharding; the input's own slot serves for them."""
         equations, replay = self.layout.trace.equations, self.replay
         planned = {v: t.sharding for v, t in zip(self.layout.trace.inputs, self.stage.plan.inputs, strict=True)}
         for n in self.layout.enters:
@@ -253,7 +256,7 @@ class StagePieces:
                 if source in made.takes:
                     values[slot.value] = values[source.value]
             held = {v: value for v, value in values.items() if v in self.partial}
-            values |= {v: jnp.zeros_like(value[0]) for v, value in held.items()}  # what they would be is not read
+            values |= {v: jnp.zeros_like(value[0]) for v, value in held.items()}  # placeholders; their value is unused
             part = self.replay.part(values)
             out: dict[int, Any] = {}
             for what, start, stop in piece.steps:
@@ -261,11 +264,11 @@ class StagePieces:
                     part.run(start, stop)
                 elif what == "enter":
                     slot = equations[start].results[0]
-                    out[slot] = self._begun(slot, part.enter(start))
+                    out[slot] = self._initial(slot, part.enter(start))
                 elif in_loop:
                     slot = self._leaves_as(start)
                     partial = self.partial.get(slot)
-                    out[slot] = partial.added(held[slot], part, mesh) if partial is not None else part.leave(start)
+                    out[slot] = partial.accumulate(held[slot], part, mesh) if partial is not None else part.leave(start)
                 else:
                     slot = self._leaves_as(start)
                     value = jnp.sum(held[slot], axis=0) if slot in held else values[slot]
@@ -287,28 +290,29 @@ class StagePieces:
         run.__name__ = f"{self.layout.trace.name} {piece.name}".replace(" ", "_")
         return run
 
-    def _begun(self, slot: int, value: Any) -> Any:
+    def _initial(self, slot: int, value: Any) -> Any:
         partial, shape = self.partial.get(slot), self.stage.plan.mesh
-        return value if partial is None else partial.begun(value, self.stage.mesh, shape.sizes(partial.axes))
+        return value if partial is None else partial.initial(value, self.stage.mesh, shape.sizes(partial.axes))
 
     def _as_planned(self, slot: Slot, value: Any, arrivals: Mapping[Slot, NamedSharding]) -> Any:
-        """What another stage has sent, as a value of the trace, laid as planned."""
+        """A value from another stage, with the dtype of the trace and the planned sharding."""
         sharding = arrivals.get(slot)
         if sharding is None:
             return value
         aval = self.layout.trace.avals[slot.value]
-        if aval.dtype != value.dtype:  # a key's words
+        if aval.dtype != value.dtype:  # raw key data
             value = jax_compat.retyped(value, jax_compat.shape_struct(aval))
         return jax.lax.with_sharding_constraint(value, sharding)
 
     def _leaves_as(self, leave: int) -> int:
-        """The number of the slot that a piece of the loop leaves by."""
+        """The slot by which a value leaves the loop."""
         return self.layout.trace.equations[self.entered.get(leave, leave)].results[0]
 
 
 def is_same_program(one: Any, other: Any) -> bool:
-    """Whether two traced pieces, of equal arguments on the same devices, are one program. Not those that call Python, which
-    their text does not tell apart, nor those with constants that it does not show."""
+    """Whether two traced pieces with equal arguments and devices are the same program. Programs with Python
+    callbacks or with constants outside their text count as different, because their text does not show the
+    difference."""
     if jax.config.jax_use_simplified_jaxpr_constants:
         return False
     texts = [_MODULE_NAME.sub("module", traced.lower().as_text(), count=1) for traced in (one, other)]
@@ -319,15 +323,15 @@ _MODULE_NAME = re.compile(r"module @\S+")
 
 
 def _raw(value: Any) -> Any:
-    """Keys pass as their words."""
+    """PRNG keys are sent as their raw data."""
     return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
 
 
 def _own(
     gives: Sequence[Any], kinds: Sequence[str], taken: Sequence[Any], shared: tuple[set[int], set[int]]
 ) -> list[Any]:
-    """What a piece gives, and in `shared` what of it is no array of its own: JAX hands on what comes and goes unchanged,
-    and makes one array of two that are the same. What is carried is written over, so it always is its own."""
+    """The outputs of a piece, and in `shared` those that may share memory. JAX returns an unchanged input as the
+    same array, and equal outputs as one array. A carried value is copied then, because a later piece overwrites it."""
     places = {id(value): i for i, value in enumerate(taken)}
     known: dict[int, int] = {}
     out: list[Any] = []

@@ -1,9 +1,9 @@
-"""An array of stacked layers whose layers lie on several submeshes.
+"""Represent an array of stacked layers whose layers are on several submeshes.
 
-In: its parts, each split over the submesh of a stage. Out: the leaf that the user has between two steps. Where all
-parts have as many layers and are laid out alike on equal submeshes, that is one `jax.Array`: the dim that counts layers
-is split over an axis of a mesh that spans the submeshes, and nothing is copied. JAX has no array in unequal parts: there
-the leaf is `StackedLeaf`, which holds the parts and puts them together for who asks for an array.
+In: the parts, each sharded over the submesh of a stage.
+Out: the leaf that the user holds between steps. If all parts have equally many layers and equal shardings on equal
+submeshes, the leaf is one `jax.Array`: the layer dim is sharded over a mesh axis that spans the submeshes, and nothing
+is copied. JAX has no arrays in unequal parts; there the leaf is a `StackedLeaf`, which assembles the array on demand.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.errors import ProcessError
 from autopar.pipeline.cut.unroll_layers import Rows
 
-#: The mesh axis over the stages' submeshes.
+#: The mesh axis that spans the stages' submeshes.
 STAGE_AXIS = "stage"
 
 
 class StackedLeaf:
-    """An array in parts that lie on several submeshes. For a pytree it is a leaf; `numpy.asarray` and
-    `jax.numpy.asarray` give the whole.
+    """An array in parts on several submeshes. It is a pytree leaf; `numpy.asarray` and `jax.numpy.asarray` assemble it.
 
     Args:
-        parts: by their layers, in order; none is missing.
+        parts: all parts, by their layers.
     """
 
     def __init__(self, parts: Mapping[Rows, jax.Array]) -> None:
@@ -36,12 +35,12 @@ class StackedLeaf:
 
     @property
     def dim(self) -> int:
-        """That counts layers."""
+        """The dim that counts layers."""
         return next(iter(self.parts)).dim
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """The shape of the whole array."""
         first = next(iter(self.parts.values()))
         length = sum(rows.stop - rows.start for rows in self.parts)
         return (*first.shape[: self.dim], length, *first.shape[self.dim + 1 :])
@@ -58,20 +57,20 @@ class StackedLeaf:
     def dtype(self) -> Any:
         return next(iter(self.parts.values())).dtype
 
-    def joined(self) -> jax.Array:
-        """The whole, on the devices of its first part.
+    def assembled(self) -> jax.Array:
+        """The whole array, on the devices of the first part.
 
         Raises:
-            ProcessError: some parts lie in other processes.
+            ProcessError: some parts are in other processes.
         """
         parts = list(self.parts.values())
         if not all(part.is_fully_addressable for part in parts):
             raise ProcessError(
-                f"{self!r} lies in unequal parts on the devices of several processes, and none has it whole: it cannot be"
-                " saved or read as one array. Ask for a number of `stages` that divides its layers"
+                f"{self!r} is in unequal parts on several processes, so it cannot be saved or read as one array."
+                " Choose a number of `stages` that divides its layers"
             )
         sharding = parts[0].sharding
-        if isinstance(sharding, NamedSharding):  # as that is, but for layers: of others there may be other numbers
+        if isinstance(sharding, NamedSharding):  # the layer dim is replicated: the layers may not be divisible
             spec = [None if d == self.dim else names for d, names in enumerate(sharding.spec)]
             sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec))
         return jnp.concatenate([jax.device_put(part, sharding) for part in parts], axis=self.dim)
@@ -81,7 +80,7 @@ class StackedLeaf:
         return self
 
     def __jax_array__(self) -> jax.Array:
-        return self.joined()
+        return self.assembled()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.concatenate([np.asarray(part) for part in self.parts.values()], axis=self.dim)
@@ -93,18 +92,18 @@ class StackedLeaf:
 
 
 def as_arrays(tree: Any) -> Any:
-    """A state all of whose leaves are `jax.Array`s, to be saved or handed to others."""
-    return jax.tree.map(lambda leaf: leaf.joined() if isinstance(leaf, StackedLeaf) else leaf, tree)
+    """A state with each `StackedLeaf` replaced by a `jax.Array`, for saving or for other libraries."""
+    return jax.tree.map(lambda leaf: leaf.assembled() if isinstance(leaf, StackedLeaf) else leaf, tree)
 
 
 def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> Any:
-    """Some layers of a leaf, or all of it. Nothing is copied where they lie as `sharding` says."""
+    """Some layers of a leaf, or the whole leaf if `rows` is None. Shards that are already in place are not copied."""
     if rows is None:
-        return leaf.joined() if isinstance(leaf, StackedLeaf) else leaf
+        return leaf.assembled() if isinstance(leaf, StackedLeaf) else leaf
     if isinstance(leaf, StackedLeaf):
         if rows in leaf.parts:
             return leaf.parts[rows]
-        leaf = leaf.joined()
+        leaf = leaf.assembled()
     if isinstance(leaf, jax.Array):
         shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
         here = {shard.device: shard for shard in leaf.addressable_shards}
@@ -120,8 +119,8 @@ def rows_of(leaf: Any, rows: Rows) -> Any:
     return leaf[tuple(slice(rows.start, rows.stop) if d == rows.dim else slice(None) for d in range(leaf.ndim))]
 
 
-def joined(parts: Mapping[Rows | None, Any]) -> Any:
-    """A leaf of its parts; what is in one part is that."""
+def assembled(parts: Mapping[Rows | None, Any]) -> Any:
+    """A leaf assembled from its parts."""
     if len(parts) == 1:
         return next(iter(parts.values()))
     arrays = {rows: parts[rows] for rows in sorted(rows for rows in parts if rows is not None)}
@@ -134,7 +133,7 @@ def joined(parts: Mapping[Rows | None, Any]) -> Any:
 
 
 def sharding_of_parts(parts: Mapping[Rows | None, Any]) -> NamedSharding | None:
-    """How a leaf lies whose parts lie so; None where no sharding of JAX's says it."""
+    """The sharding of a leaf, given those of its parts; None if no `NamedSharding` describes it."""
     if set(parts) == {None}:
         return parts[None]
     rows = sorted(one for one in parts if one is not None)
@@ -143,9 +142,9 @@ def sharding_of_parts(parts: Mapping[Rows | None, Any]) -> NamedSharding | None:
     if not all(isinstance(one, NamedSharding) for one in shardings) or len({r.stop - r.start for r in rows}) != 1:
         return None
     meshes = [one.mesh for one in shardings]
-    alike = {(one.spec, one.mesh.axis_names, one.mesh.devices.shape) for one in shardings}
+    layouts = {(one.spec, one.mesh.axis_names, one.mesh.devices.shape) for one in shardings}
     devices = [device for mesh in meshes for device in mesh.devices.flat]
-    if len(alike) != 1 or len(set(devices)) != len(devices) or STAGE_AXIS in first.mesh.axis_names:
+    if len(layouts) != 1 or len(set(devices)) != len(devices) or STAGE_AXIS in first.mesh.axis_names:
         return None
     mesh = Mesh(np.stack([one.devices for one in meshes]), (STAGE_AXIS, *first.mesh.axis_names))
     dim = rows[0].dim
@@ -156,7 +155,7 @@ def sharding_of_parts(parts: Mapping[Rows | None, Any]) -> NamedSharding | None:
 
 
 def _lies(held: tuple[slice, ...], wanted: tuple[slice, ...], rows: Rows, shape: tuple[int, ...]) -> bool:
-    """Whether what a device holds of the whole is what it is to hold of some layers."""
+    """Whether the slice of the whole that a device holds is the slice it needs of some layers."""
     for d, (one, other, size) in enumerate(zip(held, wanted, shape, strict=True)):
         offset, length = (rows.start, rows.stop - rows.start) if d == rows.dim else (0, size)
         start, stop, _ = other.indices(length)

@@ -1,6 +1,7 @@
-"""A step that runs in stages: from its plan and its program to a callable.
+"""Make a pipelined step callable.
 
-In: `PipelinePlan`, the traced program, devices. Out: `PipelinedStep`: the step's arguments as pytrees in, its results out.
+In: a `PipelinePlan`, the traced program, and devices.
+Out: `PipelinedStep`, which maps the step's arguments, as pytrees, to its results.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from autopar.transforms.program import Program
 
 
 def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, ...]:
-    """The programs of a plan's stages, each in the form that it was planned in.
+    """The programs of a plan's stages, in the form in which each was planned.
 
     Raises:
-        PlanMismatchError: the plan was made by another autopar, or of another program.
+        PlanMismatchError: the plan was made by another version of autopar or for another program.
     """
     cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
     layer_of = plan.layers_of_units(len(cuttable.flow.forward))
@@ -39,25 +40,25 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
         difference = planned.plan.program.difference(here.signature)
         if difference is not None:
             raise PlanMismatchError(
-                f"stage {number} of the plan of `{plan.program.name}` is another program than the step makes here:"
+                f"stage {number} of the plan of `{plan.program.name}` differs from the step's stage:"
                 f" {difference}. Plan again."
             )
     return stages
 
 
 class PipelinedStep:
-    """A step that runs in stages on devices that are here.
+    """A pipelined step on the devices of this cluster.
 
     Args:
-        devices: as many as the plan's cluster has, host after host.
-        may_take: whether arrays that the user made may be donated.
+        devices: the devices, ordered by host; as many as the plan's cluster has.
+        may_take: whether donated arrays that the user made may be overwritten.
     """
 
     def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any], *, may_take: bool = False) -> None:
         self.plan = plan
         trace = program.as_traced.trace
         self.in_tree, self.out_tree = trace.in_tree, trace.out_tree
-        # Without `carried`: whether an array is autopar's is looked up again where the stages take it.
+        # No `carried` here: `PipelineArguments` decides later which arrays autopar owns.
         structs = jax.tree.leaves(trace.arguments)
         self.own_arguments = OwnArguments(self.in_tree, structs, plan.donated, {}, may_take=may_take)
         self._renewed = items([output for position, output in plan.carried if position in set(plan.donated)])
@@ -73,14 +74,14 @@ class PipelinedStep:
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
-        """Of each array of the arguments; of a stack of layers that lies in unequal parts, how it is made whole."""
+        """The sharding of each argument; for layer stacks in unequal parts, the sharding of the assembled array."""
         known = self.pipeline.in_shardings
         whole = NamedSharding(self.meshes[0], PartitionSpec())
         return [known.get(position, whole) for position in range(len(self.plan.inputs))]
 
     @property
     def uneven(self) -> dict[int, dict[Rows, NamedSharding]]:
-        """Stacks of layers that lie in unequal parts on several submeshes, and how each part does."""
+        """The shardings of the parts of layer stacks that are in unequal parts on several submeshes."""
         known = self.pipeline.in_shardings
         return {
             position: {
@@ -93,15 +94,15 @@ class PipelinedStep:
         }
 
     def __call__(self, *trees: Any) -> Any:
-        """The step: pytrees of arrays as it was planned for."""
+        """Run the step on pytrees with the structure that it was planned for."""
         return self.dispatch(jax.tree.leaves(trees))
 
     def dispatch(self, leaves: Sequence[Any]) -> Any:
-        """The step, of the arrays of its arguments. Later calls may take over, of what it returns, the state."""
+        """Run the step on the leaves of its arguments. Later calls may reuse the memory of the returned state."""
         return self._returned(self.pipeline.run(leaves))
 
     def measured(self, *trees: Any) -> tuple[Any, PipelineTimeline]:
-        """The same of a step that has run before, task by task, and when its tasks ran."""
+        """Run a step that has run before, and time each task."""
         leaves, timeline = run_measured(self.pipeline, jax.tree.leaves(trees))
         return self._returned(leaves), timeline
 

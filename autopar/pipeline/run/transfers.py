@@ -1,12 +1,12 @@
-"""A value on its way from one submesh to another.
+"""Transfer values between submeshes.
 
-In: its shape and dtype, how it lies on the one and how the other wants it. Out: `Wire`, how it lies while it passes, on
-each side; the programs on either side change the layout, which is made for the cheaper side to do. `Crossing` moves an
-array so laid as `jax.device_put` does, device to device.
+In: a value's shape, dtype, source sharding and target sharding.
+Out: a `Wire`, the pair of equally split shardings that the value has during the transfer. The programs on either side
+reshard; the wire is chosen so that the cheaper side does. `Crossing` moves an array from device to device along a wire.
 
-Between processes every process makes every move, in one order for all, also those of others: the backends number
-transfers by counting, in each process, all those between any two (XLA's `CreateNewTransferKey`). Who does not have the
-array gives one without shards.
+Between processes, every process takes part in every transfer, in the same order, even in those of other processes:
+backends number transfers by counting, in each process, the transfers between any two (XLA's `CreateNewTransferKey`). A
+process that does not have the array passes one without shards.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How a value lies while it passes: alike on both sides.
+    """The shardings of a value during a transfer: the same split on both sides.
 
     Args:
-        source, target: on the sender's devices, and on the receiver's.
+        source: the sharding on the sender's devices.
+        target: the sharding on the receiver's devices.
     """
 
     source: NamedSharding
@@ -40,10 +41,11 @@ class Wire:
 
 
 def wire(shape: Shape, source: NamedSharding, target: NamedSharding) -> Wire:
-    """How a value passes that lies as `source` and is wanted as `target`.
+    """The wire for a value that is sharded as `source` and needed as `target`.
 
-    Between submeshes of the same size it passes in as small parts as either has it in: what is split on one side alone
-    is sent in parts, and sliced before or gathered after. Between others, in as many parts as both sizes have in common.
+    Between submeshes of equal size, the value is sent with the finer of the two shardings: the sender slices it, or the
+    receiver gathers it. Between other submeshes, it is sent in as many parts as the greatest common divisor of both
+    sizes.
     """
     senders, receivers = devices_of(source), devices_of(target)
     if senders.size == receivers.size:
@@ -59,38 +61,39 @@ def wire(shape: Shape, source: NamedSharding, target: NamedSharding) -> Wire:
     return Wire(*ends)
 
 
-def as_it_lies(source: NamedSharding, target: NamedSharding) -> Wire | None:
-    """The wire of a value that nobody lays anew before it is sent; None where it cannot pass as it lies."""
+def unchanged_wire(source: NamedSharding, target: NamedSharding) -> Wire | None:
+    """The wire that needs no resharding before the transfer; None if the submeshes have different sizes."""
     if source.mesh.size != target.mesh.size:
         return None
     return Wire(source, _on(source, devices_of(target)))
 
 
 class Crossing:
-    """Moves arrays that lie as a wire's source to its target.
+    """Moves arrays from a wire's source sharding to its target sharding.
 
     Args:
-        shape, dtype: of the arrays.
+        shape: the arrays' shape.
+        dtype: the arrays' dtype.
 
     Raises:
-        ProcessError: some devices of both sides are one process's, others are not.
+        ProcessError: the two submeshes have some but not all processes in common.
     """
 
     def __init__(self, shape: Shape, dtype: Any, wire: Wire) -> None:
         self.shape, self.dtype, self.wire = shape, dtype, wire
         one, other = processes_of(wire.source), processes_of(wire.target)
-        #: Whether sender and receiver are the same devices, and there is nothing to move.
+        #: Whether sender and receiver are the same devices, so that nothing moves.
         self.is_here = tuple(devices_of(wire.source).flat) == tuple(devices_of(wire.target).flat)
         self.between_processes = not self.is_here and not (one == other and len(one) == 1)
         if self.between_processes and one & other:
             raise ProcessError(
                 f"a value passes from devices of processes {sorted(one)} to devices of processes {sorted(other)}:"
-                f" processes {sorted(one & other)} are on both sides, and JAX moves an array either inside one process or"
-                " between processes. Give each process the devices of one submesh, or several whole submeshes"
+                f" processes {sorted(one & other)} are on both sides, and JAX moves an array either inside one process"
+                " or between processes. Give each process the devices of one submesh, or several whole submeshes"
             )
         self.is_mine = jax.process_index() in one | other
-        alike = wire.source.mesh.size == wire.target.mesh.size
-        self._put = processes.copying_to(wire.target) if alike else lambda value: jax.device_put(value, wire.target)
+        same_size = wire.source.mesh.size == wire.target.mesh.size
+        self._put = processes.copying_to(wire.target) if same_size else lambda value: jax.device_put(value, wire.target)
         if self.between_processes:
             check_arrays_pass(devices_of(wire.source).flat[0].platform)
             self._legs = _legs(shape, wire)
@@ -99,7 +102,7 @@ class Crossing:
             self._absent = [None if here in processes_of(a) else _absent(shape, dtype, a) for a, _ in self._legs]
 
     def move(self, value: Any) -> Any:
-        """Start to move an array. None stands for one that lies in other processes alone, here and in what is returned."""
+        """Start to move an array. None, as argument or result, stands for an array that only other processes have."""
         if self.is_here:
             return value
         if not self.between_processes:
@@ -123,24 +126,24 @@ class Crossing:
 
 
 def devices_of(sharding: NamedSharding) -> np.ndarray:
-    """Its mesh's devices, as the mesh has them."""
+    """The devices of a sharding's mesh, in the mesh's shape."""
     devices = sharding.mesh.devices
-    assert devices is not None, "a pipeline's meshes are of devices"
+    assert devices is not None, "a pipeline's meshes are concrete"
     return devices
 
 
 def is_mine(sharding: NamedSharding) -> bool:
-    """Whether this process has some of its devices."""
+    """Whether this process has devices of the sharding."""
     return jax.process_index() in processes_of(sharding)
 
 
 def processes_of(sharding: NamedSharding) -> frozenset[int]:
-    """The processes that have its devices."""
+    """The processes that have devices of the sharding."""
     return frozenset(device.process_index for device in devices_of(sharding).flat)
 
 
 def without_shards(shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Any:
-    """What stands in this process for an array that lies in others alone."""
+    """The placeholder, in this process, for an array that only other processes have."""
     return _absent(shape, dtype, sharding)
 
 
@@ -149,7 +152,8 @@ def _absent(shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def _legs(shape: Shape, wire: Wire) -> list[tuple[NamedSharding, NamedSharding]]:
-    """Between processes, as many devices receive as send: moves from one copy of the sender's to each of the receiver's."""
+    """The transfers between processes: from one copy at the sender to each copy at the receiver. JAX needs as many
+    receiving devices as sending ones in each transfer."""
     source, target = wire.source, wire.target
     if source.mesh.size == target.mesh.size:
         return [(source, target)]
@@ -162,7 +166,7 @@ def _legs(shape: Shape, wire: Wire) -> list[tuple[NamedSharding, NamedSharding]]
 
 
 def _seen_as(value: Any, sharding: NamedSharding) -> Any:
-    """An array whose shards lie as a sharding has them, under that sharding."""
+    """The same shards under another, equivalent sharding."""
     if value.sharding == sharding:
         return value
     shards = [shard.data for shard in value.addressable_shards]
@@ -170,7 +174,7 @@ def _seen_as(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _on(sharding: NamedSharding, devices: np.ndarray) -> NamedSharding:
-    """The same split over other devices, as many."""
+    """The same sharding on other devices, as many."""
     own = devices_of(sharding)
     if tuple(own.flat) == tuple(devices.flat):
         return sharding
@@ -186,7 +190,7 @@ def _num_parts(sharding: NamedSharding, shape: Shape) -> int:
 
 
 def _split_dim(shape: Shape, parts: int, like: Sequence[NamedSharding]) -> int | None:
-    """The dim to send in parts: one that is split anyway, else the first that divides."""
+    """The dim to split into parts: one that either sharding splits, else the first that is divisible."""
     divides = [dim for dim, size in enumerate(shape) if size and size % parts == 0]
     if parts == 1 or not divides:
         return None

@@ -1,6 +1,6 @@
-"""Schedules: tasks of stages and microbatches in an order, simulated and verified.
+"""Pipeline schedules: the order of tasks on each submesh, simulated and verified.
 
-In: numbers of stages and microbatches, durations.
-Out: tasks by device, makespan, bubble, activations in flight; `table` has all schedules.
+In: numbers of stages and microbatches, and durations of tasks.
+Out: tasks by submesh, makespan, bubble, and microbatches in flight. `table` has all schedules.
 Imported by: the other packages of pipeline.
 """

@@ -1,9 +1,9 @@
-"""A schedule for stages that are no chain, or that share submeshes in any way.
+"""Schedule stages that form a DAG, or that share submeshes, by list scheduling.
 
-In: which stage feeds which, and where each stands. Out: a `Schedule`, made as the tasks would run: a submesh that is free
-takes a backward pass if one is ready, else a forward pass, the earliest microbatch first; where the backward pass is
-split, its input part, a forward pass, a weight part. As in 1F1B, a stage holds no more microbatches than there are stages
-on the longest way from it to the end.
+In: the edges between stages, and the submesh of each stage.
+Out: a `Schedule`, built by simulation. An idle submesh runs a ready backward pass first, else a ready forward pass, the
+earliest microbatch first. With a split backward pass the priorities are: input part, forward pass, weight part. As in
+1F1B, the in-flight microbatches of a stage are limited to the number of stages on the longest path from it to the end.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autopar.pipeline.schedule.tasks import Edges, Phase, Schedule, Task, synchr
 from autopar.pipeline.schedule.verifier import check
 
 Backward = Literal["whole", "split", "none"]
-#: What such a schedule is called, by how its backward pass runs.
+#: The schedule's name, by how its backward pass runs.
 NAMES: Mapping[Backward, str] = MappingProxyType(
     {"whole": "as they come", "split": "parts as they come", "none": "forward, as they come"}
 )
-#: A sentence for people, by name.
+#: The description of each schedule, by name.
 WORDS: Mapping[str, str] = MappingProxyType(
     {
         NAMES["whole"]: "A submesh that is free runs a backward pass if one is ready, else the earliest forward pass.",
@@ -34,18 +34,18 @@ WORDS: Mapping[str, str] = MappingProxyType(
 _PHASES: Mapping[Backward, tuple[Phase, ...]] = MappingProxyType(
     {"whole": ("forward", "backward"), "split": ("forward", "input", "weight"), "none": ("forward",)}
 )
-#: Which comes first of those that could start at the same time.
+#: The priority of phases that could start at the same time; the lowest number runs first.
 _RANKS: Mapping[Phase, int] = MappingProxyType({"backward": 0, "input": 0, "forward": 1, "weight": 2})
 
 
 def backward_in(name: str) -> Backward:
-    """How the backward pass runs in the schedule of that name."""
+    """How the backward pass runs in the schedule of this name."""
     ways: tuple[Backward, ...] = ("whole", "split", "none")
     return next(way for way in ways if NAMES[way] == name)
 
 
 def side_by_side(num_stages: int, edges: Edges) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Stages that do not wait for one another: of each place where the program forks, the stages of each branch.
+    """Stages that do not depend on each other: for each fork of the program, the stages of each branch.
 
     >>> side_by_side(5, [(0, 1), (1, 2), (0, 3), (2, 4), (3, 4)])
     (((1, 2), (3,)),)
@@ -59,7 +59,7 @@ def side_by_side(num_stages: int, edges: Edges) -> tuple[tuple[tuple[int, ...], 
 
 
 def _connected(stages: Iterable[int], edges: Edges) -> tuple[tuple[int, ...], ...]:
-    """Those of some stages that are connected, group by group."""
+    """The connected components of some stages."""
     groups = [{stage} for stage in stages]
     for source, target in edges:
         touched = [group for group in groups if source in group or target in group]
@@ -69,7 +69,7 @@ def _connected(stages: Iterable[int], edges: Edges) -> tuple[tuple[int, ...], ..
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def as_they_come(
+def list_schedule(
     edges: Edges,
     submesh_of: Sequence[int],
     num_microbatches: int,
@@ -77,15 +77,15 @@ def as_they_come(
     seconds: Callable[[Task], float] = lambda task: 1.0,
     backward: Backward = "whole",
 ) -> Schedule:
-    """Tasks in the order in which they would run.
+    """Order the tasks by list scheduling.
 
     Args:
-        edges: pairs of stages, the lower one feeds the higher one.
-        submesh_of: of each stage, the submesh that runs it.
-        seconds: of a task. Transfers count nothing.
-        backward: how the backward pass runs, where the program has one.
+        edges: pairs of stages; the lower one feeds the higher one.
+        submesh_of: the submesh of each stage.
+        seconds: the duration of a task. Transfers take no time.
+        backward: how the backward pass runs; "none" for a program without one.
 
-    >>> schedule = as_they_come([(0, 1), (0, 2), (1, 3), (2, 3)], [0, 0, 1, 0], 1)
+    >>> schedule = list_schedule([(0, 1), (0, 2), (1, 3), (2, 3)], [0, 0, 1, 0], 1)
     >>> [str(task) for task in schedule.orders[1]][:1]
     ['forward of microbatch 0 on stage 2']
     """

@@ -1,7 +1,7 @@
-"""What a schedule keeps in memory: forward passes whose backward pass has not ended.
+"""Compute the peak of in-flight microbatches and of stashed activations of a schedule.
 
-In: a `Schedule`, what each stage keeps of a microbatch. Out: the most of it at once. A submesh runs its tasks one after
-another, so that this is read off their order: no duration changes it.
+In: a `Schedule`, and the bytes that each stage stashes per microbatch.
+Out: the peak of each submesh. A submesh runs its tasks in order, so the peak does not depend on durations.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from autopar.pipeline.schedule.tasks import Schedule, Task
 
 
 def in_flight(schedule: Schedule) -> tuple[dict[int, int], ...]:
-    """Of each submesh, by stage: the most microbatches held at once.
+    """For each submesh and stage, the peak number of in-flight microbatches.
 
-    One is held from the start of its forward pass to the end of its backward pass or weight part; where it has none, to
-    the end of its forward pass.
+    A microbatch is in flight from the start of its forward pass to the end of its backward pass or weight part; without
+    a backward pass, to the end of its forward pass.
     """
-    most: list[dict[int, int]] = []
+    peaks: list[dict[int, int]] = []
     for order in schedule.orders:
         ended_by = _last_parts(order)
         held, peak = Counter[int](), dict[int, int]()
@@ -26,26 +26,25 @@ def in_flight(schedule: Schedule) -> tuple[dict[int, int], ...]:
             held[task.stage] += task.phase == "forward"
             peak[task.stage] = max(peak.get(task.stage, 0), held[task.stage])
             held[task.stage] -= task in ended_by
-        most.append(peak)
-    return tuple(most)
+        peaks.append(peak)
+    return tuple(peaks)
 
 
-def held_most(
+def peak_held(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[float, ...]:
-    """Of each submesh, the most that its stages hold at once, all together; arguments as of `held_while`."""
-    return tuple(max(while_each, default=0) for while_each in held_while(schedule, held, held_after_input))
+    """For each submesh, the most that its stages hold together. The arguments are those of `held_during_tasks`."""
+    return tuple(max(while_each, default=0) for while_each in held_during_tasks(schedule, held, held_after_input))
 
 
-def held_while(
+def held_during_tasks(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[tuple[float, ...], ...]:
-    """Of each submesh, what its stages hold together while each of its tasks runs, in their order.
+    """For each submesh, what its stages hold together during each of its tasks, in task order.
 
     Args:
-        held: stage -> what one microbatch in flight holds, in bytes say.
-        held_after_input: the same once the input part of its backward pass has ended, where that frees a part. None: the
-            same as before.
+        held: what one in-flight microbatch of a stage holds, for example bytes.
+        held_after_input: what it holds after the input part of its backward pass; None if that part frees nothing.
     """
     found = []
     for order in schedule.orders:
@@ -69,7 +68,7 @@ def held_while(
 
 
 def _last_parts(order: tuple[Task, ...]) -> set[Task]:
-    """The tasks of a submesh whose end frees a microbatch."""
+    """The tasks of a submesh whose end frees a microbatch's activations."""
     last: dict[tuple[int, int], Task] = {}
     for task in order:
         if task.phase != "update":

@@ -1,6 +1,6 @@
-"""What a schedule is made for, and what an entry of the table says of it.
+"""Define an entry of the schedule table.
 
-Out: `PipelineShape`, `EvenPipeline` (what published formulas are about) and `ScheduleKind`.
+Out: `PipelineShape`, `EvenPipeline` (the model of the published bubble formulas) and `ScheduleKind`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, synchronous_ne
 
 @dataclass(frozen=True, slots=True)
 class PipelineShape:
-    """What the order of tasks depends on.
+    """The numbers that determine the order of tasks.
 
     Args:
-        num_submeshes: those that the stages stand on.
-        num_microbatches: parts of the batch.
-        virtual: stages on each submesh.
+        num_submeshes: the number of submeshes.
+        num_microbatches: the number of microbatches per step.
+        virtual: the number of virtual stages per submesh.
     """
 
     num_submeshes: int
@@ -29,11 +29,13 @@ class PipelineShape:
 
 @dataclass(frozen=True, slots=True)
 class EvenPipeline:
-    """A pipeline of equal stages, with transfers that take no time.
+    """A pipeline of equal stages with transfers that take no time.
 
     Args:
-        forward_s, input_s, weight_s: of one stage and one microbatch: its forward pass, and the two parts of its backward
-            pass. Stages are the virtual ones: where a submesh has v of them, each is 1/v of its work.
+        forward_s: seconds of the forward pass of one virtual stage and one microbatch.
+        input_s: seconds of the input part of its backward pass.
+        weight_s: seconds of the weight part of its backward pass. With v virtual stages per submesh, each stage does
+            1/v of the submesh's work.
     """
 
     shape: PipelineShape
@@ -48,7 +50,7 @@ class EvenPipeline:
 
     @property
     def filling_and_draining_s(self) -> float:
-        """(p - 1)(F + B), of one stage: where a submesh has v, that is a v-th of its work."""
+        """(p - 1)(F + B) for one virtual stage."""
         return (self.shape.num_submeshes - 1) * (self.forward_s + self.backward_s)
 
 
@@ -65,21 +67,22 @@ def one_stage_each(shape: PipelineShape) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
-    """An entry of the table: how a schedule's tasks are ordered, and what is known of it.
+    """An entry of the schedule table.
 
     Args:
-        name: what users ask for.
-        words: one sentence for them.
-        orders: the order of tasks on each submesh, without updates, which are appended; a schedule whose updates stand
-            elsewhere lists them itself.
-        needs: what tasks wait for, from those orders and the edges between stages.
+        name: the schedule's name in the API.
+        words: a description of one sentence.
+        orders: a function that orders the tasks of each submesh. Updates are appended, unless the orders contain them.
+        needs: a function from those orders and the edges between stages to the dependencies of tasks.
         backward: "whole", "split" into input and weight parts, or "none".
-        requires: None where the schedule is defined, otherwise what it needs and the way out, as the end of a sentence
-            that begins with its name.
-        bubble, where: the published idle time of each submesh in an even pipeline, in words, and where exactly that: p
-            submeshes, m microbatches, v stages on each submesh; F, B and W what a submesh takes for one microbatch.
-        bubble_s, holds: the same as code. None: nothing is published.
-        in_flight: for each submesh, the most microbatches in flight, those of all its stages together.
+        requires: a function that returns None where the schedule is defined, else the requirement and the way out, as
+            the end of a sentence that begins with the schedule's name.
+        bubble: the published idle time of each submesh in an even pipeline, as text: p submeshes, m microbatches, v
+            stages per submesh; F, B and W are a submesh's seconds per microbatch.
+        where: the condition under which `bubble` is exact, as text.
+        bubble_s: `bubble` as code; None if nothing is published.
+        holds: `where` as code.
+        in_flight: a function that gives each submesh's peak of in-flight microbatches of all its stages.
     """
 
     name: str

@@ -1,8 +1,9 @@
-"""1F1B (Narayanan et al., PipeDream-Flush, 2021) and its interleaved form (Narayanan et al., Megatron-LM, 2021).
+"""Order tasks by 1F1B (PipeDream-Flush, Narayanan et al., 2021) and interleaved 1F1B (Megatron-LM, Narayanan et al.,
+2021).
 
-After a warm-up each submesh alternates between forward and backward, so that no more microbatches are in flight than it
-takes to fill the pipeline. Interleaved, a submesh has several stages that are far apart in the program, and filling
-takes as many microbatches of a shorter stage; more of them are in flight.
+After a warm-up, each submesh alternates between forward and backward passes, so the in-flight microbatches do not
+exceed the pipeline's depth. In the interleaved schedule, a submesh has several stages that are far apart in the
+program. The pipeline fills sooner, because stages are shorter, but more microbatches are in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def _one_stage_each(shape: PipelineShape) -> Orders:
 
 
 def _several_stages_each(shape: PipelineShape) -> Orders:
-    """Megatron's order: in rounds of one microbatch per submesh, through all of a submesh's stages."""
+    """Megatron's order: rounds of one microbatch per submesh, through all of a submesh's stages."""
     p, v = shape.num_submeshes, shape.virtual
     orders = []
     for submesh in range(p):
@@ -37,7 +38,7 @@ def _several_stages_each(shape: PipelineShape) -> Orders:
             for microbatch in range(first, first + p)
         ]
         forward = [Task(stage, microbatch, "forward") for stage, microbatch in rounds]
-        # Backward, the same rounds through the stages from the last to the first.
+        # Backward passes run the same rounds through the stages in reverse.
         backward = [
             Task(submesh + (v - 1) * p - (stage - submesh), microbatch, "backward") for stage, microbatch in rounds
         ]
@@ -50,7 +51,7 @@ def _interleaved_warm_up(shape: PipelineShape, submesh: int) -> int:
 
 
 def _alternating(forward: Sequence[Task], backward: Sequence[Task], warm_up: int) -> tuple[Task, ...]:
-    """Forward alone, then one forward and one backward by turns, then backward alone."""
+    """Warm-up of forward passes, then alternating forward and backward passes, then the remaining backward passes."""
     first = min(warm_up, len(forward))
     steady = [task for pair in zip(forward[first:], backward, strict=False) for task in pair]
     return (*forward[:first], *steady, *backward[len(forward) - first :])
@@ -63,8 +64,8 @@ def _whole_rounds(shape: PipelineShape) -> str | None:
     if m % p:
         below = f"{m // p * p} or " if m > p else ""
         return (
-            f"runs in rounds of one microbatch for each of its {p} submeshes, and {m} microbatches are no whole number of"
-            f" rounds: take {below}{(m // p + 1) * p} microbatches, or schedule='1f1b', which takes any number"
+            f"runs in rounds of one microbatch for each of its {p} submeshes, and {m} microbatches are not a whole"
+            f" number of rounds: choose {below}{(m // p + 1) * p} microbatches, or schedule='1f1b', which takes any number"
         )
     return None
 

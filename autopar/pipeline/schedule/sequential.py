@@ -1,7 +1,7 @@
-"""Schedules without an order of their own: one microbatch after another, and all forward before all backward.
+"""Order tasks without interleaving of phases: `none`, `inference` and `gpipe`.
 
-`none` is what stages on several submeshes cost without pipelining; `inference` (forward only) and `gpipe` (Huang et al.,
-GPipe, 2019) fill the pipeline and drain it.
+`none` runs one microbatch after another and shows what stages cost without pipelining. `inference` runs forward passes
+only. `gpipe` (Huang et al., 2019) runs all forward passes before all backward passes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autopar.pipeline.schedule.tasks import Orders, Task
 
 
 def _one_after_another(shape: PipelineShape) -> Orders:
-    """Backward right after forward: the next microbatch's forward pass waits behind it on the first stage."""
+    """Each backward pass follows its forward pass; the first stage then waits for it before the next microbatch."""
     return tuple(
         tuple(task for m in range(shape.num_microbatches) for task in (Task(s, m, "forward"), Task(s, m, "backward")))
         for s in range(shape.num_submeshes)
@@ -25,7 +25,8 @@ def _forward_only(shape: PipelineShape) -> Orders:
 
 
 def _forward_then_backward(shape: PipelineShape) -> Orders:
-    """Backward in the order of forward, so that gradients are summed in the order of the unpipelined loop."""
+    """Backward passes in the order of forward passes, so that gradients are added in the order of the unpipelined
+    loop."""
     return tuple(
         (*forward, *(Task(task.stage, task.microbatch, "backward") for task in forward))
         for forward in _forward_only(shape)

@@ -1,8 +1,9 @@
-"""When each task of a schedule would run.
+"""Simulate a schedule: compute the start and end of every task.
 
-In: a `Schedule`, the seconds of each task and of each transfer. Out: `PipelineTimeline`. A submesh runs its tasks one
-after another in their order, each as soon as the one before it has ended and what it waits for has arrived; transfers
-delay who waits for them and nothing else. Sums and maxima only: whole numbers and fractions stay exact.
+In: a `Schedule`, and the seconds of each task and each transfer.
+Out: a `PipelineTimeline`. A submesh runs its tasks in order, each as soon as the previous one has ended and its inputs
+have arrived. A transfer delays only the task that waits for it. The arithmetic is sums and maxima, so integers and
+fractions stay exact.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 
 Seconds = Callable[[Task], float]
-#: (the task that sends, the task that waits for it) -> seconds. Asked only where they are on different submeshes.
+#: (sending task, receiving task) -> seconds. Called only for tasks on different submeshes.
 TransferSeconds = Callable[[Task, Task], float]
 
 
 def no_transfer(source: Task, target: Task) -> float:
-    """Everything arrives at once."""
+    """Zero seconds for every transfer."""
     return 0
 
 
 def simulate(schedule: Schedule, seconds: Seconds, transfer_s: TransferSeconds = no_transfer) -> PipelineTimeline:
-    """Start and end of every task.
+    """Compute the start and end of every task.
 
     Raises:
-        ScheduleError: the schedule waits for itself, or for a task that no submesh runs.
+        ScheduleError: the schedule deadlocks, or a task depends on one that no submesh runs.
     """
     submesh_of = schedule.submesh_of()
     ended: dict[Task, float] = {}
@@ -63,7 +64,7 @@ def simulate(schedule: Schedule, seconds: Seconds, transfer_s: TransferSeconds =
 
 
 def _deadlock(schedule: Schedule, position: list[int], ended: dict[Task, float], submesh_of: dict[Task, int]) -> str:
-    """Which tasks wait for each other, found by going from each to what it waits for until one comes again."""
+    """Describe a deadlock: follow each blocked task to the one it waits for until a submesh repeats."""
     stuck = next(s for s, order in enumerate(schedule.orders) if position[s] < len(order))
     path: list[int] = []
     steps: dict[int, str] = {}
@@ -72,8 +73,8 @@ def _deadlock(schedule: Schedule, position: list[int], ended: dict[Task, float],
         need = next(n for n in schedule.needs[head] if n not in ended)
         if need not in submesh_of:
             return (
-                f"schedule {schedule.name!r} cannot run: the {head}, next on submesh {stuck}, waits for the {need}, which"
-                " no submesh runs. Every task that another waits for must stand in the order of a submesh"
+                f"schedule {schedule.name!r} cannot run: the {head}, next on submesh {stuck}, waits for the {need},"
+                " which no submesh runs. Put every task that another one waits for into the order of a submesh"
             )
         on = submesh_of[need]
         behind = schedule.orders[on][position[on]]
@@ -84,6 +85,6 @@ def _deadlock(schedule: Schedule, position: list[int], ended: dict[Task, float],
         stuck = on
     circle = "; ".join(steps[submesh] for submesh in path[path.index(stuck) :])
     return (
-        f"schedule {schedule.name!r} waits for itself: {circle}. A submesh runs its tasks in the order given: put what"
-        " others wait for first"
+        f"schedule {schedule.name!r} deadlocks: {circle}. A submesh runs its tasks in the given order: move tasks that"
+        " others wait for to the front"
     )

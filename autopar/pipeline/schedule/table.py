@@ -1,7 +1,7 @@
-"""All schedules by name, and how one is built.
+"""List all schedules by name, and build one.
 
-In: a name (or an entry of one's own) and the numbers of submeshes, microbatches and stages on each submesh. Out:
-`Schedule`, checked.
+In: a schedule's name or a custom `ScheduleKind`, and the numbers of submeshes, microbatches and stages per submesh.
+Out: a verified `Schedule`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
 
 
 def find(schedule: str | ScheduleKind) -> ScheduleKind:
-    """The entry of that name; an entry itself is taken as it is.
+    """The entry of this name. A `ScheduleKind` is returned unchanged.
 
     Raises:
         ScheduleError: no schedule has the name.
@@ -42,7 +42,7 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
 
 
 def unmet(kind: ScheduleKind, shape: PipelineShape) -> str | None:
-    """Why a schedule cannot be built for a shape, and the way out; None where it can."""
+    """Why a schedule cannot be built for a shape, and the way out; None if it can."""
     for name in ("num_submeshes", "num_microbatches", "virtual"):
         if getattr(shape, name) < 1:
             return f"schedule {kind.name!r} needs {name} of at least 1; got {getattr(shape, name)}"
@@ -61,11 +61,11 @@ def build(
     """Order the tasks of a pipeline.
 
     Args:
-        virtual: stages on each submesh.
-        edges: which stage feeds which, always from a lower to a higher number. By default each feeds the next.
+        virtual: the number of virtual stages per submesh.
+        edges: pairs of stages; the lower one feeds the higher one. By default the stages form a chain.
 
     Raises:
-        ScheduleError: no such schedule, not for these numbers, or (of an entry of one's own) not legal.
+        ScheduleError: the name is unknown, the numbers do not suit the schedule, or a custom entry is not legal.
 
     >>> [str(task) for task in build("1f1b", 2, 2).orders[1]][:2]
     ['forward of microbatch 0 on stage 1', 'backward of microbatch 0 on stage 1']
@@ -76,19 +76,19 @@ def build(
         raise ScheduleError(reason)
     if edges is None and SCHEDULES.get(kind.name) is kind:
         return _of_chain(kind, shape)
-    return _built(kind, shape, edges)
+    return _build(kind, shape, edges)
 
 
-#: A search asks for few shapes, and for each again and again.
+#: A search uses few shapes, each many times.
 _KEPT = 16
 
 
 @functools.lru_cache(_KEPT)
 def _of_chain(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
-    return _built(kind, shape, None)
+    return _build(kind, shape, None)
 
 
-def _built(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Schedule:
+def _build(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Schedule:
     orders = with_updates(kind.orders(shape))
     num_stages = 1 + max(task.stage for order in orders for task in order)
     built = Schedule(kind.name, orders, kind.needs(orders, chain(num_stages) if edges is None else edges))

@@ -1,8 +1,8 @@
-"""What a pipeline runs, and in which order: pure data, without devices or durations.
+"""Define tasks and schedules: pure data, without devices or durations.
 
-In: for each submesh, its tasks in the order in which it runs them; which stage feeds which. Out: `Schedule`. Where a
-stage stands is read off the orders alone, so that one stage may stand on several submeshes; what a task waits for is
-data, so that a schedule may wait for more, less or other things than a synchronous step does.
+In: the ordered tasks of each submesh, and the edges between stages.
+Out: `Schedule`. The orders alone say which submesh runs a stage, so a stage may run on several submeshes. Dependencies
+are data, so a schedule may have more, fewer or other dependencies than a synchronous step.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward", "input", "weight", "update"]
-#: In the order in which a microbatch goes through them. "input" and "weight" are the two parts of a backward pass that
-#: is split: the gradients of what the stage was given, and those of its parameters.
+#: In the order of a microbatch. "input" and "weight" are the two parts of a split backward pass: the gradients of the
+#: stage's inputs and those of its parameters.
 PHASES: tuple[Phase, ...] = ("forward", "backward", "input", "weight", "update")
 
 
 class Task(NamedTuple):
-    """One thing that a submesh runs. A tuple, for it is looked up often: a plan tries many schedules.
+    """One unit of work of a submesh. A tuple, because the search looks tasks up very often.
 
     Args:
-        stage: the virtual stage, in the order of the program, from 0.
-        microbatch: from 0. Of an update: the first microbatch that its submesh runs of the stage, mostly 0, or in an
-            asynchronous schedule the one that it follows. A schedule that cuts a microbatch further, along the tokens
-            say, counts its pieces here.
-        phase: what of the stage.
+        stage: the virtual stage, in program order, from 0.
+        microbatch: the microbatch, from 0. For an update: the first microbatch of the stage on its submesh, usually 0;
+            in an asynchronous schedule, the microbatch that it follows. A schedule that splits microbatches further,
+            for example along tokens, counts the parts.
+        phase: the phase of the stage.
     """
 
     stage: int
@@ -42,18 +42,18 @@ class Task(NamedTuple):
 
 Orders = tuple[tuple[Task, ...], ...]
 Needs = Mapping[Task, tuple[Task, ...]]
-#: (from, to): what stage `from` computes, stage `to` reads.
+#: (producer, user): the second stage reads what the first one computes.
 Edges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Tasks in order, and what they wait for.
+    """Ordered tasks and their dependencies.
 
     Args:
-        name: for people.
-        orders: for each submesh, the tasks in the order in which it runs them, one at a time.
-        needs: of each task, those that must have ended before it starts, besides the one before it on its submesh.
+        name: the schedule's name.
+        orders: for each submesh, its tasks in the order in which it runs them, one at a time.
+        needs: for each task, the tasks that must end before it starts, in addition to the previous one on its submesh.
     """
 
     name: str
@@ -66,12 +66,12 @@ class Schedule:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All, submesh by submesh."""
+        """All tasks, submesh by submesh."""
         return tuple(task for order in self.orders for task in order)
 
     @property
     def num_stages(self) -> int:
-        """Virtual stages: those of the program, however many submeshes run them."""
+        """The number of virtual stages; a stage on several submeshes counts once."""
         return 1 + max((task.stage for task in self.tasks), default=-1)
 
     @property
@@ -79,16 +79,16 @@ class Schedule:
         return 1 + max((task.microbatch for task in self.tasks), default=-1)
 
     def stages_on(self, submesh: int) -> tuple[int, ...]:
-        """The stages that a submesh runs, in the order of the program."""
+        """The stages that a submesh runs, in program order."""
         return tuple(sorted({task.stage for task in self.orders[submesh]}))
 
     def submesh_of(self) -> dict[Task, int]:
-        """Of each task, the submesh that runs it."""
+        """The submesh of each task."""
         return {task: submesh for submesh, order in enumerate(self.orders) for task in order}
 
 
 def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
-    """Each stage feeds the next.
+    """The edges of a chain, in which each stage feeds the next.
 
     >>> chain(3)
     ((0, 1), (1, 2))
@@ -97,9 +97,9 @@ def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
 
 
 def with_updates(orders: Orders) -> Orders:
-    """Each stage's update appended to the orders of the submeshes that run it, unless they hold updates already.
+    """Append each stage's update to the orders of the submeshes that run it, unless the orders contain updates.
 
-    A submesh that runs no backward pass updates nothing.
+    A submesh that runs no backward pass has no update.
     """
     if any(task.phase == "update" for order in orders for task in order):
         return orders
@@ -114,11 +114,12 @@ def with_updates(orders: Orders) -> Orders:
 
 
 def synchronous_needs(orders: Orders, edges: Edges) -> dict[Task, tuple[Task, ...]]:
-    """What each task of a synchronous step waits for.
+    """The dependencies of each task in a synchronous step.
 
-    A forward pass waits for those of the stages before it, a backward pass (or its input part) for the same microbatch's
-    forward pass and for the backward passes of the stages after it, a weight part for its input part, an update for all
-    gradients of its stage, of every microbatch on every submesh.
+    - A forward pass depends on the forward passes of the preceding stages.
+    - A backward pass, or its input part, depends on its own forward pass and on the backward passes of the following
+    stages. - A weight part depends on its input part.
+    - An update depends on all gradients of its stage, of every microbatch on every submesh.
     """
     before, after = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for source, target in edges:
@@ -139,7 +140,7 @@ def synchronous_needs(orders: Orders, edges: Edges) -> dict[Task, tuple[Task, ..
         if task.phase == "update":
             return tuple(gradients[task.stage])
         own = Task(task.stage, task.microbatch, "forward")
-        # One that is in no order is waited for nevertheless: `check` tells of it.
+        # A task that is in no order stays a dependency, so that `check` reports it.
         places = [(stage, task.microbatch) for stage in after[task.stage]]
         return (own, *(back.get(place) or Task(*place, "backward") for place in places))
 

@@ -1,6 +1,7 @@
-"""When the tasks of a step ran: simulated or measured, one value for both, and what it tells.
+"""Record when the tasks of a step ran, simulated or measured.
 
-In: spans. Out: `PipelineTimeline`, with the makespan and the idle time; the pictures are drawn from it.
+In: spans.
+Out: `PipelineTimeline`, with the makespan and the idle time; the drawings use it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from autopar.pipeline.schedule.tasks import Task
 
 
 class Span(NamedTuple):
-    """A task, the submesh that ran it, and the seconds at which it began and ended, on one clock for all."""
+    """A task, its submesh, and the seconds at which it started and ended, on one clock for all submeshes."""
 
     submesh: int
     task: Task
@@ -30,9 +31,9 @@ class PipelineTimeline:
     """One step on all submeshes.
 
     Args:
-        title: what it is, for people: "1f1b, simulated".
-        num_submeshes: those that ran nothing too.
-        spans: in any order. Those of one submesh may overlap where they were measured; time counts once.
+        title: a title such as "1f1b, simulated".
+        num_submeshes: the number of submeshes, including idle ones.
+        spans: the spans in any order. Measured spans of one submesh may overlap; overlapping time counts once.
     """
 
     title: str
@@ -45,29 +46,29 @@ class PipelineTimeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the start of the first task to the end of the last."""
+        """Seconds from the start of the first task to the end of the last."""
         return max((span.end_s for span in self.spans), default=0) - self.start_s
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Of each submesh, the seconds in which it ran something."""
+        """Busy seconds of each submesh."""
         return tuple(_covered(self.on(submesh)) for submesh in range(self.num_submeshes))
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Of each submesh, the seconds of the makespan in which it ran nothing: its bubble."""
+        """Idle seconds of each submesh within the makespan: its bubble."""
         whole = self.makespan_s
         return tuple(whole - busy for busy in self.busy_s)
 
     @property
     def bubble_fractions(self) -> tuple[float, ...]:
-        """Of each submesh, the idle share of the makespan."""
+        """The idle fraction of the makespan of each submesh."""
         whole = self.makespan_s
         return tuple(idle / whole if whole else 0.0 for idle in self.idle_s)
 
     @property
     def bubble_fraction(self) -> float:
-        """The idle share of all submeshes' time together, each counted alike."""
+        """The mean idle fraction of all submeshes."""
         fractions = self.bubble_fractions
         return sum(fractions) / len(fractions) if fractions else 0.0
 
@@ -76,19 +77,19 @@ class PipelineTimeline:
         return sorted((span for span in self.spans if span.submesh == submesh), key=lambda s: (s.start_s, s.end_s))
 
     def rows(self) -> list[dict[str, Any]]:
-        """Its spans as JSON types."""
+        """The spans as JSON types."""
         return [
             {"submesh": span.submesh, "start_s": span.start_s, "end_s": span.end_s, **span.task._asdict()}
             for span in self.spans
         ]
 
     def stages_on(self, submesh: int) -> tuple[int, ...]:
-        """The stages that a submesh ran, in the order of the program."""
+        """The stages that a submesh ran, in program order."""
         return tuple(sorted({span.task.stage for span in self.spans if span.submesh == submesh}))
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds that spans, in the order of their starts, cover together."""
+    """Seconds that spans, sorted by start, cover together."""
     total, reached = 0, None
     for span in spans:
         start = span.start_s if reached is None else max(span.start_s, reached)

@@ -1,7 +1,8 @@
-"""What a legal schedule is.
+"""Verify that a schedule is legal.
 
-In: a `Schedule`. Out: nothing, or a `ScheduleError` that names the tasks. It is asked of every schedule that is built, so
-that whoever writes one learns at once what is wrong with it.
+In: a `Schedule`.
+Out: nothing, or a `ScheduleError` that names the tasks. Every schedule is checked when it is built, so that the author
+of a new one sees its errors at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from autopar.errors import ScheduleError
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.tasks import Phase, Schedule, Task
 
-#: What each stage may run of each microbatch.
+#: The sets of phases that a stage may run for a microbatch.
 _WHOLE: tuple[frozenset[Phase], ...] = (
     frozenset({"forward"}),
     frozenset({"forward", "backward"}),
@@ -21,11 +22,11 @@ _WHOLE: tuple[frozenset[Phase], ...] = (
 
 
 def check(schedule: Schedule) -> None:
-    """Every task once, every microbatch through every stage, its backward pass where its forward pass was, no waiting in
-    a circle.
+    """Check that every stage runs every microbatch once, each backward pass on its forward pass's submesh, without
+    deadlock.
 
     Raises:
-        ScheduleError: one of these does not hold.
+        ScheduleError: the schedule violates one of these rules.
     """
     twice = [task for task, count in Counter(schedule.tasks).items() if count > 1]
     if twice:
@@ -59,8 +60,8 @@ def _check_one(
     if len(places) > 1:
         raise ScheduleError(
             f"schedule {schedule.name!r} runs microbatch {microbatch} of stage {stage} on submeshes"
-            f" {' and '.join(map(str, sorted(places)))}; its backward pass must run where its forward pass has left what it"
-            " needs"
+            f" {' and '.join(map(str, sorted(places)))}; a backward pass must run on the submesh of its forward pass,"
+            " which holds its activations"
         )
 
 

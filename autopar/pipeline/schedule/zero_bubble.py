@@ -1,8 +1,8 @@
-"""ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass in two parts.
+"""Order tasks by ZB-H1 (Zero Bubble Pipeline Parallelism, Qi et al., 2023), with a split backward pass.
 
-The stage before waits for the gradients of what it sent, and for nothing else; those of the parameters can be computed
-at any time. So only the input part stands where 1F1B has its whole backward pass, and submesh i puts off i weight parts,
-which fill the time when the pipeline drains. No submesh holds more microbatches than 1F1B's first.
+The preceding stage waits only for the gradients of its outputs; weight gradients can be computed at any time. So the
+input part takes the place of 1F1B's backward pass, and submesh i delays i weight parts, which fill the bubble at the
+end. No submesh has more in-flight microbatches than 1F1B's first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, Schedule
 from autopar.pipeline.schedule.tasks import Orders, Task
 
 
-def _weights_put_off(shape: PipelineShape) -> Orders:
+def _delayed_weight_parts(shape: PipelineShape) -> Orders:
     p, m = shape.num_submeshes, shape.num_microbatches
     orders = []
     for stage in range(p):
@@ -29,12 +29,12 @@ def _weights_put_off(shape: PipelineShape) -> Orders:
 
 
 def _bubble_s(even: EvenPipeline) -> float:
-    """(p - 1)(F + B - W), B the input part; or (p - 1)(F + B' - 2W), B' the whole backward pass."""
+    """(p - 1)(F + B - W) with B the input part; equally (p - 1)(F + B' - 2W) with B' the whole backward pass."""
     return (even.shape.num_submeshes - 1) * (even.forward_s + even.input_s - even.weight_s)
 
 
 def _holds(even: EvenPipeline) -> bool:
-    """A longer weight part does not fit into the gaps that it is put into; too few microbatches leave gaps open."""
+    """A longer weight part does not fit into the bubble; too few microbatches leave part of the bubble unfilled."""
     enough = even.shape.num_microbatches >= even.shape.num_submeshes
     return enough and even.weight_s <= min(even.forward_s, even.input_s)
 
@@ -42,7 +42,7 @@ def _holds(even: EvenPipeline) -> bool:
 ZB_H1 = ScheduleKind(
     name="zb-h1",
     words="1f1b with the backward pass split: weight gradients are put off to where the pipeline would idle.",
-    orders=_weights_put_off,
+    orders=_delayed_weight_parts,
     backward="split",
     requires=one_stage_each,
     bubble="(p - 1)(F + B - 2W)",

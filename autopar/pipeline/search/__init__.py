@@ -1,6 +1,6 @@
-"""Search for the number of stages, their submeshes, microbatches and memory.
+"""Search for the stages, submeshes, microbatches and schedule of a step.
 
-In: a `Program`, a mesh of hosts, a schedule.
+In: a `Program`, a cluster, and a request.
 Out: a `PipelinePlan`.
 Imported by: api, verification.
 """

@@ -1,9 +1,9 @@
-"""Stages that fork and join, found beside the chains of `stage_search.py`.
+"""Search for stages that fork and join, in addition to the chains of `stage_search.py`.
 
-In: a step whose forward pass has branches, their layers, a cluster. Out: `BranchSearch`, which finds for a number of
-microbatches the `StagedStep` whose simulated step is shortest among those whose branches run side by side and that fit.
-The partition is that of a chain whose submeshes may be split into parts for branches (`branches.py`); the best of its
-partitions, as stages in the order in which their tasks come, are then simulated, at the prices that chains have.
+In: a step whose forward pass has branches, their layers, and a cluster.
+Out: `BranchSearch`. For a number of microbatches it finds the fastest simulated `StagedStep` that fits and runs
+branches in parallel. It partitions the layers as a chain on submeshes that may be split into parts for branches
+(`branches.py`). The best partitions are then scheduled as a DAG of stages and simulated, with the same costs as chains.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline, task_seconds
-from autopar.pipeline.schedule.dag import NAMES, Backward, as_they_come, backward_in
+from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_schedule
 from autopar.pipeline.search.stage_costs import HELD_PRICES, PlannedRun, StageCosts
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, joined, sent, sent_s
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, sent, sent_s, unsplit_backward
 
-#: Of the partitions so many are simulated.
+#: The number of partitions to simulate.
 _MOST_SIMULATED = 3
-#: Of the search for a partition.
+#: The relative gap at which the search for a partition ends.
 _RELATIVE_GAP = 5e-3
 
 
 @dataclass(slots=True)
 class BranchSearch:
-    """What is looked for.
+    """A search for stages that fork and join.
 
     Args:
-        layers: branches are layers of their own.
-        profiles: by kind of device.
+        layers: the layers; each branch has its own.
+        profiles: the hardware profile of each kind of device.
         time_limit_s: seconds for one partition.
         planning: options of `StageCosts`.
     """
@@ -53,18 +53,18 @@ class BranchSearch:
 
     @property
     def num_planned(self) -> int:
-        """How many runs of layers and stages have been planned."""
+        """The number of planned runs of layers and stages."""
         return self._num_planned + sum(costs.num_planned for costs in self._costs.values())
 
     def outcomes(
         self, count: int, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]
     ) -> list[tuple[str, Outcome]]:
-        """The shortest step that fits, or why there is none: by the schedule's name, for each that there is.
+        """For each schedule's name, the fastest step that fits, or why there is none.
 
         Args:
-            count: of microbatches.
-            shapes: of submeshes, before they are split.
-            budget_bytes: what a device of each kind may hold.
+            count: the number of microbatches.
+            shapes: the shapes of submeshes before they are split.
+            budget_bytes: the memory budget of a device of each kind.
         """
         costs = self._costs_for(count)
         objective = one_f_one_b if self._trains else forward_only
@@ -88,15 +88,17 @@ class BranchSearch:
 
         branches = Branches(problem, self.layers.edges, to_and_fro_s)
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
-        widened = branches.widened()
-        split = tuple(shape for shape in widened.shapes if shape.parts > 1 and _differs(shape, problem.shapes))
+        with_split_submeshes = branches.with_split_submeshes()
+        split = tuple(
+            shape for shape in with_split_submeshes.shapes if shape.parts > 1 and _differs(shape, problem.shapes)
+        )
         ways: list[Backward] = ["whole", "split"] if self._trains else ["none"]
         steps: list[StagedStep] = []
         for shapes in ((*problem.shapes, *split), split) if split else ():
-            partition = partitioner.partition(replace(widened, shapes=shapes))
+            partition = partitioner.partition(replace(with_split_submeshes, shapes=shapes))
             found = dict.fromkeys((partition.stages, *partition.others))
             forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
-            laid = [self._laid_out(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
+            laid = [self._forked_stages(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
             steps += [one.run(way) for one in laid for way in ways]
         fitting = [step for step in steps if step.over(budget_bytes) <= 1]
         outcomes: list[tuple[str, Outcome]] = []
@@ -107,7 +109,7 @@ class BranchSearch:
         return outcomes
 
     def planned(self, count: int, step: StagedStep) -> tuple[tuple[StageProgram, ...], list[PlannedRun], StagedStep]:
-        """The programs of a step's stages, their plans, and the step at the prices of these."""
+        """The programs of a step's stages, their plans, and the step with the costs of these plans."""
         assert step.layer_of is not None
         stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
         layers = self.cuttable.layered([stage_of[layer] for layer in step.layer_of], count)
@@ -122,10 +124,10 @@ class BranchSearch:
         sizes = {(one.source, one.target): one.num_bytes for one in step.sends}
         sends = self._sends({edge: sizes.get(edge, 0.0) for edge in edges_of(programs)}, step.stages)
         prices = tuple(run.cost for run in runs)
-        again = _Laid(step.stages, prices, sends, step.partition, count, step.layer_of)
+        again = _ForkedStages(step.stages, prices, sends, step.partition, count, step.layer_of)
         return programs, runs, again.run(backward_in(step.schedule.name))
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     @property
     def _trains(self) -> bool:
@@ -139,7 +141,7 @@ class BranchSearch:
         return self._costs[count]
 
     def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
-        """Of what passes there and back where a chain of these layers is cut."""
+        """The seconds to transfer activations and gradients where a chain of these layers is cut."""
         across = [
             sum(one.num_bytes for one in self.layers.passing if one.maker < boundary <= one.readers[-1]) / count
             for boundary in range(len(self.layers.keys))
@@ -150,9 +152,11 @@ class BranchSearch:
 
         return transfer_s
 
-    def _laid_out(self, branches: Branches, stages: Sequence[Stage], partition: Partition, count: int) -> _Laid:
-        """Stages in parts as stages of their own, whose layers are numbered anew, stage after stage."""
-        laid = branches.laid_out(stages)
+    def _forked_stages(
+        self, branches: Branches, stages: Sequence[Stage], partition: Partition, count: int
+    ) -> _ForkedStages:
+        """Turn the parts of stages into stages, and renumber their layers stage by stage."""
+        laid = branches.forked_stages(stages)
         layers_of: list[list[int]] = [[] for _ in laid.place_of]
         for layer, stage in enumerate(laid.stage_of):
             layers_of[stage].append(layer)
@@ -166,7 +170,7 @@ class BranchSearch:
         sizes = self.layers.sends(laid.stage_of)
         sends = self._sends({edge: size / count for edge, size in sizes.items()}, own)
         layer_of = tuple(number[layer] for layer in self.layers.layer_of)
-        return _Laid(tuple(own), tuple(costs), sends, partition, count, layer_of)
+        return _ForkedStages(tuple(own), tuple(costs), sends, partition, count, layer_of)
 
     def _sends(self, sizes: Mapping[tuple[int, int], float], stages: Sequence[Stage]) -> tuple[Send, ...]:
         return tuple(
@@ -176,13 +180,13 @@ class BranchSearch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
-    """Stages that fork and join, before it is said in which order they run.
+class _ForkedStages:
+    """Stages that fork and join, before scheduling.
 
     Args:
-        costs: their backward pass in two parts.
-        count: of microbatches.
-        layer_of: of each unit of the forward pass.
+        costs: costs with a split backward pass.
+        count: the number of microbatches.
+        layer_of: the layer of each unit of the forward pass.
     """
 
     stages: tuple[Stage, ...]
@@ -193,10 +197,10 @@ class _Laid:
     layer_of: tuple[int, ...]
 
     def run(self, backward: Backward) -> StagedStep:
-        """The step, simulated."""
-        costs = self.costs if backward == "split" else tuple(map(joined, self.costs))
+        """The scheduled and simulated step."""
+        costs = self.costs if backward == "split" else tuple(map(unsplit_backward, self.costs))
         places: dict[range, int] = {}
-        schedule = as_they_come(
+        schedule = list_schedule(
             [(one.source, one.target) for one in self.sends],
             [places.setdefault(stage.submesh.devices, len(places)) for stage in self.stages],
             self.count,
@@ -208,12 +212,12 @@ class _Laid:
 
 
 def _differs(shape: SubmeshShape, plain: Sequence[SubmeshShape]) -> bool:
-    """Whether no cheaper option of a shape in parts is the same: the price of state is none to a device by itself."""
+    """Whether a split shape's option differs from cheaper ones: a device by itself has no copies of state to save."""
     cheapest = min(one.option for one in plain if one.kind == shape.kind)
     return shape.num_devices > shape.parts or shape.option < cheapest + len(HELD_PRICES)
 
 
 def _together(costs: Sequence[StageCost]) -> StageCost:
-    """The price of several runs of layers as one stage, which works on one at a time."""
+    """The cost of several runs of layers as one stage, which processes one run at a time."""
     sums = {one.name: sum(getattr(cost, one.name) for cost in costs) for one in fields(StageCost)}
     return replace(StageCost(**sums), working_bytes=max(cost.working_bytes for cost in costs))

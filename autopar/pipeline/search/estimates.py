@@ -1,8 +1,8 @@
-"""What a planned stage takes: seconds of each phase of a microbatch, and bytes.
+"""Estimate a planned stage: seconds of each phase of a microbatch, and bytes.
 
-In: the program of a stage as it was planned, and its device's program. Out: `StageCost`s, one for each price of what is
-held from the forward to the backward pass. The device's program runs all phases in one loop; here each is scheduled by
-itself, as it will run.
+In: the program of a stage as planned, and its device program.
+Out: `StageCost`s, one for each price of activations stashed between the passes. The device program runs all phases in
+one loop; here each phase is simulated by itself, because the pipeline runs it by itself.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from autopar.xla_model.simulation import simulate
 
 
 class StageFigures:
-    """Of one planned stage.
+    """The figures of a planned stage.
 
     Args:
-        layout: of the trace that was planned.
-        splits_backward: whether the backward pass runs in two parts.
-        apart: whether forward and backward pass are programs of their own.
+        layout: the layout of the planned trace.
+        splits_backward: whether the backward pass has an input part and a weight part.
+        apart: whether forward and backward pass are separate programs.
     """
 
     def __init__(self, made: Candidate, layout: Layout, *, splits_backward: bool = False, apart: bool = True) -> None:
@@ -36,24 +36,26 @@ class StageFigures:
         self.backward_s = self._seconds(lambda op: phase_of.get(op.node) in ("backward", "input"))
         self.weight_s = self._seconds(lambda op: phase_of.get(op.node) == "weight")
         self.update_s = self._seconds(lambda op: op.node not in inside)
-        told = made.parts.prediction
-        state = told.parameter_bytes + told.optimizer_bytes + told.data_bytes + told.output_bytes
+        prediction = made.parts.prediction
+        state = (
+            prediction.parameter_bytes + prediction.optimizer_bytes + prediction.data_bytes + prediction.output_bytes
+        )
         self.state_bytes = state + self._accumulated() + self._made_before() - self._passing()
 
     def cost(self, crossing: Crossing) -> StageCost:
-        """The price, where that passes between forward and backward pass."""
-        told, state = self.made.parts.prediction, self.state_bytes
+        """The stage's cost, given the values that pass from the forward to the backward pass."""
+        prediction, state = self.made.parts.prediction, self.state_bytes
         return StageCost(
             forward_s=self.forward_s + crossing.written_s,
-            backward_s=self.backward_s + crossing.written_s + crossing.again_s,
+            backward_s=self.backward_s + crossing.written_s + crossing.recompute_s,
             weight_s=self.weight_s,
             update_s=self.update_s,
             state_bytes=state,
             flight_bytes=crossing.num_bytes + self._arriving(lambda value: value in crossing.read),
-            working_bytes=max(0.0, told.peak_bytes - state - self._held()) + crossing.again_bytes,
+            working_bytes=max(0.0, prediction.peak_bytes - state - self._held()) + crossing.recompute_bytes,
         )
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _seconds(self, wanted: Callable[[Op], bool]) -> float:
         device, start = self.made.parts.device, self.layout.loop.enter[0]
@@ -67,7 +69,7 @@ class StageFigures:
         ).step_time_s
 
     def _passing(self) -> float:
-        """What comes from other stages, or is sent to them: it is there once for each microbatch."""
+        """Bytes that are received from or sent to other stages; they exist once per microbatch."""
         layout = self.layout
         return sum(
             tensor.num_bytes
@@ -76,7 +78,7 @@ class StageFigures:
         )
 
     def _arriving(self, is_kept: Callable[[int], bool]) -> float:
-        """Of what comes in the forward pass, what the backward pass reads."""
+        """Bytes that arrive in the forward pass and that the backward pass reads."""
         layout, found = self.layout, 0.0
         read = {v for unit in layout.body if self.phases[unit.start] == "forward" for v in unit.operands}
         for tensor, value in zip(self.made.parts.inputs, layout.trace.inputs, strict=True):
@@ -87,7 +89,7 @@ class StageFigures:
         return found
 
     def _held(self) -> float:
-        """Of the peak of the program as one, what is there from the forward to the backward pass."""
+        """Bytes at the peak of the fused program that live from the forward to the backward pass."""
         device, made, read = self.made.parts.device, set[int](), set[int]()
         for op in device.ops:
             phase = self.phases.get(op.node)
@@ -98,7 +100,7 @@ class StageFigures:
         return sum(device.buffers[b].num_bytes for b in made & read if not device.buffers[b].argument)
 
     def _made_before(self) -> float:
-        """Bytes of what is made, or gathered, before the first microbatch and read by all."""
+        """Bytes that are produced or gathered before the first microbatch and read by all."""
         device, loop = self.made.parts.device, self.layout.loop
         made = {b for op in device.ops if op.node < loop.enter[1] for b in op.writes}
         read = {b for op in device.ops if loop.enter[1] <= op.node < loop.exit[0] for b in op.reads}
@@ -106,7 +108,7 @@ class StageFigures:
         return sum(device.buffers[b].num_bytes for b in made & read - kept if not device.buffers[b].argument)
 
     def _accumulated(self) -> float:
-        """Bytes of what is summed up from microbatch to microbatch."""
+        """Bytes of accumulators."""
         device, carries = self.made.parts.device, self.layout.carries
         held = {b for op in device.ops if op.node in carries for b in op.writes}
         return sum(device.buffers[b].num_bytes for b in held if not device.buffers[b].argument)

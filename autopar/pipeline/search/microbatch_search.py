@@ -1,13 +1,13 @@
-"""Into how many microbatches a staged step is cut: those that divide the batch are tried, from a likely one on.
+"""Search for the number of microbatches of a pipelined step among the divisors of the batch.
 
-In: how a number's `StageSearch` is made, and how one that estimates. Out: what was tried, the best first. More microbatches
-leave less idle and hold less, fewer are worked on more efficiently; so step time is taken to fall and then to rise with
-their number. The first number that leaves anything that fits is searched on all shapes of submeshes. From the prices found
-for it, steps with more and fewer microbatches are estimated, on the shapes of its stages, until they get slower; the one
-where that ends is searched in its turn, and so on until a search finds nothing quicker. All layers as one stage are looked
-at again where that may be quicker: a microbatch takes no less time than a smaller one, and two no less than one of twice
-the size. What is found for a number is exact in so far as `StageSearch` is; that no other number is better is an
-assumption.
+In: functions that make a `StageSearch` and an estimate for a number of microbatches.
+Out: the numbers tried, the best first. More microbatches shrink the bubble and the memory of each; fewer make kernels
+more efficient. So the step time is assumed to fall and then to rise with their number. The first number that fits is
+searched on all shapes of submeshes. With its costs, steps with more and with fewer microbatches are estimated on the
+shapes of its stages until they get slower. The number where this ends is searched in turn, until a search finds nothing
+faster. All layers as one stage are searched again only where they may be faster: a microbatch takes at least as long as
+a smaller one, and two take at least as long as one of twice the size. The result for a number is as exact as
+`StageSearch`; that no other number is better is an assumption.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from dataclasses import dataclass
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
 
-#: What makes the search for a number of microbatches; on some shapes only, where given.
+#: Makes the search for a number of microbatches, on the given shapes or on all.
 SearchOf = Callable[[int, Sequence[SubmeshShape] | None], StageSearch]
-#: What makes one for the first number by prices for the second; None where it cannot.
+#: Makes a search for the first number with the costs of the second; None if it cannot.
 EstimateOf = Callable[[int, int, Sequence[SubmeshShape]], StageSearch | None]
-#: One stage that is estimated to be so much slower than several is not searched.
+#: One stage whose estimate is this many times slower than several stages is not searched.
 _SLOWER = 1.04
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """A number of microbatches, and what was found for it."""
+    """A number of microbatches and its result."""
 
     num_microbatches: int
     outcome: Outcome
 
     @property
     def step_time_s(self) -> float:
-        """`inf` where nothing fits."""
+        """The step time; `inf` if nothing fits."""
         return math.inf if self.outcome.step is None else self.outcome.step.step_time_s
 
 
 def divisors(batch: int, least: int = 1) -> tuple[int, ...]:
-    """Numbers of equal parts of a batch."""
+    """The numbers of equal parts of a batch."""
     return tuple(n for n in range(least, batch + 1) if batch % n == 0)
 
 
@@ -52,12 +52,13 @@ def over_microbatches(
     find: Callable[[StageSearch], Outcome] = lambda search: search.outcome(SCHEDULES),
     estimate_of: EstimateOf = lambda number, known, shapes: None,
 ) -> tuple[Tried, ...]:
-    """What was tried, the best first.
+    """Search over numbers of microbatches. Return the results, best first.
 
     Args:
-        numbers: of microbatches, in order. start: the first to be tried, one of them.
-        find: what is looked for.
-        estimate_of: where it makes no search, numbers are searched instead of estimated.
+        numbers: numbers of microbatches in ascending order.
+        start: the first number to try, one of them.
+        find: a function that runs a search.
+        estimate_of: a function that makes an estimating search; where it returns None, the number is searched.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -66,7 +67,7 @@ def over_microbatches(
 
 
 class _Climb:
-    """One search over numbers of microbatches, by their positions."""
+    """Hill climbing over the positions of numbers of microbatches."""
 
     def __init__(
         self,
@@ -90,12 +91,12 @@ class _Climb:
         return tuple(sorted(self.tried.values(), key=lambda one: one.step_time_s))
 
     def _likely(self, at: int) -> int:
-        """The best number by estimates from this one's prices."""
+        """The position with the best estimate from this one's costs."""
         above = self._further(at, 1)
         return self._further(at, -1) if above == at else above
 
     def _further(self, at: int, by: int) -> int:
-        """Go on as long as it gets better; where it ends."""
+        """The position where going in one direction stops to improve."""
         end, time_s = at, self._time(at)
         while 0 <= end + by < len(self.numbers) and (further_s := self._estimate(end + by, at)) < time_s:
             end, time_s = end + by, further_s
@@ -124,7 +125,7 @@ class _Climb:
         return self.tried[at].step_time_s
 
     def _shapes(self, at: int) -> list[SubmeshShape] | None:
-        """Those that a number of microbatches is searched on; None: all."""
+        """The shapes to search for a number of microbatches; None for all."""
         if self.best is None:
             return None
         shapes = [stage.submesh.shape for stage in self.best.stages]

@@ -1,8 +1,9 @@
-"""From a traced step to the plan of its stages.
+"""Plan a traced step as pipeline stages.
 
-    Program -> Cuttable -> layers -> prices of their runs -> stages, schedule, microbatches -> a Plan for each stage
+    Program -> Cuttable -> layers -> costs of their runs -> stages, schedule, microbatches -> a Plan for each stage
 
-In: a `Program` and what is asked for. Out: `PipelinePlan`. Nothing is compiled and no device is touched.
+In: a `Program` and a request.
+Out: a `PipelinePlan`. Nothing is compiled and no device is used.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
 from autopar.version import versions_of
 
-#: Of numbers of microbatches, one is tried first that has about so many for each device, and at least so many examples
-#: in each: with fewer microbatches stages wait, with fewer examples kernels are small.
+#: The first number of microbatches to try has about so many per device, and at least so many examples per microbatch:
+#: with fewer microbatches stages wait, with fewer examples kernels are small.
 _FIRST_PER_DEVICE, _FIRST_EXAMPLES = 8, 4
-#: A step is cut into at most so many layers: of 48 equal blocks, each is one, with what is before and after them.
+#: The most layers of a step: enough for 48 equal blocks, one layer each, and layers before and after them.
 _MOST_LAYERS = 64
-#: A chain and stages that fork are both planned where they are priced as close as this.
+#: A chain and stages that fork are both planned if their step times are within this factor.
 _CLOSE = 1.1
-#: How often stages that hold more than they were priced at are looked for anew.
+#: How often the search is repeated when the planned stages exceed their estimated memory.
 _MOST_REPLANS = 2
-#: Seconds that the search of one schedule's partition may take.
+#: The time limit of one schedule's partition.
 _SEARCH_LIMIT_S = 60.0
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagesAsked:
-    """What stages are to be found.
+class StageRequest:
+    """A request for stages.
 
     Args:
-        profiles: by kind of device of the cluster.
-        memory_budget_bytes: per device; None: what the profile says is usable.
-        partitioner: by default the package's, which proves the optimum of its prices.
-        planning: options of `planner.plan_and_parts`, for each stage.
+        profiles: the hardware profile of each kind of device in the cluster.
+        memory_budget_bytes: bytes per device; None for the profile's usable memory.
+        partitioner: by default `ExactPartitioner` or `InterleavedPartitioner`, which prove optimality by their costs.
+        planning: options of `planner.plan_and_parts` for each stage.
     """
 
     cluster: Cluster
@@ -80,40 +81,40 @@ class StagesAsked:
 
     @property
     def budgets(self) -> dict[str, float]:
-        """Bytes that a device of each kind may hold."""
+        """The memory budget of a device of each kind."""
         given = self.memory_budget_bytes
         return {kind: MemoryBudget(given or p.usable_bytes).plan_bytes for kind, p in self.profiles.items()}
 
 
 @seldom_collect()
-def plan_stages(program: Program, asked: StagesAsked) -> PipelinePlan:
-    """Cut a step into stages, and plan each.
+def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
+    """Partition a step into stages and plan each.
 
     Raises:
-        MicrobatchError: where its batch cannot be split over time as asked.
+        MicrobatchError: the batch cannot be split into the requested microbatches.
         BudgetError: nothing fits.
-        ClusterError, ScheduleError: what is asked for cannot be.
+        ClusterError, ScheduleError: the request is impossible.
     """
-    return _Planning(program, asked).run()
+    return _Planning(program, request).run()
 
 
-def searches_of(cuttable: Cuttable, asked: StagesAsked) -> Searches:
-    """The searches of a step, as `plan_stages` makes them."""
+def searches_of(cuttable: Cuttable, request: StageRequest) -> Searches:
+    """The searches of a step that `plan_stages` uses."""
     chain = cuttable.chain
     return Searches(
         cuttable,
         cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS),
-        asked.cluster,
-        asked.profiles,
-        asked.budgets,
+        request.cluster,
+        request.profiles,
+        request.budgets,
         _SEARCH_LIMIT_S,
-        num_stages=None if asked.stages == "auto" else asked.stages,
-        planning=asked.planning,
+        num_stages=None if request.stages == "auto" else request.stages,
+        planning=request.planning,
     )
 
 
 def _bounds(stages: Sequence[StagePlan], timeline: PipelineTimeline) -> dict[str, float]:
-    """Seconds of a step by what limits them: bubbles, and within the stages what limits their programs, by device time."""
+    """Seconds of a step by bottleneck: bubbles, and the bottlenecks of the stages' programs by device time."""
     waiting = timeline.bubble_fraction * timeline.makespan_s
     seconds: dict[str, float] = defaultdict(float)
     for stage in stages:
@@ -125,7 +126,7 @@ def _bounds(stages: Sequence[StagePlan], timeline: PipelineTimeline) -> dict[str
 
 
 def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...], int]:
-    """Numbers of microbatches that a step may have, and the first to be tried."""
+    """The possible numbers of microbatches, and the first to try."""
     if cuttable.refusal is not None:
         return (1,), 1
     examples = num_examples(cuttable.flow.graph)
@@ -137,19 +138,19 @@ def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...
 class _Planning:
     """Plans one step."""
 
-    def __init__(self, program: Program, asked: StagesAsked) -> None:
-        self.asked, self.started = asked, time.perf_counter()
+    def __init__(self, program: Program, request: StageRequest) -> None:
+        self.request, self.started = request, time.perf_counter()
         traced = program.as_traced
         self.program = traced.whole or traced
-        self.report = asked.progress or (lambda stage, fraction: None)
+        self.report = request.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
-        self.cuttable = Cuttable.of(program, own_statistics=asked.own_statistics)
-        self._check_asked()
-        self.searches = searches_of(self.cuttable, asked)
+        self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics)
+        self._check_request()
+        self.searches = searches_of(self.cuttable, request)
         self.clustering = self.searches.clustering
         self.branches = self._branches()
         self.tried: list[StagesTried] = []
-        #: The best chain and the best stages that fork, with their microbatches, by whether they fork.
+        #: The best chain and the best forking stages, with their numbers of microbatches, by whether they fork.
         self.best: dict[bool, tuple[int, StagedStep]] = {}
 
     def run(self) -> PipelinePlan:
@@ -157,12 +158,12 @@ class _Planning:
         tried = over_microbatches(self._search, numbers, start, self._found, self._estimate)
         best = tried[0]
         if best.outcome.step is None:
-            budget = " or ".join(sorted({human_bytes(b) for b in self.asked.budgets.values()}))
+            budget = " or ".join(sorted({human_bytes(b) for b in self.request.budgets.values()}))
             counts = ", ".join(str(one.num_microbatches) for one in tried)
             raise BudgetError(
-                f"no stages of `{self.program.signature.name}` fit {budget} a device of {self.asked.cluster}"
-                f" ({len(self.clustering.starts)} layers, microbatches tried: {counts}). {best.outcome.reason}. Give more"
-                " devices, another schedule, or a larger memory budget"
+                f"no stages of `{self.program.signature.name}` fit {budget} per device of {self.request.cluster}"
+                f" ({len(self.clustering.starts)} layers, numbers of microbatches tried: {counts})."
+                f" {best.outcome.reason}. Use more devices, another schedule, or a larger memory budget"
             )
         self.report("plan stages", 0.9)
         plans: list[PipelinePlan] = []
@@ -179,9 +180,8 @@ class _Planning:
         return min(plans, key=lambda plan: plan.prediction.step_time_s)
 
     def _within(self, count: int, step: StagedStep) -> PipelinePlan:
-        """The plan of these stages; or where they hold more, once planned, than their prices say, of the best that are
-        priced to hold as much less."""
-        budgets = self.asked.budgets
+        """The plan of these stages. If they exceed the budget once planned, search again with a smaller budget."""
+        budgets = self.request.budgets
         plan, over = self._plan(count, step)
         for _ in range(_MOST_REPLANS):
             if over <= 1:
@@ -195,53 +195,53 @@ class _Planning:
             plan, over = self._plan(count, min(found, key=lambda step: step.step_time_s))
         if over * (1 - MARGIN) > 1:
             raise BudgetError(
-                f"no stages of `{self.program.signature.name}` were found that fit: the best hold {human_bytes(plan.prediction.peak_bytes)}"
-                f" on a device of {self.asked.cluster}, {over * (1 - MARGIN):.2f} times the memory budget. Give more devices or"
-                " microbatches, or a larger budget"
+                f"no stages of `{self.program.signature.name}` fit: the best need"
+                f" {human_bytes(plan.prediction.peak_bytes)} on a device of {self.request.cluster},"
+                f" {over * (1 - MARGIN):.2f} times the memory budget. Use more devices or microbatches, or a larger budget"
             )
         return plan
 
-    def _check_asked(self) -> None:
-        """Refuse more stages than devices, and a schedule without backward passes for a step that has one."""
-        num_devices = self.asked.cluster.num_devices
-        if self.asked.stages != "auto" and self.asked.stages > num_devices:
+    def _check_request(self) -> None:
+        """Refuse more stages than devices, and a forward-only schedule for a step with a backward pass."""
+        num_devices = self.request.cluster.num_devices
+        if self.request.stages != "auto" and self.request.stages > num_devices:
             raise ClusterError(
-                f"{self.asked.stages} stages were asked for, and {num_devices} device{'s' * (num_devices > 1)} can have at most"
-                f" {num_devices}: ask for 1 to {num_devices}"
+                f"{self.request.stages} stages were requested, and {num_devices} device{'s' * (num_devices > 1)} can have"
+                f" at most {num_devices}: choose 1 to {num_devices}"
             )
-        if self.asked.schedule == "auto":
+        if self.request.schedule == "auto":
             return
-        kind = find(self.asked.schedule)
+        kind = find(self.request.schedule)
         if kind.backward == "none" and self.cuttable.flow.backward:
             raise ScheduleError(
-                f"schedule {kind.name!r} runs forward passes only, and `{self.program.signature.name}` has a backward pass:"
-                " its gradients would never be computed, nor what is updated by them. Leave schedule='auto', or give one"
+                f"schedule {kind.name!r} runs forward passes only, but `{self.program.signature.name}` has a backward"
+                " pass: its gradients and updates would never be computed. Leave schedule='auto', or choose one"
                 f" of {', '.join(map(repr, SCHEDULES))}"
             )
 
     # -- the search --------------------------------------------------------------------------
 
     def _numbers(self) -> tuple[Sequence[int], int]:
-        """Numbers of microbatches that may be tried, and the first that is."""
-        asked = self.asked.num_microbatches
-        if asked != "auto":
-            if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
-                raise MicrobatchError(f'`num_microbatches` is {asked!r}: give 1 or more, or "auto"')
-            return (asked,), asked
-        return likely_numbers(self.cuttable, self.asked.cluster)
+        """The numbers of microbatches to try, and the first."""
+        count = self.request.num_microbatches
+        if count != "auto":
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise MicrobatchError(f'`num_microbatches` is {count!r}: give 1 or more, or "auto"')
+            return (count,), count
+        return likely_numbers(self.cuttable, self.request.cluster)
 
     def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
         self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.searches.costs)))
         return self.searches.search(count, among)
 
     def _estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
-        """By what the package's partitioner makes of stages in a chain; others are asked themselves."""
-        if self.branches is not None or self.asked.partitioner is not None:
+        """An estimating search for the default partitioner; None for others, which are run instead."""
+        if self.branches is not None or self.request.partitioner is not None:
             return None
         return self.searches.estimate(count, known, among)
 
     def _found(self, search: StageSearch) -> Outcome:
-        """The best of all schedules; what each found is noted."""
+        """The best result of all schedules; each result is recorded."""
         best = Outcome(None)
         for name, found in self._outcomes(search):
             step = found.step
@@ -264,35 +264,35 @@ class _Planning:
         return best
 
     def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
-        """What branches side by side make of the stages, where there are any, and then each schedule: where nothing fits,
-        the last one says why."""
+        """The results with parallel branches, if there are any, then those of each schedule. If nothing fits, the last
+        one has the reason."""
         if self.branches is not None:
             shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
             yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
         for name in self._schedules():
-            yield name, search.outcome((name,), self.asked.partitioner)
+            yield name, search.outcome((name,), self.request.partitioner)
 
     def _branches(self) -> BranchSearch | None:
-        """The search for stages that fork and join, where the step does so and nothing else was asked for."""
-        asked = self.asked
-        free = asked.stages == asked.schedule == "auto" and asked.partitioner is None
-        if not free or asked.cluster.num_devices == 1:
+        """The search for stages that fork and join, if the step does and the request leaves everything open."""
+        request = self.request
+        free = request.stages == request.schedule == "auto" and request.partitioner is None
+        if not free or request.cluster.num_devices == 1:
             return None
         layers = forked_layers(self.cuttable.flow, self.cuttable.chain)
         if layers is None:
             return None
-        return BranchSearch(self.cuttable, layers, asked.cluster, asked.profiles, _SEARCH_LIMIT_S, asked.planning)
+        return BranchSearch(self.cuttable, layers, request.cluster, request.profiles, _SEARCH_LIMIT_S, request.planning)
 
     def _schedules(self) -> Sequence[str]:
-        if self.asked.schedule == "auto":
+        if self.request.schedule == "auto":
             return SCHEDULES if self.cuttable.flow.backward else ("inference",)
-        return (find(self.asked.schedule).name,)
+        return (find(self.request.schedule).name,)
 
     # -- the plan ----------------------------------------------------------------------------
 
     def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
-        """The plan of these stages, and how many times the budget they hold, at the most."""
-        asked, schedule = self.asked, step.schedule
+        """The plan of these stages, and their largest ratio of memory to budget."""
+        request, schedule = self.request, step.schedule
         programs, runs, planned = self._stages(count, step)
         stages = [
             StagePlan(
@@ -300,7 +300,7 @@ class _Planning:
                 last_layer=stage.last,
                 submesh=stage.submesh,
                 cost=cost,
-                plan=replace(run.plan, memory_budget_bytes=None),  # the schedule's to keep
+                plan=replace(run.plan, memory_budget_bytes=None),  # the budget depends on the schedule
             )
             for stage, cost, run in zip(step.stages, planned.costs, runs, strict=True)
         ]
@@ -315,8 +315,8 @@ class _Planning:
         outputs = _placed(graph, programs, runs, "result")
         plan = PipelinePlan(
             program=self.program.signature,
-            cluster=asked.cluster,
-            memory_budget_bytes=asked.memory_budget_bytes,
+            cluster=request.cluster,
+            memory_budget_bytes=request.memory_budget_bytes,
             words=_words(stages, schedule.name, count, forks=bool(run_layers)),
             schedule=schedule.name,
             num_microbatches=count,
@@ -339,7 +339,7 @@ class _Planning:
             efficiency=efficiency_of(
                 self.program.as_traced.graph,
                 [tensor for tensor, _ in inputs],
-                [(group.num_devices, asked.profiles[group.kind]) for group in asked.cluster.groups],
+                [(group.num_devices, request.profiles[group.kind]) for group in request.cluster.groups],
                 _bounds(stages, timeline),
             ),
             outcome=SearchOutcome(
@@ -349,18 +349,18 @@ class _Planning:
                 num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
                 search_time_s=time.perf_counter() - self.started,
             ),
-            own_statistics=asked.own_statistics,
+            own_statistics=request.own_statistics,
             tried=tuple(self.tried),
             versions=versions_of(),
             in_tree=self.program.trace.in_tree,
             out_tree=self.program.trace.out_tree,
         )
-        return plan, planned.over(asked.budgets)
+        return plan, planned.over(request.budgets)
 
     def _stages(
         self, count: int, step: StagedStep
     ) -> tuple[tuple[StageProgram, ...], Sequence[PlannedRun], StagedStep]:
-        """The programs of stages, their plans, and the step at the prices of these."""
+        """The programs of stages, their plans, and the step with the costs of these plans."""
         if step.layer_of is not None:
             assert self.branches is not None, "who else finds such stages?"
             return self.branches.planned(count, step)
@@ -381,8 +381,8 @@ def _gap(cost: float, bound: float) -> float:
 def _placed(
     graph: Graph, programs: Sequence[StageProgram], runs: Sequence[PlannedRun], kind: Literal["argument", "result"]
 ) -> list[tuple[TensorPlan, tuple[LeafPart, ...]]]:
-    """Arguments or results of the step: how each lies, and on which stages. What is carried lies where it is renewed; what
-    several stages take, where the first does; what none takes or makes, whole on the first."""
+    """The shardings and stages of the step's arguments or results. Carried state is on the stage that updates it; other
+    leaves on the first stage that uses or produces them; unused ones on the first stage, replicated."""
     given = kind == "argument"
     values, paths = (graph.inputs, graph.input_paths) if given else (graph.outputs, graph.output_paths)
     found: dict[int, dict[Rows | None, tuple[TensorPlan, int]]] = defaultdict(dict)
@@ -409,7 +409,7 @@ def _part(stage: int, tensor: TensorPlan, rows: Rows | None) -> LeafPart:
 
 
 def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
-    """Of what no stage takes or makes."""
+    """The plan of a leaf that no stage uses or produces."""
     info = None if value is None else graph.values[value]
     shape = info.shape if info else ()
     return TensorPlan(
@@ -423,7 +423,7 @@ def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
 
 
 def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
-    """What the plan does, in a line."""
+    """A description of the plan in one line."""
     inside = list(dict.fromkeys(stage.plan.words for stage in stages))
     submeshes = list(dict.fromkeys(stage.devices for stage in stages))
     sizes = " + ".join(str(len(devices)) for devices in submeshes)

@@ -1,12 +1,12 @@
-"""A program planned on a submesh for its price alone.
+"""Plan a program on a submesh quickly, to estimate its cost.
 
-In: the forms of a program, a shape of submesh, its devices' profile. Out: `Candidate`, and the `Way` it was planned: on which
-mesh, in which form. Ways are weighed by the solver's cost, and only the chosen one is laid out on a device. What is
-found for one run of layers is the way for all that are made of the same.
+In: the forms of a program, a shape of submesh, and its devices' profile.
+Out: a `Candidate` and its `Way`: the mesh and the form. Ways are compared by the solver's cost; only the best ones are
+assembled as device programs. The way found for one run of layers is reused for all runs of equal layers.
 
-State (parameters, what an optimizer has, gradients summed up) can be given a price: the dearer, the fewer copies of it
-there are on the devices of a submesh, and the more they send each other. And a gradient's sum over devices can be ruled
-out to stay pending from microbatch to microbatch, as it does where each runs in programs of its own.
+State (parameters, optimizer state, accumulated gradients) can have a price. The higher it is, the fewer copies of state
+the devices of a submesh hold, and the more they communicate. Unreduced gradients across microbatches can be forbidden,
+because they are impossible if each microbatch runs as a separate program.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autopar.rules.grouping import Group
 from autopar.solve.problem import Edge, Problem, Solution, Solver
 from autopar.transforms.program import Program
 
-#: Another form is laid out, too, where the solver's costs are as close as this: they know nothing of what is hidden.
+#: Forms whose solver costs are within this factor are assembled too, as the solver ignores overlap.
 _CLOSE = 1.05
 
 
@@ -40,9 +40,10 @@ class Way:
     """How a program is planned.
 
     Args:
-        form: position in `Program.forms`.
-        state_price: of a byte of state, in units of what it takes to write it and to read it in each microbatch.
-        pending: whether sums may stay pending.
+        mesh: the mesh of the submesh's devices.
+        form: the position in `Program.forms`.
+        state_price: the price of a byte of state, in units of its write and read time per microbatch.
+        pending: whether reductions may be deferred across microbatches.
     """
 
     mesh: MeshShape
@@ -52,7 +53,7 @@ class Way:
 
 
 class Form:
-    """A form of a program, with what no mesh changes: its groups, and primitives without a rule."""
+    """A form of a program and what does not depend on the mesh: its groups, and its primitives without a rule."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -83,24 +84,24 @@ class _Solved:
 
 
 def forms_of(program: Program) -> tuple[Form, ...]:
-    """The forms of a program; as it was written comes last."""
+    """The forms of a program; the original form is the last."""
     return tuple(map(Form, program.forms))
 
 
 def meshes_for(meshes: Sequence[MeshShape], profile: HardwareProfile) -> list[MeshShape]:
-    """Those that are worth planning for: on two axes all can be split that can be split on one of as many devices."""
+    """The meshes worth planning: two axes can express every sharding of a single axis with as many devices."""
     distinct, _ = distinct_meshes(meshes, profile, symmetric=True)
     with_two = [mesh for mesh in distinct if sum(size > 1 for size in mesh.axis_sizes) > 1]
     return with_two or distinct
 
 
 class QuickPlanner:
-    """Plans programs; what some of them share is computed once."""
+    """Plans programs and caches what they share."""
 
     def __init__(self, solver: Solver) -> None:
         self.solver = solver
         self._times: dict[tuple[MeshShape, HardwareProfile], ReshardingTimes] = {}
-        #: The last problem of each form: it is asked at several prices of state.
+        #: The last problem of each form, reused at several prices of state.
         self._formulations: dict[int, tuple[Form, MeshShape, HardwareProfile, Formulation]] = {}
 
     def planned_in(
@@ -109,7 +110,7 @@ class QuickPlanner:
         """The plan in a given way.
 
         Raises:
-            TimeLimitError: the solver found none.
+            TimeLimitError: the solver found no solution in time.
         """
         return self._solved(way, forms, profile).made(figures_only=figures_only)
 
@@ -122,10 +123,10 @@ class QuickPlanner:
         state_price: float = 0.0,
         pending: bool = False,
     ) -> tuple[Candidate, Way]:
-        """The quickest plan: the program as it was written on each mesh, and on the best of them its other form.
+        """The fastest plan: the original form on each mesh, and the other forms on the best mesh.
 
         Raises:
-            TimeLimitError: the solver found none.
+            TimeLimitError: the solver found no solution in time.
         """
         whole = len(forms) - 1
         ways = [Way(mesh, whole, state_price, pending) for mesh in meshes]
@@ -156,18 +157,18 @@ class QuickPlanner:
 
 
 def _priced(f: Formulation, program: Program, way: Way) -> Problem:
-    """The problem, with what a way says of state and of sums."""
+    """The problem with a way's prices of state and constraint on reductions."""
     graph, loop = f.graph, program.trace.microbatches
-    trips = float(loop.params["length"]) if loop is not None else 1.0
-    per_byte = trips * way.state_price * 2 / f.profile.hbm_bytes_per_s
+    iterations = float(loop.params["length"]) if loop is not None else 1.0
+    per_byte = iterations * way.state_price * 2 / f.profile.hbm_bytes_per_s
     renewed = {position for position, _ in graph.carried}
     state = [value for position, value in enumerate(graph.inputs) if position in renewed]
     sums = [value for node in graph.nodes if node.primitive == "enter_carry" for value in node.results]
     costs = list(f.problem.node_costs)
-    entering = {"enter_carry", "enter_const"}  # what is made before the loop is held as long as state is
+    entering = {"enter_carry", "enter_const"}  # values made before the loop live as long as state
     state += [value for node in graph.nodes if node.primitive in entering for value in node.results]
     edges, held = list(f.problem.edges), set(state)
-    for flow in f.flows:  # what several read otherwise than it is made is one more buffer
+    for flow in f.flows:  # a value that is resharded for several users needs one more buffer
         if flow.value in held and f.decisions[flow.target].kind == "copy":
             info = graph.values[flow.value]
             sizes = np.array([wanted.local_size(info.shape, f.mesh) for wanted in flow.wanted])

@@ -1,10 +1,11 @@
-"""What passes from the forward to the backward pass of a stage, and what the backward pass computes again instead.
+"""Choose the residuals of a stage: what the forward pass stashes, and what the backward pass rematerializes.
 
-In: a planned stage's program, and what a byte that is held is worth. Out: `Crossing`. The two passes are programs of
-their own. So whatever passes is written to memory and read again, even what one program would have kept inside its
-kernels; and what is computed again of what passes is computed in the backward pass alone. Of each layer a minimum cut
-chooses what passes, at the least sum of seconds and of bytes at their price. What layers read of each other is never
-computed again, so that one layer is in memory at a time; what belongs to none (a mask, say) each may make for itself.
+In: a planned stage's program, and the price of a stashed byte.
+Out: `Crossing`. The two passes are separate programs, so every residual is written to memory and read again, even one
+that a single program would keep inside a fusion. Rematerialization happens in the backward pass only. For each layer a
+minimum cut chooses the residuals with the least sum of seconds and priced bytes. Values that layers read from each
+other are never rematerialized, so that one layer at a time is in memory. Each layer may rematerialize values that
+belong to no layer, such as a mask, for itself.
 """
 
 from __future__ import annotations
@@ -24,33 +25,33 @@ from autopar.transforms.remat.sites import sites_of
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What passes between the two passes of one microbatch, on one device.
+    """The residuals of one microbatch on one device.
 
     Args:
-        recomputed: what the backward pass computes again.
-        read: values of the forward pass, and of what comes to it, that the backward pass reads then.
-        num_bytes: of those that the stage makes.
-        written_s: what it takes to write those that would have stayed inside kernels; to read them takes as long.
-        again_s: what is computed again.
-        again_bytes: the most that is computed again together.
+        recomputed: what the backward pass rematerializes.
+        read: values that the backward pass reads from the forward pass or from the stage's inputs.
+        num_bytes: the bytes of those that the stage produces.
+        written_s: seconds to write residuals that would stay inside fusions in one program; reading takes as long.
+        recompute_s: seconds of rematerialization.
+        recompute_bytes: the largest number of bytes that are rematerialized together.
     """
 
     recomputed: tuple[Recomputation, ...]
     read: frozenset[int]
     num_bytes: float
     written_s: float
-    again_s: float
-    again_bytes: float
+    recompute_s: float
+    recompute_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """What one layer computes forward.
+    """The forward computation of one layer.
 
     Args:
-        nodes: in order, with what belongs to no layer.
-        needed: of these, the ones that the backward pass reads, and before which node.
-        fixed: those that make what others read; they are not computed again.
+        nodes: nodes in order, including those that belong to no layer.
+        needed: the nodes whose results the backward pass reads, and the first node that does.
+        fixed: nodes whose results other layers read; they are not rematerialized.
     """
 
     nodes: tuple[int, ...]
@@ -59,11 +60,12 @@ class _Segment:
 
 
 class Crossings:
-    """Of one planned stage.
+    """The possible residuals of a planned stage.
 
     Args:
-        layout: of the trace that was planned. phases: of its equations.
-        apart: whether the two passes are programs of their own. In one program, what is inside kernels stays there.
+        layout: the layout of the planned trace.
+        phases: the phase of each of its equations.
+        apart: whether the two passes are separate programs. In one program, fusions keep values in registers.
     """
 
     def __init__(self, made: Candidate, layout: Layout, phases: Mapping[int, str], *, apart: bool = True) -> None:
@@ -72,7 +74,7 @@ class Crossings:
         equations = layout.trace.equations
         forward = [unit for unit in layout.body if phases[unit.start] == "forward"]
         self.made_forward = {v for unit in forward for v in unit.results}
-        #: By value that the backward pass reads as it is, its first unit that does, by layer.
+        #: By value that the backward pass reads directly: its first unit that reads it, by layer.
         self.read: dict[int, dict[int | None, int]] = {}
         known = self.made_forward | set(layout.takes_inside.values())
         for unit in layout.body:
@@ -84,19 +86,19 @@ class Crossings:
         self.repeat = sites[0].repeat if sites else 1.0
         self.numbers = numbers_of(made.formulation, made.solution.choices, made.parts.device, start, {})
         self.layer_of = {n: equations[n].layer for n in (sites[0].forward if sites else ()) if phases[n] == "forward"}
-        #: What leaves the stage, or the trip, in the forward pass: it is made there.
+        #: Values that leave the stage or the iteration in the forward pass, so they are computed there.
         self.leaving = {v for n in range(*layout.loop.exit) for v in equations[n].operands if isinstance(v, int)}
         self.segments = self._segments()
 
-    def as_it_is(self) -> Crossing:
-        """All that is read passes."""
+    def without_recompute(self) -> Crossing:
+        """The residuals without rematerialization."""
         return self._crossing([])
 
     def at(self, price: float) -> Crossing:
-        """The least sum.
+        """The residuals with the least sum of time and priced bytes.
 
         Args:
-            price: of a byte that is held, in units of what it takes to write one and to read it.
+            price: the price of a stashed byte, in units of the time to write and read it.
         """
         assert price > 0, price
         per_byte = 2 * price / self.profile.hbm_bytes_per_s
@@ -106,16 +108,16 @@ class Crossings:
             found.append((segment, steps, cheapest(steps, list(segment.needed), per_byte)))
         return self._crossing(found)
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _segments(self) -> list[_Segment]:
-        """What each layer computes."""
+        """The forward computation of each layer."""
         graph = self.graph
         segments: list[_Segment] = []
         for layer in sorted({layer for layer in self.layer_of.values() if layer is not None}):
             own = {n for n, of in self.layer_of.items() if of == layer}
             waiting = list(own)
-            while waiting:  # what belongs to no layer
+            while waiting:  # add nodes that belong to no layer
                 for value in graph.nodes[waiting.pop()].operands:
                     producer = -1 if value is None else graph.producers.get(value, -1)
                     if producer not in own and self.layer_of.get(producer, -1) is None:
@@ -124,8 +126,8 @@ class Crossings:
             needed: dict[int, int] = {}
             for n in sorted(own):
                 for value in graph.nodes[n].results:
-                    readers = self.read.get(value, {})
-                    at = [place for of, place in readers.items() if self.layer_of[n] is not None or of == layer]
+                    users = self.read.get(value, {})
+                    at = [place for of, place in users.items() if self.layer_of[n] is not None or of == layer]
                     if at:
                         needed[n] = min([*at, needed.get(n, len(graph.nodes))])
             if needed:
@@ -133,7 +135,7 @@ class Crossings:
         return segments
 
     def _fixed(self, layer: int, nodes: Iterable[int]) -> frozenset[int]:
-        """Of a layer's nodes, those that make what others than itself read in the forward pass."""
+        """The nodes of a layer whose results others read in the forward pass."""
         elsewhere = set(self.leaving)
         for n, of in self.layer_of.items():
             if of not in (layer, None):
@@ -168,13 +170,13 @@ class Crossings:
             own = {v for n in nodes for v in graph.nodes[n].results}
             taken = {v for n in nodes for v in graph.nodes[n].operands if v is not None} - own
             held = self._num_bytes(own & set(self.read)) - self._num_bytes((taken & self.made_forward) - set(self.read))
-            again_s = sum(steps[n].seconds for n in nodes)
+            recompute_s = sum(steps[n].seconds for n in nodes)
             again = Again(nodes=nodes, before=min(at), prompt=False)
             path = common_path([graph.nodes[n].path for n in nodes])
-            recomputed.append(Recomputation(again=again, path=path, saved_bytes=held, time_s=self.repeat * again_s))
+            recomputed.append(Recomputation(again=again, path=path, saved_bytes=held, time_s=self.repeat * recompute_s))
             renewed |= own
             read |= taken
-            seconds += again_s
+            seconds += recompute_s
             most = max(most, self._num_bytes(v for v in own if v in numbers.stored))
         read |= set(self.read) - renewed
         passing = read & self.made_forward
@@ -190,7 +192,7 @@ class Crossings:
         )
 
     def _kept(self, values: Iterable[int], price: float) -> float:
-        """What it takes to keep values, in bytes at a price."""
+        """The cost of stashing values, in bytes at a price."""
         if self.apart:
             return self._num_bytes(values) + self._unseen(values) / price
         large = self._large(values)
@@ -204,5 +206,5 @@ class Crossings:
         return sum(self.numbers.num_bytes[v] for v in self._large(values))
 
     def _unseen(self, values: Iterable[int]) -> float:
-        """Bytes of values that are inside kernels only, as one program."""
+        """Bytes of values that exist only inside fusions in a single program."""
         return sum(self.numbers.num_bytes[v] for v in self._large(values) if v not in self.numbers.stored)

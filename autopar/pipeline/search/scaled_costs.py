@@ -1,8 +1,8 @@
-"""Prices of runs for another number of microbatches than they were planned for, from one planned layer.
+"""Scale the costs of runs to another number of microbatches from one planned layer.
 
-In: the prices for one number, and for another number those of the usual layer. Out: `ScaledCosts`. What the usual layer
-costs more or less there, field by field, all runs cost more or less: good enough to say which numbers are worth a search
-of their own, and a tenth of its plans.
+In: the costs for one number of microbatches, and the most common layer's costs for another.
+Out: `ScaledCosts`. Each field of every cost is scaled by the factor of the most common layer. This is accurate enough
+to choose the numbers worth a full search, and needs a tenth of its plans.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from autopar.pipeline.search.stage_costs import StageCosts
 
 
 class ScaledCosts:
-    """`StageCosts` by proportion.
+    """`StageCosts` scaled in proportion.
 
     Args:
-        known: prices for one number of microbatches.
-        other: those for the other number; its usual layer alone is planned.
+        known: costs for one number of microbatches.
+        other: costs for the other number; only its most common layer is planned.
     """
 
     def __init__(self, known: StageCosts, other: StageCosts) -> None:
@@ -30,18 +30,18 @@ class ScaledCosts:
         self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """As `StageCosts.cost`."""
+        """The scaled `StageCosts.cost`."""
         key = (self.known.keys[first : last + 1], shape)
         if key not in self._costs:
             self._costs[key] = self._scaled(self.known.cost(first, last, shape), shape, alone=False)
         return self._costs[key]
 
     def alone(self, shape: SubmeshShape) -> StageCost:
-        """As `StageCosts.alone`."""
+        """The scaled `StageCosts.alone`."""
         return self._scaled(self.known.alone(shape), shape, alone=True)
 
     def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """As `StageCosts.bound`, by what the usual layer costs on one device."""
+        """The scaled `StageCosts.bound`, by the cost of the most common layer on one device."""
         key = (self.known.keys[first : last + 1], shape)
         if key not in self._bounds:
             one = SubmeshShape(shape.kind, 1, 1, option=shape.option)

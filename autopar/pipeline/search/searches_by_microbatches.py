@@ -1,7 +1,8 @@
-"""The searches for the stages of one step, one for each number of microbatches.
+"""Make the stage searches of a step, one for each number of microbatches.
 
-In: a step that may be cut, its layers, a cluster. Out: `Searches`, which makes a `StageSearch` of a number of microbatches;
-prices are kept from search to search. An `estimate` is a search by prices for another number (`scaled_costs.py`).
+In: a step that can be cut, its layers, and a cluster.
+Out: `Searches`, which makes a `StageSearch` for a number of microbatches and caches costs between searches. An
+`estimate` is a search with scaled costs of another number (`scaled_costs.py`).
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from autopar.pipeline.search.stage_search import StageSearch
 
 @dataclass(slots=True)
 class Searches:
-    """What is looked for.
+    """The searches of one step.
 
     Args:
-        profiles: by kind of device.
-        budget_bytes: what a device of each kind may hold.
+        profiles: the hardware profile of each kind of device.
+        budget_bytes: the memory budget of a device of each kind.
         time_limit_s: seconds for the partition of one schedule.
-        num_stages: exactly so many; None: any number.
+        num_stages: the exact number of stages; None for any.
         planning: options of `StageCosts`.
-        costs: prices, by number of microbatches.
+        costs: costs by number of microbatches.
     """
 
     cuttable: Cuttable
@@ -45,13 +46,13 @@ class Searches:
 
     @property
     def num_planned(self) -> int:
-        """How many runs of layers have been planned."""
+        """The number of planned runs of layers."""
         return sum(costs.num_planned for costs in self.costs.values())
 
     def search(self, count: int, among: Sequence[SubmeshShape] | None = None) -> StageSearch:
-        """That of a number of microbatches, on all shapes or on some."""
+        """The search for a number of microbatches, on all shapes or on some."""
         costs = self._costs(count)
-        if self._shapes is None:  # what state takes is the same for all numbers
+        if self._shapes is None:  # the bytes of state do not depend on the number of microbatches
             self._shapes = costs.in_options(likely_shapes(self.cluster), self.budget_bytes)
         shapes = self._shapes
         if among is not None:
@@ -60,8 +61,8 @@ class Searches:
         return self._made(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
 
     def estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
-        """The search for one number of microbatches by prices for another that is known, on shapes that were good there;
-        None where no layer stands for the others."""
+        """The search for one number of microbatches with scaled costs of a known number, on shapes that were good
+        there; None if no layer is representative."""
         if self.costs[known].usual is None or self._shapes is None:
             return None
         costs = ScaledCosts(self.costs[known], self._costs(count))

@@ -1,18 +1,16 @@
-"""What runs of layers cost on submeshes: each is planned, as a program of its own.
+"""Compute the costs of runs of layers on submeshes by planning them as programs.
 
-In: the layers of a step, hardware profiles, and how to plan. Out: `StageCosts`, which a `PartitionProblem` asks. Few
-runs are planned:
+In: the layers of a step, hardware profiles, and planning options.
+Out: `StageCosts`, the cost function of a `PartitionProblem`. Few runs are planned:
 
-- A layer, and two that follow one another. Of more, with each layer costing besides its own what it costs beside the
-  one before it,
+- Single layers and pairs of consecutive layers are planned. The cost of a longer run is
 
       cost(l ... m) = cost(l, l + 1) + ... + cost(m - 1, m) - cost(l + 1) - ... - cost(m - 1)
 
-  but for what it holds while it is worked on, which is the most of any pair.
-- On which mesh a shape is used, and in which form a program is planned there, the layer says that is there most often.
-- Options of a shape hold more or less state, and more or less from the forward to the backward pass. The latter are
-  priced from one plan, by what passes between the two and what is computed again (`pipeline/search/residuals.py`). A stage that is chosen
-  is planned with it.
+  so each layer costs what it adds to the one before it. Working bytes are the largest of any pair.
+- The most common layer determines the mesh and the form of the program for each shape.
+- Options of a shape trade memory for time: copies of state, and stashed activations against rematerialization. The
+  latter are priced from one plan (`residuals.py`). The stages of the result are planned with their option.
 """
 
 from __future__ import annotations
@@ -39,26 +37,26 @@ from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
 from autopar.transforms.program import recomputing
 
-#: What a byte is worth that is held from the forward to the backward pass, by option of a shape, in units of what it
-#: takes to write it and to read it: nearly nothing; more than anything but matrix products; more than anything.
+#: The price of a byte stashed from the forward to the backward pass, by option of a shape, in units of the time to
+#: write and read it: almost free; above everything but matmuls; above everything.
 HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
-#: What a byte of state is worth (`quick_plan.Way`): little; more than what it takes to send it inside a host; over a
-#: network.
+#: The price of a byte of state (`quick_plan.Way`): low; above the cost of sending it inside a host; above that of
+#: sending it over a network.
 STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
-#: The last ones are of use where all devices together have hardly room for the state.
+#: The last options help only if all devices together hardly have room for the state.
 _USUAL_OPTIONS = 2 * len(HELD_PRICES)
-#: State that is as near as this to its part for each device has no copies that could be saved.
+#: State within this factor of its fully sharded size has no copies to save.
 _ALL_SPLIT = 1.03
-#: All options of a shape: price of state, price of what is held.
+#: All options of a shape: price of state, price of stashed activations.
 OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
 
 
 def at_state_price(shape: SubmeshShape) -> SubmeshShape:
-    """A shape in the first of the options that have its price of state: they are priced from the same plan."""
+    """The shape with the first option of the same price of state; such options share one plan."""
     return replace(shape, option=shape.option - shape.option % len(HELD_PRICES))
 
 
-#: What is computed again on several devices may be chosen otherwise than on one.
+#: Several devices may rematerialize other values than one device.
 _SURE = 0.9
 
 
@@ -66,8 +64,8 @@ Ports = tuple[Port, ...]
 
 
 def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
-    """Of all submeshes, those whose devices halve down to one, and all devices of a kind: by far most models are of sizes
-    that these divide."""
+    """The shapes of submeshes with a number of devices that halves down to one, and all devices of a kind. Most models
+    have sizes that these numbers divide."""
     most = {group.kind: group.num_devices for group in cluster.groups}
     shapes = cluster.shapes()
     return tuple(
@@ -88,7 +86,7 @@ class PlannedRun:
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """A run planned for its price."""
+    """A run that is planned to estimate its cost."""
 
     figures: StageFigures
     made: Candidate
@@ -100,7 +98,7 @@ class _Use:
     """What a run is planned for.
 
     Args:
-        alone: whether it is all that there is.
+        alone: whether the run is the whole step.
     """
 
     shape: SubmeshShape
@@ -116,13 +114,13 @@ class _Use:
 
 
 class StageCosts:
-    """Prices of runs of layers; what has been planned is kept.
+    """Costs of runs of layers, with a cache of plans.
 
     Args:
-        profiles: by kind of device.
-        keys: layers with equal keys are equal.
-        splits_backward: whether the backward pass is priced in two parts.
-        mesh: of every submesh, e.g. `"2x4"`; by default the best one of as many devices.
+        profiles: the hardware profile of each kind of device.
+        keys: numbers of layers; equal for equal layers.
+        splits_backward: whether the backward pass has an input part and a weight part.
+        mesh: the mesh of every submesh, e.g. `"2x4"`; by default the best one for its number of devices.
     """
 
     def __init__(
@@ -140,12 +138,12 @@ class StageCosts:
         self.splits_backward, self.mesh = splits_backward, mesh
         self.planner = QuickPlanner(solver or Ilp(time_limit_s=time_limit_s))
         most, count = Counter(self.keys).most_common(1)[0]
-        #: The layer that says how a shape is used; none where all differ.
+        #: The most common layer, which determines how shapes are used; None if all layers differ.
         self.usual = self.keys.index(most) if count > 1 else None
-        #: Of runs of equal layers, the one that is planned.
-        self._alike: dict[tuple[int, ...], tuple[int, int]] = {}
+        #: The planned representative of each run of equal layers.
+        self._representative: dict[tuple[int, ...], tuple[int, int]] = {}
         if self.usual is not None:
-            self._alike[most,] = (self.usual, self.usual)
+            self._representative[most,] = (self.usual, self.usual)
         self._programs: dict[tuple[int, int], StageProgram] = {}
         self._forms: dict[tuple[int, int], tuple[Form, ...]] = {}
         self._bases: dict[tuple[tuple[int, ...], _Use], _Base] = {}
@@ -155,12 +153,13 @@ class StageCosts:
 
     @property
     def num_planned(self) -> int:
-        """How many runs have been planned, on all shapes together."""
+        """The number of planned runs on all shapes."""
         return len({id(base) for base in self._bases.values()}) + len(self._planned)
 
     def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
-        """Shapes in the options that each is worth looking at in. Where state, all of it split, takes more than half of
-        all devices' memory, there is no room for copies of it; and state is dearest where all devices are one submesh."""
+        """The shapes, each in the options worth searching. If fully sharded state takes more than half of all devices'
+        memory, options with the lowest price of state are skipped, because there is no room for copies. Options with
+        the highest price are only for a submesh of all devices."""
         largest = max(shape.num_devices for shape in shapes)
         first: dict[str, int] = {}
         for kind in {shape.kind for shape in shapes}:
@@ -173,25 +172,25 @@ class StageCosts:
         )
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """The price of layers `first` to `last`, as a `PartitionProblem` asks it."""
+        """The cost of layers `first` to `last`; see `PartitionProblem`."""
         return self._cost(first, last, _Use(shape))
 
     def alone(self, shape: SubmeshShape) -> StageCost:
-        """The price of all layers as one stage, which is one program: sums over devices may stay pending from
-        microbatch to microbatch, and what is inside kernels passes for nothing from the forward to the backward pass."""
+        """The cost of all layers as one stage, which is one program: reductions may be deferred across microbatches,
+        and fusions keep values between the passes."""
         return self._cost(0, len(self.keys) - 1, _Use(shape, alone=True))
 
     def layer_cost(self, layer: int, shape: SubmeshShape, *, alone: bool) -> StageCost:
-        """The price of one layer, as a part of a stage or of all that there is."""
+        """The cost of one layer, as a part of a stage or as the whole step."""
         return self._cost(layer, layer, _Use(shape, alone))
 
     def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """No price on a shape is below that of one device, by the number of devices: splitting saves no work."""
+        """A lower bound: the cost on one device over the number of devices, because sharding saves no work."""
         key = (self.keys[first : last + 1], shape)
         if key not in self._bounds:
             one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
             part = 1 / shape.num_devices
-            held = _SURE * part  # another cut may hold less
+            held = _SURE * part  # another choice of residuals may hold less
             self._bounds[key] = StageCost(
                 forward_s=part * one.forward_s,
                 backward_s=_SURE * part * one.backward_s,
@@ -203,7 +202,7 @@ class StageCosts:
         return self._bounds[key]
 
     def _cost(self, first: int, last: int, use: _Use) -> StageCost:
-        """The price of a run: of its pairs, less those of the layers that are in two of them."""
+        """The cost of a run: the sum of its pairs, less the layers that are in two of them."""
         key = (self.keys[first : last + 1], use)
         if key not in self._costs:
             if last - first < 2:
@@ -218,19 +217,19 @@ class StageCosts:
                     n = self.keys.index(layer)
                     parts.append((-float(times), self._cost(n, n, use)))
                 most = max(cost.working_bytes for times, cost in parts if times > 0)
-                self._costs[key] = replace(_sum(parts), working_bytes=most)  # one layer is worked on at a time
+                self._costs[key] = replace(_sum(parts), working_bytes=most)  # one layer at a time is processed
         return self._costs[key]
 
     def planned(self, first: int, last: int, shape: SubmeshShape, stage: StageProgram | None = None) -> PlannedRun:
-        """Layers planned on a submesh, with what their backward pass computes again.
+        """Layers planned on a submesh, with the rematerialization of their backward pass.
 
         Args:
-            stage: their program among the others of its step, which sends what these read; by default one that sends all
-                that anybody may read.
+            stage: their program as a stage of a step, which sends only what other stages read; by default a program
+                that sends everything that others may read.
         """
         program = stage or self._program(first, last)
         key = (first, last, shape, program.inputs, program.outputs)
-        if key in self._planned:  # with these borders it is the same program, wherever the others were cut
+        if key in self._planned:  # equal inputs and outputs: the program is the same, wherever other stages are cut
             return replace(self._planned[key], program=program)
         use, started, profile = _Use(shape), time.perf_counter(), self._profile(shape)
         forms = forms_of(program.program)
@@ -243,14 +242,14 @@ class StageCosts:
         seconds = time.perf_counter() - started
         plan = plan_of(made, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
         figures = self._figures(program, made)
-        cost = figures.cost(figures.crossings.as_it_is())
+        cost = figures.cost(figures.crossings.without_recompute())
         self._planned[key] = PlannedRun(program, replace(plan, recomputed=crossing.recomputed), cost)
         return self._planned[key]
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _base(self, first: int, last: int, use: _Use) -> _Base:
-        first, last = self._alike.setdefault(self.keys[first : last + 1], (first, last))
+        first, last = self._representative.setdefault(self.keys[first : last + 1], (first, last))
         shape = replace(use.shape, option=OPTIONS.index((use.state_price, HELD_PRICES[0])))
         use = replace(use, shape=shape)
         key = (self.keys[first : last + 1], use)
@@ -270,7 +269,7 @@ class StageCosts:
         return self._bases[key]
 
     def _usual_way(self, use: _Use, num_forms: int) -> Way:
-        """How the usual layer is planned, for a program of so many forms."""
+        """The way of the most common layer, for a program with this number of forms."""
         assert self.usual is not None
         way = self._base(self.usual, self.usual, use).way
         return replace(way, form=min(way.form, num_forms - 1))
@@ -279,7 +278,7 @@ class StageCosts:
         return replace(self.profiles[shape.kind], devices_per_host=shape.devices_per_host)
 
     def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
-        """A run planned with state at a lower price, where that has split all of it."""
+        """The plan at a lower price of state, if that one shards all state already."""
         cheaper = [price for price in STATE_PRICES if price < use.state_price]
         shapes = (replace(use.shape, option=OPTIONS.index((price, HELD_PRICES[0]))) for price in cheaper)
         keys = self.keys[first : last + 1]
@@ -310,7 +309,7 @@ class StageCosts:
 
 
 def _sum(parts: Sequence[tuple[float, StageCost]]) -> StageCost:
-    """Prices times numbers, added up."""
+    """The weighted sum of costs."""
     return StageCost(
         **{
             field.name: max(0.0, sum(times * getattr(cost, field.name) for times, cost in parts))

@@ -1,9 +1,9 @@
-"""The stages, their devices and the schedule of a step, found together.
+"""Search for the stages, their submeshes and the schedule of a step together.
 
-In: prices of runs of layers, a cluster, a number of microbatches. Out: the `StagedStep` whose simulated step is shortest
-among those that fit. For each schedule the partition is found by its objective (`objectives.py`), which knows no more
-than a sum and a maximum; the best of its partitions are then simulated, task by task. All layers as one stage are
-looked at by themselves: that is one program, and is priced so.
+In: the costs of runs of layers, a cluster, and a number of microbatches.
+Out: the fastest simulated `StagedStep` that fits. For each schedule, the partition minimizes the schedule's objective
+(`objectives.py`), a sum plus a maximum. The best partitions are then simulated task by task. All layers as one stage
+are searched separately, because one stage is one program with its own cost.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.pipeline.schedule.tasks import Schedule
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.solve.problem import Status
 
-#: Of each schedule that stages may be cut for, what it makes of their prices.
+#: The objective of each schedule that stages can be cut for.
 OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
@@ -43,11 +43,11 @@ OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
     "inference": forward_only,
     "none": one_at_a_time,
 }
-#: Those that are tried: gpipe takes as long as 1f1b, and holds more.
+#: The schedules to search. gpipe takes as long as 1f1b and needs more memory.
 SCHEDULES = ("1f1b", "zb-h1", "interleaved")
-#: How many stages a submesh has where a schedule has several.
+#: The number of virtual stages per submesh of the interleaved schedule.
 _VIRTUAL = 2
-#: Of the partitions for one schedule so many are simulated.
+#: The number of partitions to simulate per schedule.
 _MOST_SIMULATED = 3
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
@@ -55,15 +55,16 @@ Cost = Callable[[int, int, SubmeshShape], StageCost | None]
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A step in stages.
+    """A pipelined step.
 
     Args:
-        stages, costs: in order.
-        sends: between stages.
-        timeline: of the step, simulated.
-        peak_bytes: of each submesh, on one of its devices.
-        partition: what the partitioner said of the stages.
-        layer_of: where branches are stages of their own, the layer of each unit of the forward pass.
+        stages: the stages in order.
+        costs: the cost of each stage.
+        sends: the transfers between stages.
+        timeline: the simulated timeline of the step.
+        peak_bytes: the peak per device of each submesh.
+        partition: the partitioner's result.
+        layer_of: the layer of each unit of the forward pass, if branches have their own stages.
     """
 
     stages: tuple[Stage, ...]
@@ -81,7 +82,7 @@ class StagedStep:
         return self.timeline.makespan_s
 
     def over(self, budget_bytes: Mapping[str, float]) -> float:
-        """How many times what a device of its kind may hold the fullest one does."""
+        """The largest ratio of a device's peak memory to its budget."""
         held = enumerate(self.peak_bytes)
         return max(peak / budget_bytes[self._on(submesh).submesh.shape.kind] for submesh, peak in held)
 
@@ -91,12 +92,12 @@ class StagedStep:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a search found.
+    """The result of a search.
 
     Args:
-        step: None where nothing fits.
-        reason: why nothing does.
-        one_stage_s: of the quickest step in one stage, whether it fits or not, where one was looked at.
+        step: the best step; None if nothing fits.
+        reason: why nothing fits.
+        one_stage_s: seconds of the fastest step with one stage, whether it fits or not; `inf` if none was searched.
     """
 
     step: StagedStep | None
@@ -106,19 +107,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSearch:
-    """What stages are looked for.
+    """A search for stages.
 
     Args:
-        cost: prices, their backward pass in two parts; a schedule that does not split it adds them up.
-        keys: layers with equal keys are equal.
-        boundary_bytes: before each layer, what passes forward there for one microbatch, on all devices together.
-        profiles: by kind of device.
-        budget_bytes: what a device of each kind may hold.
-        shapes: of submeshes.
-        num_stages: exactly so many; None: any number.
-        alone: price of all layers as one stage; by default as any other run.
-        bound: as in `PartitionProblem`; with it, all prices of a shape are asked together.
-        relative_gap, time_limit_s: of the search for each schedule's partition.
+        cost: costs with a split backward pass; a schedule that does not split it adds the parts.
+        keys: numbers of layers; equal for equal layers.
+        boundary_bytes: before each layer, the bytes of one microbatch that pass forward, on all devices together.
+        profiles: the hardware profile of each kind of device.
+        budget_bytes: the memory budget of a device of each kind.
+        shapes: the shapes of submeshes.
+        num_stages: the exact number of stages; None for any.
+        alone: the cost of all layers as one stage; by default `cost`.
+        bound: see `PartitionProblem`; with it, all costs of a shape are queried together.
+        relative_gap, time_limit_s: limits of the search for each schedule's partition.
     """
 
     cost: Cost
@@ -136,20 +137,20 @@ class StageSearch:
     time_limit_s: float = math.inf
 
     def best(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> StagedStep | None:
-        """The shortest step that fits; None where nothing does."""
+        """The fastest step that fits; None if nothing fits."""
         return self.outcome(schedules, partitioner).step
 
     def outcome(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> Outcome:
-        """The same, or why there is none. Stages on one device each are looked at by themselves, too: what is best by a
-        schedule's objective need not be when it is simulated.
+        """Find the fastest step that fits, or the reason if none does. Stages on one device each are also searched
+        separately, because the optimum of a schedule's objective need not be the fastest when simulated.
 
         Args:
-            schedules: names of those to try.
-            partitioner: by default the package's.
+            schedules: the names of schedules to search.
+            partitioner: by default the package's partitioners.
         """
         found, reasons = [], []
         several = self.shapes
-        if partitioner is None and self.num_stages != 1:  # all devices as one submesh are `one_stage`'s
+        if partitioner is None and self.num_stages != 1:  # `one_stage` covers all devices as one submesh
             several = tuple(shape for shape in self.shapes if shape.num_devices < self.cluster.num_devices)
         single = tuple(shape for shape in several if shape.num_devices == 1 and self._may_fit_each(shape))
         among = [several, *([single] if single != several and partitioner is None else [])]
@@ -164,10 +165,10 @@ class StageSearch:
         return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s)
 
     def one_stage(self) -> Outcome:
-        """All layers as one stage, on any of the shapes: intra-operator parallelism alone."""
+        """All layers as one stage, on any of the shapes: intra-operator parallelism only."""
         found: list[StagedStep] = []
         least: Shortage | None = None
-        quickest: dict[SubmeshShape, float] = {}  # of a shape, its first option; the others only save memory
+        quickest: dict[SubmeshShape, float] = {}  # by the first option of a shape; other options only save memory
         for shape in sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option)):
             at_least = max(self._least_s(shape), quickest.get(replace(shape, option=0), 0.0))
             if found and at_least >= min(step.step_time_s for step in found) / (1 + self.relative_gap):
@@ -179,7 +180,9 @@ class StageSearch:
             if mesh is None or cost is None:
                 continue
             stage = Stage(0, len(self.keys) - 1, mesh)
-            step = self._simulated("1f1b", (stage,), (joined(cost),), _settled(stage, cost, self.num_microbatches))
+            step = self._simulated(
+                "1f1b", (stage,), (unsplit_backward(cost),), _settled(stage, cost, self.num_microbatches)
+            )
             quickest.setdefault(replace(shape, option=0), step.step_time_s)
             budget = self.budget_bytes[shape.kind]
             if step.peak_bytes[0] <= budget:
@@ -191,44 +194,44 @@ class StageSearch:
         return Outcome(best, reason, min(quickest.values(), default=math.inf))
 
     def one_device_each(self, schedules: Sequence[str] = SCHEDULES) -> Outcome:
-        """Inter-operator parallelism alone: every stage on one device."""
+        """Inter-operator parallelism only: every stage on one device."""
         return replace(self, shapes=tuple(shape for shape in self.shapes if shape.num_devices == 1)).outcome(schedules)
 
     def with_costs(self, step: StagedStep, costs: Sequence[StageCost]) -> StagedStep:
-        """The same stages and schedule at other prices: of their own plans, say."""
+        """The same stages and schedule with other costs, such as those of the final plans."""
         submeshes = len(step.schedule.orders)
         if find(step.schedule.name).backward != "split":
-            costs = [joined(cost) for cost in costs]
+            costs = [unsplit_backward(cost) for cost in costs]
         return self._simulated(step.schedule.name, step.stages, costs, step.partition, len(step.stages) // submeshes)
 
     def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-        """Seconds of one microbatch there and back."""
+        """Seconds to transfer one microbatch's activations and gradients."""
         return 2 * sent_s(self.boundary_bytes[boundary], source, target, same_host, self.profiles)
 
     def sends(self, stages: Sequence[Stage]) -> tuple[Send, ...]:
-        """What one microbatch sends from each stage to the next."""
+        """The transfers of one microbatch between consecutive stages."""
         sizes = [self.boundary_bytes[stage.first] for stage in stages[1:]]
         ends = enumerate(pairwise(stage.submesh for stage in stages))
         return tuple(sent(n, n + 1, size, *pair, self.profiles) for (n, pair), size in zip(ends, sizes, strict=True))
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _may_fit_each(self, shape: SubmeshShape) -> bool:
-        """Whether every layer may fit on a shape by itself."""
+        """Whether every single layer may fit on a shape."""
         if self.bound is None:
             return True
         least = (self.bound(layer, layer, shape).state_bytes for layer in range(len(self.keys)))
         return all(state <= self.budget_bytes[shape.kind] for state in least)
 
     def _may_fit(self, shape: SubmeshShape) -> bool:
-        """Whether all layers may fit on a shape, or it is the largest, which says what is missing."""
+        """Whether all layers may fit on a shape; true for the largest shape, so that its shortage is reported."""
         assert self.bound is not None
         largest = max(group.num_devices for group in self.cluster.groups)
         least = self.bound(0, len(self.keys) - 1, shape).state_bytes
         return shape.num_devices == largest or least <= self.budget_bytes[shape.kind]
 
     def _least_s(self, shape: SubmeshShape) -> float:
-        """Seconds that all layers take on a shape at the least."""
+        """A lower bound of the seconds of all layers on a shape."""
         if self.bound is None:
             return 0.0
         least = self.bound(0, len(self.keys) - 1, shape)
@@ -237,7 +240,7 @@ class StageSearch:
     def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
         kind = find(name)
         virtual = _VIRTUAL if name == "interleaved" else 1
-        cost = self.cost if kind.backward == "split" else _joined(self.cost)
+        cost = self.cost if kind.backward == "split" else _unsplit_costs(self.cost)
         count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
         if partitioner is None and virtual == 1:
             partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
@@ -296,7 +299,7 @@ def sent(
     there: Submesh,
     profiles: Mapping[str, HardwareProfile],
 ) -> Send:
-    """What a stage sends another for one microbatch: nothing where both stand on the same devices."""
+    """The transfer between two stages for one microbatch; nothing if both are on the same devices."""
     if here.devices == there.devices:
         return Send(source, target, 0.0, 0.0)
     seconds = sent_s(num_bytes, here.shape, there.shape, here.shares_host(there), profiles)
@@ -310,8 +313,8 @@ def sent_s(
     same_host: bool,
     profiles: Mapping[str, HardwareProfile],
 ) -> float:
-    """Seconds from one submesh to another. Inside a host each device of the smaller side sends its part; between hosts,
-    those of the smaller side share all that joins a host to the network."""
+    """Seconds between two submeshes. Inside a host, each device of the smaller side sends its share; between hosts, the
+    devices of the smaller side share the host's whole network bandwidth."""
     ends = (profiles[source.kind], profiles[target.kind])
     links = [end.host_link if same_host else end.network_link for end in ends]
     rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
@@ -323,29 +326,29 @@ def sent_s(
 
 
 def _first_place(cluster: Cluster, shape: SubmeshShape, shapes: Sequence[SubmeshShape]) -> Submesh | None:
-    """Where a shape can stand alone."""
+    """The first place where a shape fits."""
     line: Line = lines(cluster, tuple(shapes))[0]
     return next((submesh for submesh in line.submeshes if submesh.shape == shape), None)
 
 
 def _settled(stage: Stage, cost: StageCost, num_microbatches: int) -> Partition:
-    """One stage, which needs no search."""
+    """The trivial partition into one stage."""
     seconds = num_microbatches * (cost.forward_s + cost.backward_s + cost.weight_s) + cost.update_s
     return Partition(
         stages=(stage,), cost_s=seconds, lower_bound_s=seconds, status=Status.OPTIMAL, num_queries=1, others=()
     )
 
 
-def joined(cost: StageCost) -> StageCost:
-    """A price with its backward pass in one."""
+def unsplit_backward(cost: StageCost) -> StageCost:
+    """The cost with an unsplit backward pass."""
     return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0)
 
 
-def _joined(cost: Cost) -> Cost:
-    """Prices of a backward pass that is not split."""
+def _unsplit_costs(cost: Cost) -> Cost:
+    """The costs with an unsplit backward pass."""
 
     def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         found = cost(first, last, shape)
-        return found and joined(found)
+        return found and unsplit_backward(found)
 
     return of

@@ -1,6 +1,6 @@
-"""Several processes under `jax.distributed`: one plan, the local batch of each host, faults by name.
+"""Support several processes under `jax.distributed`: one plan, local batches, fault attribution.
 
-In: processes of one job.
-Out: agreement on the plan, arrays placed, a watchdog, who failed and where.
+In: the processes of one job.
+Out: agreement on the plan, global arrays, a watchdog, and the process at fault.
 Imported by: api, pipeline, inference.
 """

@@ -1,7 +1,7 @@
-"""A step's arguments, laid out for one plan.
+"""Turn a step's arguments into global arrays for a plan.
 
-In: what a user has on this process: host arrays, a share of a batch. Out: the same pytrees of global arrays, as the
-planned step takes them.
+In: a process's host arrays, or its share of a batch.
+Out: the same pytrees of global arrays with the planned shardings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.runtime.distributed.local_batch import Gather, Place, is_global, la
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument of a step: its name, its leaves among all, its pytree."""
+    """One argument of a step: its name, the range of its leaves, and its pytree structure."""
 
     name: str
     start: int
@@ -32,11 +32,11 @@ class Argument:
 
 @dataclass(slots=True)
 class Arguments:
-    """Of a planned step.
+    """The arguments of a planned step.
 
     Args:
-        shardings: of each array.
-        gathers: what brings shares of an array to where it lies, of a step in stages over several processes.
+        shardings: the sharding of each array.
+        gathers: makes the function that gathers shares of an array, for a pipelined step over several processes.
     """
 
     step: str
@@ -47,10 +47,10 @@ class Arguments:
     _checked: set[str] = field(default_factory=set)
 
     def whole(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """All arguments, those on the host spread over the mesh; they must be equal on every process.
+        """All arguments as global arrays. Host arrays must be equal on every process.
 
         Raises:
-            BatchError: on every process, naming what is not, and where.
+            BatchError: on every process; the text names the differing arrays and processes.
         """
         leaves, tree = jax.tree.flatten(tuple(args))
         exchange = among_processes()
@@ -61,8 +61,8 @@ class Arguments:
         return jax.tree.unflatten(tree, lay_out(places, leaves, exchange, what, shares=False, check=True))
 
     def takes(self, batch: Any, name: str | None) -> list[tuple[Argument, list[Any]]]:
-        """The arguments that have a batch's pytree, and its leaves in their order; all but the carried, or the one of
-        this name."""
+        """The arguments with a batch's pytree structure, except carried ones, and the batch's leaves; or the argument
+        of this name."""
         carried = {position for position, _ in self.plan.carried}
         found = []
         for argument in self._arguments():
@@ -75,7 +75,7 @@ class Arguments:
         return found
 
     def fits(self, argument: Argument, leaves: Sequence[Any]) -> bool:
-        """Whether these have the shapes and dtypes of the plan, as shares or whole."""
+        """Whether leaves have the planned shapes and dtypes, as shares or as whole arrays."""
         try:
             arrays = [on_host(leaf, argument.name) for leaf in leaves]
         except BatchError:
@@ -84,7 +84,7 @@ class Arguments:
         return all(is_global(array) or place.problem(array, shares=True) is None for place, array in pairs)
 
     def laid_out(self, argument: Argument, leaves: Sequence[Any]) -> Any:
-        """An argument of this process's share or the whole; the first is held against the other processes'."""
+        """An argument from this process's share or from the whole; its first use is compared between processes."""
         exchange, places = among_processes(), self._places_of(argument)
         what = f"the first `{argument.name}` of `{self.step}`"
         first = argument.name not in self._checked
@@ -115,14 +115,14 @@ class Arguments:
 
 
 def shard_batch(planned: Sequence[Arguments], batch: Any, name: str | None) -> Any:
-    """A batch laid out by the plan whose shapes it has.
+    """Make a batch global by the plan with its shapes.
 
     Args:
-        planned: the step's, newest first.
-        name: of the argument that it is; None where its pytree tells.
+        planned: the plans of the step, newest first.
+        name: the argument's name; None if its pytree structure identifies it.
 
     Raises:
-        BatchError: where it is no argument's, or several arguments', or has other shapes than the plan.
+        BatchError: the batch matches no argument or several, or its shapes differ from the plan's.
     """
     candidates = [(one, *taken) for one in planned for taken in one.takes(batch, name)]
     fitting = [(one, argument, leaves) for one, argument, leaves in candidates if one.fits(argument, leaves)]
@@ -140,7 +140,7 @@ def shard_batch(planned: Sequence[Arguments], batch: Any, name: str | None) -> A
     names = {other.name for of, other, _ in best if of is one}
     if len(names) > 1:
         raise BatchError(
-            f"`shard_batch` cannot tell which argument of `{one.step}` this is: {', '.join(sorted(names))}. Say it, as in"
+            f"`shard_batch` cannot identify the argument of `{one.step}`: {', '.join(sorted(names))} fit. Name it, as in"
             f" `shard_batch(…, argument={argument.name!r})`"
         )
     return one.laid_out(argument, leaves)

@@ -1,7 +1,7 @@
-"""Arrays that pass between processes: on CPUs JAX needs an address for that before it first looks at the devices.
+"""Enable transfers of arrays between CPU processes.
 
-GPUs send by themselves. On CPUs each process listens on a port of its own, which JAX's coordination service tells the
-others.
+JAX needs an address for them before it initializes its devices. GPUs need nothing. Each CPU process listens on a port,
+which JAX's coordination service announces to the others.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from autopar.jax_interop.processes import (
 
 
 def let_arrays_pass() -> None:
-    """Let `jax.device_put` move arrays between processes, as a step in stages does.
+    """Let `jax.device_put` move arrays between processes, as a pipelined step does.
 
-    To be called in every process after `jax.distributed.initialize` and before anything that looks at the devices.
-    `parallelize(stages=...)` calls it, so that a script that decorates its step before it makes an array needs not. With
-    one process, on GPUs, and where JAX has an address already it changes nothing.
+    Call it in every process after `jax.distributed.initialize` and before anything that uses the devices.
+    `parallelize(stages=...)` calls it, so a script that decorates its step before it makes an array need not. It does
+    nothing with a single process, on GPUs, or if JAX has an address already.
 
     Raises:
-        ProcessError: JAX has looked at its devices already, and they are CPUs of several processes without addresses.
+        ProcessError: JAX has initialized its devices already, and they are CPUs of several processes without addresses.
     """
     if configured_num_processes() < 2 or cross_host_address():
         return
@@ -43,26 +43,26 @@ def let_arrays_pass() -> None:
 
 
 def check_arrays_pass(platform: str) -> None:
-    """Refuse to move arrays between processes that cannot.
+    """Refuse to move arrays between CPU processes without an address.
 
     Args:
-        platform: of the devices.
+        platform: the devices' platform.
 
     Raises:
-        ProcessError: they are CPUs, and have no address for that.
+        ProcessError: they are CPUs without an address.
     """
     if platform == "cpu" and not cross_host_address():
         raise ProcessError(
-            "arrays cannot pass between these CPU processes: JAX has to know an address for that before it first looks at"
-            " the devices. Decorate the step, or call `autopar.let_arrays_pass()`, right after"
+            "arrays cannot pass between these CPU processes: JAX needs an address before it initializes the devices."
+            " Decorate the step, or call `autopar.let_arrays_pass()`, right after"
             " `jax.distributed.initialize(...)`, before any array is made"
         )
 
 
 def _own_address(other: str) -> str:
-    """By which address of this host another host reaches it: that of the way there."""
+    """The address of this host by which another host reaches it: the one of the route to that host."""
     host = other.rpartition(":")[0].strip("[]") or "127.0.0.1"
     family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(place)  # sends nothing
+        way.connect(place)  # a UDP socket sends nothing here
         return way.getsockname()[0]

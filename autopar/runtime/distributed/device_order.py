@@ -1,7 +1,8 @@
-"""In which order devices become a mesh: host after host, so that the inner axes stay inside one.
+"""Order devices for a mesh by host, so that the inner axes stay inside one host.
 
-In: devices of one process or several. Out: the same, in order. A plan is priced for this order: it talks most over the
-last axes of a mesh (`cost.collectives` fills hosts in row-major order), which therefore take neighbours.
+In: devices of one or several processes.
+Out: the same devices in order. The cost model assumes this order: `cost.collectives` fills hosts in row-major order,
+and the last axes of a mesh communicate most, so they connect neighbours.
 """
 
 from __future__ import annotations
@@ -12,22 +13,22 @@ from typing import Any
 
 
 def in_host_order(devices: Sequence[Any]) -> list[Any]:
-    """Devices of one process next to each other, and processes whose GPUs a fast link joins.
+    """Devices ordered by the domain of their fast links, then by process.
 
-    JAX's own order is that of processes, which a launcher may deal out over the hosts in turn; `jax.make_mesh` refuses
-    GPUs of several hosts where JAX says which fast links join them.
+    JAX orders by process, which a launcher may distribute over hosts round robin; `jax.make_mesh` refuses GPUs of
+    several hosts if JAX knows their fast links.
     """
     return sorted(devices, key=lambda device: (_fast_domain(device), device.process_index, device.id))
 
 
 def devices_per_host(devices: Sequence[Any]) -> int:
-    """How many devices fast links join: those of the smallest host. Virtual CPU devices are joined by their process."""
+    """The number of devices connected by fast links on the smallest host. For CPUs it is the devices of a process."""
     is_cpu = devices[0].platform == "cpu"
     return min(Counter(device.process_index if is_cpu else _fast_domain(device) for device in devices).values())
 
 
 def _fast_domain(device: Any) -> int:
-    """JAX's number for what GPUs are joined by: a host's links, or those of a rack. JAX has had two names for it."""
+    """JAX's number for the domain of a GPU's fast links: a host or a rack. The attribute has had two names."""
     for name in ("partition_index", "slice_index"):
         found = getattr(device, name, None)
         if isinstance(found, int):

@@ -1,8 +1,9 @@
-"""What processes tell each other: through JAX's coordination service, so that no device takes part.
+"""Exchange JSON values between processes through JAX's coordination service, without devices.
 
-In: a JSON value of each process. Out: one answer, the same on every process, or the same error on every process. The
-calls of a process are counted by the service, and the n-th call of one meets the n-th of every other: processes that do
-not make the same calls in the same order are told so, by name.
+In: a JSON value of each process.
+Out: one answer, the same on every process, or the same error on every process. The service counts the calls of each
+process, and the n-th call of one matches the n-th call of every other. Processes whose calls differ get an error that
+names them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from autopar import errors
 from autopar.errors import AutoparError, ProcessError
 from autopar.runtime.distributed.coordination_store import Service, service_of_jax
 
-#: Seconds that process 0 waits for the others to come to a call.
+#: Seconds that process 0 waits for the others at a call.
 WAIT_S = 300.0
 
-#: A wait is cut into parts this long, so that Ctrl-C is heard.
+#: The longest single wait, in seconds, so that Ctrl-C is handled.
 _PART_OF_A_WAIT_S = 2.0
 
-#: The service is not made for large values: they are cut into parts of at most so many bytes.
+#: The service is not made for large values, so they are split into parts of at most this many bytes.
 _PART_BYTES = 1 << 20
 
 _ROOT = "autopar/calls"
@@ -34,7 +35,7 @@ _ROOT = "autopar/calls"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A process, as messages name it."""
+    """A process as error messages name it."""
 
     index: int
     host: str
@@ -45,7 +46,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What one process brought to a call."""
+    """The value that one process contributes to a call."""
 
     by: Member
     value: Any
@@ -57,7 +58,7 @@ class Exchange:
 
     Args:
         service: JAX's coordination service.
-        wait_s: how long process 0 waits for the others at each call.
+        wait_s: seconds that process 0 waits for the others at each call.
     """
 
     service: Service
@@ -76,15 +77,15 @@ class Exchange:
         return Member(self.index, socket.gethostname())
 
     def judged(self, what: str, mine: Any, judge: Callable[[Sequence[Given]], Any]) -> Any:
-        """Every process gives a JSON value, process 0 judges them all, and every process gets its answer.
+        """Collect a JSON value from every process, evaluate them on process 0, and return its answer everywhere.
 
         Args:
-            what: what the call is for, as an error says it; the same on every process.
-            judge: of what all gave, in the order of processes, to a JSON value.
+            what: the purpose of the call, for error messages; the same on every process.
+            judge: a function from all values, in process order, to a JSON value.
 
         Raises:
-            ProcessError: on every process, where one does not come in time, or comes to another call.
-            AutoparError: on every process, what `judge` raised.
+            ProcessError: on every process, if one does not arrive in time or makes another call.
+            AutoparError: on every process, if `judge` raises it.
         """
         folder = self._next_folder()
         self._put(f"{folder}/from/{self.index}", {"what": what, "host": self.me.host, "value": mine})
@@ -93,21 +94,21 @@ class Exchange:
         return self._answered(folder, what, lambda: judge(self._gathered(folder, what)))
 
     def made_once(self, what: str, make: Callable[[], Any]) -> Any:
-        """A JSON value that process 0 makes, on every process, however long that takes.
+        """Make a JSON value on process 0 and return it on every process, without a time limit.
 
         Raises:
-            AutoparError: on every process, what `make` raised.
+            AutoparError: on every process, if `make` raises it.
         """
         folder = self._next_folder()
         return self._answer(folder, what, None) if self.index else self._answered(folder, what, make)
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _next_folder(self) -> str:
         return f"{_ROOT}/{self.service.count_up(f'{_ROOT}/number/{self.index}')}"
 
     def _gathered(self, folder: str, what: str) -> list[Given]:
-        """What all gave. Whoever comes here has the answer to the call before: that one can go."""
+        """The values of all processes. All have read the answer of the previous call by now, so it is deleted."""
         deadline = time.monotonic() + self.wait_s
         found, missing = [], []
         for index in range(self.count):
@@ -119,9 +120,9 @@ class Exchange:
         if missing:
             names = ", ".join(map(str, missing))
             raise ProcessError(
-                f"process{'es' * (len(missing) > 1)} {names} of {self.count} did not come to {what} within"
+                f"process{'es' * (len(missing) > 1)} {names} of {self.count} did not arrive at {what} within"
                 f" {self.wait_s:g} s, where the others wait. Every process must make the same calls in the same order; or"
-                " it has died, or hangs: see its own output"
+                " the process has died or hangs: see its output"
             )
         for theirs, given in found:
             if theirs != what:
@@ -133,37 +134,37 @@ class Exchange:
         return [given for _, given in found]
 
     def _answered(self, folder: str, what: str, make: Callable[[], Any]) -> Any:
-        """Make an answer on process 0, and tell it, or the error, to the others."""
-        told: dict[str, Any] = {"kind": "ProcessError", "error": f"{self.me} was interrupted at {what}"}
+        """Make an answer on process 0 and send it, or the error, to the others."""
+        answer: dict[str, Any] = {"kind": "ProcessError", "error": f"{self.me} was interrupted at {what}"}
         try:
             value = make()
-            told = {"value": value}
+            answer = {"value": value}
         except AutoparError as error:
-            told = {"kind": _kind(error), "error": str(error)}
+            answer = {"kind": _kind(error), "error": str(error)}
             raise
         except Exception as error:
-            told["error"] = f"{self.me} failed at {what}: {type(error).__name__}: {error}"
+            answer["error"] = f"{self.me} failed at {what}: {type(error).__name__}: {error}"
             raise
         finally:
-            self._put(f"{folder}/answer", told)
+            self._put(f"{folder}/answer", answer)
         return value
 
     def _answer(self, folder: str, what: str, wait_s: float | None) -> Any:
-        told = self._get(f"{folder}/answer", wait_s)
-        if told is None:
+        answer = self._get(f"{folder}/answer", wait_s)
+        if answer is None:
             raise ProcessError(f"process 0 said nothing about {what} within {wait_s:g} s: see its own output")
-        if "error" in told:
-            raise getattr(errors, told["kind"])(told["error"])
-        return told["value"]
+        if "error" in answer:
+            raise getattr(errors, answer["kind"])(answer["error"])
+        return answer["value"]
 
     def _put(self, key: str, value: Any) -> None:
         data = zlib.compress(json.dumps(value).encode(), 1)
         parts = [data[start : start + _PART_BYTES] for start in range(0, len(data), _PART_BYTES)]
-        for number, part in reversed(list(enumerate(parts))):  # whoever sees the first finds the rest
+        for number, part in reversed(list(enumerate(parts))):  # the first part is written last: it means that all exist
             self.service.put(f"{key}/{number}", struct.pack("<I", len(parts)) + part)
 
     def _get(self, key: str, wait_s: float | None) -> Any:
-        """A value that another process put; None where it did not in time."""
+        """The value that another process put; None after a timeout."""
         first = self._wait_for(f"{key}/0", wait_s)
         if first is None:
             return None
@@ -184,7 +185,7 @@ class Exchange:
 
 
 def among_processes(wait_s: float = WAIT_S) -> Exchange | None:
-    """This process's place among several; None where it is alone. Touches no device."""
+    """The exchange of this process; None with a single process. Uses no device."""
     service = service_of_jax()
     return None if service is None else Exchange(service, wait_s)
 
@@ -198,5 +199,5 @@ def named(members: Sequence[Member]) -> str:
 
 
 def _kind(error: AutoparError) -> str:
-    """The public class that an error is of."""
+    """The name of an error's public class."""
     return next(c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c)

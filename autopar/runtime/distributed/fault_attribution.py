@@ -1,7 +1,8 @@
-"""Which process is at fault: what process 0 makes of what all processes say of themselves.
+"""Determine which process is at fault, on process 0, from the records of all processes.
 
-In: the records of all processes, as they come in, and a clock. Out: None, or the verdict: a text that names the process
-at fault. Pure but for the memory of when each record last changed; no clock is compared with another machine's.
+In: the records of all processes as they arrive, and a clock.
+Out: None, or a verdict: a text that names the process at fault. The only state is the time at which each record last
+changed; clocks of different machines are never compared.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from typing import Any, Literal
 
 from autopar.runtime.distributed.exchange import Member, named
 
-#: `met` is an error of the runtime, whose cause may be another process; `failed` an error of the program's own.
+#: `met`: an error of the runtime, whose cause may be another process. `failed`: an error of the program itself.
 State = Literal["running", "finished", "met", "failed", "stopped"]
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a process says of itself.
+    """What a process reports about itself.
 
     Args:
-        beat: counts up while it lives.
-        calls: of its steps, all together.
-        in_call: whether it is inside one.
-        where: the line of its own code that it is at.
-        state, said: and its error's text.
-        times: by step: `step_s`, `late_s`, `device_s` of `StepTimes`.
+        beat: a heartbeat counter.
+        calls: the number of calls of all its steps.
+        in_call: whether it is inside a call.
+        where: the current line of the user's code.
+        state: its state.
+        said: the text of its error.
+        times: by step, `step_s`, `late_s` and `device_s` of `StepTimes`.
     """
 
     member: Member
@@ -61,12 +63,12 @@ class Record:
 
 @dataclass(slots=True)
 class Judge:
-    """Watches the records of all processes.
+    """Evaluates the records of all processes.
 
     Args:
         members: all processes.
-        timeout_s: without a sign of life, a process is missing.
-        step_timeout_s: without a call of a step by anyone, some process hangs.
+        timeout_s: seconds without a heartbeat after which a process is missing.
+        step_timeout_s: seconds without progress of any process after which some process hangs.
     """
 
     members: Sequence[Member]
@@ -78,7 +80,7 @@ class Judge:
     _met_s: float | None = None
 
     def verdict(self, records: Mapping[int, Record], now_s: float) -> str | None:
-        """The process at fault and why, given the newest records; None while nothing is wrong."""
+        """The process at fault and the reason, by the newest records; None if all is well."""
         if self._progress_s is None:
             self._progress_s = now_s
             self._alive_s = {member.index: now_s for member in self.members}
@@ -132,7 +134,7 @@ class Judge:
         return f"{named([r.member for r in behind])} hangs{_at(behind[0])}: for {waited_s:.0f} s it has {words}"
 
     def _met(self, now_s: float) -> str | None:
-        """What the runtime told some, once there has been time enough to find the process that caused it."""
+        """The runtime's error, after a delay in which the process that caused it may be found."""
         met = [record for record in self.latest.values() if record.state == "met"]
         if not met:
             return None
@@ -154,13 +156,12 @@ def _at(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """How long one process takes for a step.
+    """The time of one process for a step.
 
     Args:
-        step_s: from the start of a step to the start of the next: the same on all, who wait for each other.
-        late_s: of these, what its devices wait for it between two steps.
-        factor: of its own time (`late_s` and a step on the devices without waiting for others) over the median of the
-            other processes'.
+        step_s: seconds from the start of a step to the start of the next; equal on all processes, as they synchronize.
+        late_s: the part of it in which the devices wait for the process between two steps.
+        factor: the process's own time (`late_s` plus the device time without waiting) over the median of the others.
     """
 
     member: Member
@@ -177,7 +178,7 @@ class StepTime:
 
 
 def step_times(records: Mapping[int, Record]) -> tuple[StepTime, ...]:
-    """Of every process and step that has been timed, slowest first."""
+    """The times of all processes and steps, slowest first."""
     out: list[StepTime] = []
     for step in sorted({name for record in records.values() for name in record.times}):
         timed = {i: record.times[step] for i, record in records.items() if step in record.times}

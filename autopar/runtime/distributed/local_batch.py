@@ -1,9 +1,10 @@
-"""Global arrays from what each process has: its share of the examples, or the same whole values everywhere.
+"""Make global arrays from local data: a process's share of the examples, or equal whole values on every process.
 
-In: arrays on the host (whatever `numpy.asarray` takes), the plan's tensors and their shardings. Out: global arrays, laid out by the
-plan. Of each tensor a process gives the whole, or its share: of the first dim, one equal part for each process, in the
-order of processes, whatever the plan. Where the plan puts a process's share on its own devices nothing moves; else
-devices exchange it. What is given whole must be equal on all processes, which the first batch is checked for.
+In: host arrays (anything that `numpy.asarray` takes), the plan's tensors, and their shardings.
+Out: global arrays with the planned shardings. A process gives the whole of a tensor or its share: one equal part of the
+first dim per process, in process order, independent of the plan. If the plan keeps a share on its process's devices,
+nothing moves; else devices exchange it. Whole values must be equal on all processes, which is checked for the first
+batch.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from autopar.runtime.distributed.exchange import Exchange, Given, named
 
 _LOG = logging.getLogger("autopar")
 
-#: Of this process's share of an array and the shape of the whole, the whole.
+#: A function from this process's share and the whole's shape to the whole array.
 Gather = Callable[[np.ndarray, tuple[int, ...]], jax.Array]
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor of the plan goes.
+    """The destination of one tensor of the plan.
 
     Args:
-        num_shares: how many processes give it.
-        stays: whether the plan puts each process's share on that process's own devices.
-        gather: of a step in stages, what makes the whole, which some processes have no part of, of this process's share.
+        num_shares: the number of processes that give shares.
+        stays: whether the plan keeps each process's share on its own devices.
+        gather: gathers the shares, for a pipelined step in which some processes have no part of the array.
     """
 
     tensor: TensorPlan
@@ -53,14 +54,14 @@ class Place:
 
     @property
     def share_shape(self) -> tuple[int, ...] | None:
-        """Of one process's share; None where there is none but the whole."""
+        """The shape of a process's share; None if the tensor has no shares."""
         shape, count = self.tensor.shape, self.num_shares
         if count == 1 or not shape or shape[0] % count:
             return None
         return (shape[0] // count, *shape[1:])
 
     def problem(self, array: Any, *, shares: bool) -> str | None:
-        """Why an array cannot be this tensor, in words."""
+        """Why an array does not fit this tensor, as text; None if it fits."""
         tensor, shape, dtype = self.tensor, tuple(array.shape), _canonical(array.dtype)
         if dtype != tensor.dtype:
             return f"`{tensor.path}` is {dtype}, and the plan was made for {tensor.dtype}: convert it first"
@@ -79,7 +80,7 @@ class Place:
         return tuple(array.shape) != self.tensor.shape
 
     def global_array(self, array: Any) -> jax.Array:
-        """The global array, of this process's share or the whole; the whole itself, where each stage takes its part of it."""
+        """The global array from this process's share or the whole; the host array if each stage takes its own part."""
         if self.gather is not None and not self.is_share(array):
             return array
         if _is_key(array):
@@ -115,7 +116,7 @@ def _stays(sharding: NamedSharding, shape: tuple[int, ...], processes: Sequence[
 
 
 def _canonical(dtype: Any) -> str:
-    """What a dtype becomes on its way into JAX: `float64` is `float32` unless 64 bits are enabled."""
+    """A dtype as JAX converts it: `float64` is `float32` unless 64 bits are enabled."""
     extended = jax.numpy.issubdtype(dtype, jax.dtypes.extended)
     return str(dtype if extended else jax.dtypes.canonicalize_dtype(dtype))
 
@@ -125,41 +126,41 @@ def _is_key(array: Any) -> bool:
 
 
 def is_global(leaf: Any) -> bool:
-    """Whether an array lies on the devices of several processes already."""
+    """Whether an array spans several processes already."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
 def on_host(leaf: Any, path: str) -> Any:
-    """What `numpy.asarray` makes of a leaf: of a NumPy array, a torch or TensorFlow tensor, a local JAX array.
+    """A leaf as a NumPy array: from NumPy, a torch or TensorFlow tensor, or a local JAX array.
 
     Raises:
-        BatchError: where it makes nothing of it.
+        BatchError: NumPy cannot convert it.
     """
     if isinstance(leaf, jax.Array):
         return leaf
     try:
         array = np.asarray(leaf)
     except Exception as error:
-        raise BatchError(f"`{path}` is of type {type(leaf).__name__}, of which NumPy makes no array: {error}") from None
+        raise BatchError(f"`{path}` is of type {type(leaf).__name__}, which NumPy cannot convert: {error}") from None
     if array.dtype == object:
-        raise BatchError(f"`{path}` is of type {type(leaf).__name__}, of which NumPy makes no array of numbers")
+        raise BatchError(f"`{path}` is of type {type(leaf).__name__}, which NumPy cannot convert to numbers")
     return array
 
 
 def lay_out(
     places: Sequence[Place], leaves: Sequence[Any], exchange: Exchange | None, what: str, *, shares: bool, check: bool
 ) -> list[jax.Array]:
-    """Global arrays of what this process has.
+    """Make global arrays from local ones.
 
     Args:
-        leaves: one for each place.
-        what: they are, as an error says it; the same on every process.
-        shares: whether a share will do, or only the whole.
-        check: whether to compare what all processes give; every process must.
+        leaves: one array per place.
+        what: the purpose, for error messages; the same on every process.
+        shares: whether shares are allowed, or only whole arrays.
+        check: whether to compare the arrays of all processes; then every process must call this.
 
     Raises:
-        BatchError: where a shape or a dtype is not the plan's, or what must be equal is not. With `check`, on every
-            process, naming those that differ.
+        BatchError: a shape or dtype differs from the plan's, or values that must be equal differ. With `check`, on
+            every process, with the names of the differing ones.
     """
     arrays: list[Any] = []
     problems: list[str] = []
@@ -171,7 +172,7 @@ def lay_out(
             problem = str(error)
         problems += [] if problem is None else [problem]
     if check and exchange is not None:
-        exchange.judged(what, _told(places, arrays, problems), _fit_together)
+        exchange.judged(what, _description(places, arrays, problems), _fit_together)
     if problems:
         raise BatchError(f"{what}: {'; '.join(problems)}")
     pairs = zip(places, arrays, strict=True)
@@ -179,16 +180,16 @@ def lay_out(
 
 
 def check_equal(exchange: Exchange, what: str, leaves: Mapping[str, Any]) -> None:
-    """Refuse host values, by their paths, that are not equal on every process.
+    """Refuse host values, given by path, that differ between processes.
 
     Raises:
-        BatchError: on every process, naming what differs and where.
+        BatchError: on every process, with the differing paths and processes.
     """
-    told = {path: [False, digest(on_host(leaf, path))] for path, leaf in leaves.items() if not is_global(leaf)}
-    exchange.judged(what, {"problems": [], "leaves": told}, _fit_together)
+    digests = {path: [False, digest(on_host(leaf, path))] for path, leaf in leaves.items() if not is_global(leaf)}
+    exchange.judged(what, {"problems": [], "leaves": digests}, _fit_together)
 
 
-def _told(places: Sequence[Place], arrays: Sequence[Any], problems: Sequence[str]) -> dict[str, Any]:
+def _description(places: Sequence[Place], arrays: Sequence[Any], problems: Sequence[str]) -> dict[str, Any]:
     if problems:
         return {"problems": list(problems), "leaves": {}}
     pairs = [(place, array) for place, array in zip(places, arrays, strict=True) if not is_global(array)]
@@ -197,7 +198,7 @@ def _told(places: Sequence[Place], arrays: Sequence[Any], problems: Sequence[str
 
 
 def digest(leaf: Any) -> str:
-    """Of an array's type and content."""
+    """A digest of an array's type and content."""
     array = np.ascontiguousarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
     content = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
     content.update(array.reshape(-1).view(np.uint8).data)
@@ -205,7 +206,7 @@ def digest(leaf: Any) -> str:
 
 
 def _fit_together(given: Sequence[Given]) -> None:
-    """Refuse parts of a batch that make no whole."""
+    """Refuse shares that do not form a whole."""
     wrong = [one for one in given if one.value["problems"]]
     if wrong:
         raise BatchError("; ".join(f"{one.by}: {'; '.join(one.value['problems'])}" for one in wrong[:4]))
@@ -223,8 +224,8 @@ def _fit_together(given: Sequence[Given]) -> None:
         if differing and not is_share:
             raise BatchError(
                 f"`{path}` must be equal on every process, as each gives the whole of it, but {named(differing)} gave"
-                f" other values than {first.by}: seed and read alike on every process; or, of examples, give each"
-                " process's share of the first dim by `shard_batch`"
+                f" other values than {first.by}: use the same seed and data on every process; or, for examples, give each"
+                " process's share of the first dim to `shard_batch`"
             )
     if all_shares and all(
         one.value["leaves"][path][1] == first.value["leaves"][path][1] for one in others for path in all_shares

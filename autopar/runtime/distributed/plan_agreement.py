@@ -1,7 +1,7 @@
-"""One plan for all processes: made on process 0, after all have been found to run the same program.
+"""Agree on one plan among all processes: process 0 makes it after all have traced the same program.
 
-In: on each process, how to trace its step, its options, and a given plan if there is one. Out: the plan, equal
-everywhere; or on every process the error that says which process differs, and in what.
+In: on each process, how to trace its step, its options, and the given plan if there is one.
+Out: the plan, equal everywhere; or on every process an error that names the process that differs and the difference.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopar.runtime.distributed.exchange import Exchange, Given, Member, named
 from autopar.transforms.program import Program
 from autopar.version import __version__
 
-#: A plan of one program, or of several; a dataclass.
+#: A plan of one program or of a pipelined step; a dataclass.
 P = TypeVar("P", bound=Placement)
 
-#: Options of a step that need not be the same: they change no plan.
+#: Options of a step that may differ between processes: they do not change the plan.
 _OWN_OPTIONS = ("progress", "cache", "dump")
 
 
@@ -44,20 +44,20 @@ def agreed_plan(
     options: Mapping[str, Any],
     fixed: P | None,
 ) -> tuple[P, Program]:
-    """The plan of a step, the same on all processes, and this process's program as traced.
+    """The plan of a step, the same on all processes, and this process's traced program.
 
     Args:
-        name: of the step.
-        traced: traces it here.
-        planned: makes a plan of a program; called on process 0 only, and not where there is a fixed plan.
-        read: a plan from JSON types.
-        options: those of `autopar.plan`.
-        fixed: a given plan, which the caller holds against the program.
+        name: the step's name.
+        traced: traces the step here.
+        planned: plans a program; called on process 0 only, and only without a fixed plan.
+        read: reads a plan from JSON types.
+        options: the options of `autopar.plan`.
+        fixed: a given plan, which the caller compares with the program.
 
     Raises:
-        ProcessError: on every process, where one runs another program or plan, has other options, versions or devices,
-            could not trace its step, or does not come at all.
-        AutoparError: on every process, what process 0 raised while planning.
+        ProcessError: on every process, if one has another program, plan, options, versions or devices, could not trace
+            its step, or does not arrive.
+        AutoparError: on every process, if planning on process 0 raises it.
     """
     program, failure = None, None
     try:
@@ -76,12 +76,12 @@ def agreed_plan(
         return fixed, program
     mine = program
     plan = read(exchange.made_once(f"the plan of `{name}`", lambda: planned(mine).to_json()))  # read on process 0 too
-    trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # not in what is told
+    trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # absent from the exchanged JSON
     return replace(plan, **trees), program  # type: ignore[type-var]
 
 
 def with_hosts(hardware: Any) -> HardwareProfile:
-    """The hardware to plan for, with no more devices a host than fast links join here."""
+    """The hardware to plan for, limited to the number of devices that fast links connect here."""
     devices = jax.devices()
     if hardware is None:
         hardware = detect(devices[0].device_kind, devices[0].platform)
@@ -89,7 +89,7 @@ def with_hosts(hardware: Any) -> HardwareProfile:
     return replace(profile, devices_per_host=min(profile.devices_per_host, devices_per_host(devices)))
 
 
-# -- what a process says of itself -----------------------------------------------------------
+# -- the description of a process ------------------------------------------------------------
 
 
 def _description(
@@ -110,7 +110,7 @@ def _description(
 
 
 def _option_text(value: Any) -> str:
-    """An option as text that is the same in every process."""
+    """An option as text that is equal in every process."""
     if isinstance(value, jax.sharding.Mesh):
         return f"{dict(value.shape)} of devices {[device.id for device in value.devices.flat]}"
     if hasattr(value, "to_json"):
@@ -122,7 +122,7 @@ def _option_text(value: Any) -> str:
 
 
 def _constants(program: Program) -> dict[str, str]:
-    """Digests of what is written into the program, by the source line that uses it."""
+    """Digests of the program's constants, by the source line that uses them."""
     by_place: dict[str, Any] = {}
     names = Counter[str]()
     for node, equation in zip(program.graph.nodes, program.trace.equations, strict=True):
@@ -138,7 +138,7 @@ def _constants(program: Program) -> dict[str, str]:
 
 
 def _bytes_of(value: Any) -> bytes:
-    """A constant's type and content. Of what lies on other processes too, only the type: they all have a part of it."""
+    """A constant's type and content; for global arrays the type only, as every process has a part of the content."""
     if isinstance(value, jax.Array):
         if not value.is_fully_addressable:
             return f"{value.dtype}{value.shape}".encode()
@@ -152,11 +152,11 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-# -- what process 0 makes of it --------------------------------------------------------------
+# -- the comparison on process 0 -------------------------------------------------------------
 
 
 def _same_everywhere(given: Sequence[Given]) -> None:
-    """Refuse what differs."""
+    """Refuse descriptions that differ."""
     failed = [one for one in given if one.value["failure"] is not None]
     if failed:
         first = failed[0]
@@ -176,7 +176,7 @@ def _same_everywhere(given: Sequence[Given]) -> None:
 
 
 def _difference(reference: Given, other: Given) -> str | None:
-    """What sets a process apart from process 0, in words."""
+    """How a process differs from process 0, as text."""
     here, there = other.value, reference.value
     for what in ("versions", "options"):
         for name in sorted({*here[what], *there[what]}):
@@ -192,11 +192,11 @@ def _difference(reference: Given, other: Given) -> str | None:
     signatures = [decoder(ProgramSignature)(side["program"]) for side in (there, here)]
     words = signatures[0].difference(signatures[1], of_planned="on process 0", of_other="there")
     if words is not None:
-        return f"its program is another: {words}"
+        return f"its program differs: {words}"
     if list(here["constants"].values()) != list(there["constants"].values()):
         places = sorted({*here["constants"], *there["constants"]})
         place = next(p for p in places if here["constants"].get(p) != there["constants"].get(p))
-        return f"a number written into its program is another: {place}"
+        return f"a constant of its program differs: {place}"
     return None
 
 

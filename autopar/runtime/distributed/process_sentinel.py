@@ -1,8 +1,9 @@
-"""Says why a process ended that cannot say so itself: run as a small process beside it, by `watch`.
+"""Report why a process ended that cannot report it itself; `watch` runs this as a small separate process.
 
-In: names, and a pipe from the process that is watched. Out: nothing where that wrote a farewell before the pipe closed;
-else one line on stderr. It is needed where process 0 dies: JAX then ends the others at once, from its own C++, and names
-nobody. Imports nothing of the package, so that it starts in milliseconds.
+In: names, and a pipe from the watched process.
+Out: nothing if the watched process wrote a farewell before the pipe closed, else one line on stderr. It is needed if
+process 0 dies: JAX then ends the other processes at once, from C++, without naming any. It imports nothing of the
+package, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ FAREWELL = b"farewell"
 _CONNECT_S = 5.0
 
 
-class Obituary:
-    """The small process, from the side of the one it speaks for.
+class Sentinel:
+    """The sentinel process, as the watched process sees it.
 
     Args:
-        me, first: this process and process 0, as messages name them.
-        address: of JAX's coordination service, which runs in process 0.
+        me: this process, as messages name it.
+        first: process 0, as messages name it.
+        address: the address of JAX's coordination service, which runs in process 0.
     """
 
     def __init__(self, me: str, first: str, address: str) -> None:
         command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), me, first, address]
-        # In a session of its own, Ctrl-C does not reach it.
+        # In its own session, so that Ctrl-C does not reach it.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def withdraw(self) -> None:
-        """This process ends by itself, and says why itself."""
+        """Stop the sentinel: this process ends normally and reports its own errors."""
         try:
             self._process.communicate(FAREWELL, timeout=_CONNECT_S)
         except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -38,7 +40,7 @@ class Obituary:
 
 
 def line(me: str, first: str, address: str) -> str:
-    """What to say of a process that ended without a farewell."""
+    """The report on a process that ended without a farewell."""
     if me != first and not _answers(address):
         return (
             f"autopar: {first}, in which JAX's coordination service runs, is gone: nothing answers at {address}. JAX has"

@@ -1,8 +1,9 @@
-"""When a process calls its step, and when its devices are done: host timestamps only, no collective, no wait.
+"""Time when a process calls its step and when its devices finish, with host timestamps only and without collectives.
 
-In: calls of a step. Out: `StepTimes`: how long steps take, and how long this process lets its devices wait between them.
-All processes' steps take equally long, for they wait for each other in collectives. What tells a straggler is the time
-between the end of one step, which comes on all processes together, and its own start of the next.
+In: calls of a step.
+Out: `StepTimes`: how long steps take, and how long the process lets its devices wait between them. Steps take equally
+long on all processes, because they wait for each other in collectives. A straggler shows in the time between the end of
+a step, which all processes share, and its own start of the next.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-#: So many steps make up a measurement.
+#: The number of steps per measurement.
 WINDOW = 50
 
 
@@ -27,10 +28,10 @@ class StepTimes:
     """Medians over the last steps, in seconds.
 
     Args:
-        num_steps: measured.
+        num_steps: the number of measured steps.
         step_s: from the start of one call to the start of the next.
-        late_s: from the end of a step on the devices to the start of the next call; 0 where the host runs ahead.
-        device_s: from the start of a step on the devices to its end, waiting for other processes included.
+        late_s: from the end of a step on the devices to the start of the next call; 0 if the host runs ahead.
+        device_s: from the start of a step on the devices to its end, including waiting for other processes.
     """
 
     num_steps: int
@@ -40,7 +41,7 @@ class StepTimes:
 
 
 class StepClock:
-    """Times the calls of one step. A thread of its own waits for results."""
+    """Times the calls of one step. A separate thread waits for results."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -52,14 +53,14 @@ class StepClock:
 
     @property
     def in_call(self) -> bool:
-        """Whether the process is inside the step now."""
+        """Whether the process is inside a call of the step."""
         return self._running
 
     def timed(self, call: Callable[[], Any], probe: Callable[[Any], Any]) -> Any:
-        """Make a call.
+        """Make a call and time it.
 
         Args:
-            probe: of its result, an array to wait for, that no later call takes over; None where there is none.
+            probe: picks an array of the result to wait for, which no later call donates; None if there is none.
         """
         self.num_calls += 1
         self._running, started = True, time.perf_counter()
@@ -71,7 +72,7 @@ class StepClock:
         return result
 
     def times(self) -> StepTimes | None:
-        """Of the last steps; None before there are two."""
+        """The medians of the last steps; None before there are two."""
         samples = list(self._samples)
         if not samples:
             return None
@@ -86,7 +87,7 @@ class StepClock:
             started, result = item
             try:
                 jax.block_until_ready(result)
-            except Exception:  # the caller meets it too, where it can be dealt with
+            except Exception:  # the caller gets the same error and can handle it
                 before = None
                 continue
             ready = time.perf_counter()

@@ -1,9 +1,9 @@
-"""`watch`: while several processes train, say which one died, hangs or is slow, and stop the others.
+"""Detect which process of a training run died, hangs or is slow, and stop the others (`watch`).
 
-In: the steps that a training loop calls. Out: a context around that loop. A thread of each process tells the coordination
-service now and then that it lives, how many calls it has made and where it is; process 0 judges (`verdict`), and its
-verdict stops every process: with an exception where the loop has met one, else by ending the process. No device takes
-part, and a step waits for nothing.
+In: the steps that a training loop calls.
+Out: a context around the loop. A thread in each process regularly reports to the coordination service that it is alive,
+its number of calls and its current line. Process 0 evaluates the reports (`Judge`). Its verdict stops every process: by
+an exception if the loop has an error, else by ending the process. No device takes part, and no step waits.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from autopar.jax_interop.processes import coordinator_address, leave_without_wai
 from autopar.runtime.distributed.coordination_store import ServiceLostError
 from autopar.runtime.distributed.exchange import Exchange, Member, among_processes
 from autopar.runtime.distributed.fault_attribution import Judge, Record, State, StepTime, step_times
-from autopar.runtime.distributed.process_sentinel import Obituary
+from autopar.runtime.distributed.process_sentinel import Sentinel
 from autopar.runtime.distributed.step_clock import StepClock
 from autopar.system.source_paths import PACKAGE
 
 _LOG = logging.getLogger("autopar")
 _ROOT = "autopar/watch"
 
-#: What a process exits with when it is stopped.
+#: The exit code of a process that is stopped.
 EXIT_CODE = 1
 
-#: A process speaks this often in the time after which it would be missed, but at most every five seconds.
+#: Heartbeats per timeout, and the longest time between two heartbeats.
 _BEATS_PER_TIMEOUT, _LONGEST_BEAT_S = 6, 5.0
 
-#: Process 0, in which the service runs, ends so much later than the others have said that they will.
+#: Seconds that process 0, which runs the service, ends after the others have acknowledged the verdict.
 _LAST_S = 2.0
 
-#: Steps before a straggler is named, and seconds before the same is named again.
-_STEPS_TO_TELL, _TELL_AGAIN_S = 10, 300.0
+#: Steps before a straggler is reported, and seconds before it is reported again.
+_STEPS_BEFORE_REPORT, _REPORT_INTERVAL_S = 10, 300.0
 
 
 class Watched(Protocol):
-    """A step that can be timed: what `parallelize` makes."""
+    """A step that can be timed, made by `parallelize`."""
 
     clock: StepClock | None
 
@@ -58,21 +58,21 @@ class Watched(Protocol):
 
 
 class Watch:
-    """The processes of a training run, watched.
+    """A watchdog over the processes of a training run.
 
-    Used as a context around the training loop. On leaving it a process waits until all have left.
+    Used as a context around the training loop. On exit, a process waits until all have left.
 
     Args:
-        steps: that the loop calls, made by `parallelize`.
-        timeout_s: a process without a sign of life for so long is missing: it died, or its machine is gone or frozen.
-        step_timeout_s: where no process has begun or ended a call of a step for so long, those behind hang. Longer than
-            any pause in the loop: compilation, evaluation, saving.
-        straggler_factor: a process whose own time for a step is so many times the others' is named in the log.
+        steps: the steps that the loop calls, made by `parallelize`.
+        timeout_s: seconds without a heartbeat after which a process is missing: it died, or its machine is down.
+        step_timeout_s: seconds without the start or end of any call after which the processes behind hang. Must exceed
+            every pause of the loop: compilation, evaluation, saving.
+        straggler_factor: a process whose own time for a step exceeds the others' by this factor is logged.
 
     Raises:
-        ProcessError: on leaving, where a process died, hangs, failed or left early. Where the loop is inside a call that
-            does not return, the process ends with `EXIT_CODE` instead.
-        StepSignatureError: for a step that `parallelize` did not make.
+        ProcessError: on exit, if a process died, hangs, failed or left early. If the loop is inside a call that does
+            not return, the process ends with `EXIT_CODE` instead.
+        StepSignatureError: a step was not made by `parallelize`.
     """
 
     def __init__(
@@ -104,9 +104,9 @@ class Watch:
         self._over = threading.Event()
         self._leaving = False  # the loop's own thread deals with the verdict
         self._records: dict[int, Record] = {}
-        self._told_s: dict[int, float] = {}
+        self._reported_s: dict[int, float] = {}
         self._loop_thread = 0
-        self._obituary: Obituary | None = None
+        self._sentinel: Sentinel | None = None
 
     # -- the context -------------------------------------------------------------------------
 
@@ -125,9 +125,9 @@ class Watch:
         self._members = tuple(Member(index, host) for index, host in given)
         number = self._exchange.service.count_up(f"{_ROOT}/number/{self._exchange.index}")
         self._folder = f"{_ROOT}/{number}"
-        self._obituary = Obituary(str(self._exchange.me), str(self._members[0]), coordinator_address())
+        self._sentinel = Sentinel(str(self._exchange.me), str(self._members[0]), coordinator_address())
         self._heard_s = time.monotonic()
-        for work in (self._speak, self._guard):
+        for work in (self._send_heartbeats, self._guard):
             threading.Thread(target=work, name=f"autopar watch: {work.__name__}", daemon=True).start()
         return self
 
@@ -139,15 +139,15 @@ class Watch:
                 self._leave(error)
         finally:
             self._over.set()
-            if self._obituary is not None:
-                self._obituary.withdraw()
+            if self._sentinel is not None:
+                self._sentinel.withdraw()
             for step in self._steps:
                 if step.clock is not None:
                     step.clock.stop()
                     step.clock = None
 
     def _leave(self, error: BaseException | None) -> None:
-        """Say how the loop ended, and wait for the others, or for the verdict."""
+        """Report how the loop ended, and wait for the others or for the verdict."""
         finished = error is None or (isinstance(error, SystemExit) and not error.code)
         self._leaving = True
         self._said = (
@@ -161,38 +161,38 @@ class Watch:
         self._acknowledge()
         leave_without_waiting()
         if self._state == "failed":
-            return  # the error itself goes on
+            return  # the error itself propagates
         raise ProcessError(self._verdict) from error
 
-    # -- what it shows -----------------------------------------------------------------------
+    # -- results -----------------------------------------------------------------------------
 
     def step_times(self) -> tuple[StepTime, ...]:
-        """How long each process takes for a step, as they last said, slowest first."""
+        """The time of each process for a step, as last reported, slowest first."""
         if self._exchange is None:
             return step_times({0: self._record(Member(0, socket.gethostname()))})
         self._put_record()
         return step_times(self._all_records())
 
     def stragglers(self) -> tuple[StepTime, ...]:
-        """The processes that keep the others waiting."""
+        """The processes that delay the others."""
         return tuple(one for one in self.step_times() if one.factor >= self._factor)
 
     # -- threads -----------------------------------------------------------------------------
 
-    def _speak(self) -> None:
-        """Tell the service that this process lives; on process 0, judge; on the others, hear the verdict."""
+    def _send_heartbeats(self) -> None:
+        """Report that this process is alive; on process 0 evaluate the records, on the others read the verdict."""
         exchange = self._exchange
         assert exchange is not None
         judge = Judge(self._members, self._timeout_s, self._step_timeout_s)
         while not self._over.is_set():
             try:
                 self._put_record()
-                told = self._judge(judge) if exchange.index == 0 else self._verdict_of_process_0()
+                answer = self._judge(judge) if exchange.index == 0 else self._verdict_of_process_0()
             except ServiceLostError as error:
-                told = {"verdict": str(error).replace("process 0", str(self._members[0]), 1)}
+                answer = {"verdict": str(error).replace("process 0", str(self._members[0]), 1)}
             self._heard_s = time.monotonic()
-            if told is not None:
-                self._verdict = told["verdict"]
+            if answer is not None:
+                self._verdict = answer["verdict"]
                 self._judged.set()
                 return
             self._over.wait(self._beat_s)
@@ -204,9 +204,9 @@ class Watch:
         if verdict is None and not judge.all_finished:
             self._name_stragglers()
             return None
-        told = {"verdict": verdict}
-        self._exchange.service.put(f"{self._folder}/verdict/0", json.dumps(told).encode())
-        return told
+        answer = {"verdict": verdict}
+        self._exchange.service.put(f"{self._folder}/verdict/0", json.dumps(answer).encode())
+        return answer
 
     def _verdict_of_process_0(self) -> dict[str, Any] | None:
         assert self._exchange is not None
@@ -214,7 +214,7 @@ class Watch:
         return json.loads(found["0"]) if found else None
 
     def _guard(self) -> None:
-        """End this process by the verdict, or where the service is silent: a call of it may hang as well."""
+        """End this process by the verdict, or if the service does not answer, as a call to it may hang too."""
         while not self._over.is_set():
             silent_s = time.monotonic() - self._heard_s
             if silent_s > self._timeout_s + self._beat_s and not self._judged.is_set():
@@ -228,26 +228,26 @@ class Watch:
         if self._verdict is None or self._over.is_set():
             return
         if not self._leaving:
-            time.sleep(self._beat_s)  # an error may be on its way to the loop
+            time.sleep(self._beat_s)  # an error may be about to reach the loop
         if self._leaving:
             return
         self._stop()
 
     def _stop(self) -> None:
-        """End this process: its loop is inside a call that does not return."""
+        """End this process, whose loop is inside a call that does not return."""
         assert self._exchange is not None and self._verdict is not None
         sys.stderr.write(f"autopar: {self._verdict}. {self._exchange.me} stops here:\n")
         tracebacks.print_stack(sys._current_frames().get(self._loop_thread), file=sys.stderr)
         self._acknowledge()
-        assert self._obituary is not None
-        self._obituary.withdraw()
+        assert self._sentinel is not None
+        self._sentinel.withdraw()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
 
     def _acknowledge(self) -> None:
-        """Say that the verdict was heard; process 0, in which the service runs, goes last. Where the service is silent,
-        even saying so does not return: a thread of its own does it, and is not waited for long."""
+        """Acknowledge the verdict; process 0, which runs the service, ends last. The call hangs if the service does not
+        answer, so a separate thread makes it, and the wait for it is short."""
         self._state = "stopped" if self._state != "failed" else "failed"
         patience_s = 2 * self._beat_s + 1.0
         said = threading.Thread(target=self._say_goodbye, args=(patience_s,), name="autopar goodbye", daemon=True)
@@ -297,22 +297,22 @@ class Watch:
 
     def _name_stragglers(self) -> None:
         now_s = time.monotonic()
-        timed = {i: r for i, r in self._records.items() if r.calls >= _STEPS_TO_TELL}
+        timed = {i: r for i, r in self._records.items() if r.calls >= _STEPS_BEFORE_REPORT}
         for one in step_times(timed) if len(timed) == len(self._members) else ():
-            if one.factor >= self._factor and now_s - self._told_s.get(one.member.index, -1e9) > _TELL_AGAIN_S:
-                self._told_s[one.member.index] = now_s
+            if one.factor >= self._factor and now_s - self._reported_s.get(one.member.index, -1e9) > _REPORT_INTERVAL_S:
+                self._reported_s[one.member.index] = now_s
                 _LOG.warning("straggler: %s", one)
 
 
 def watch(
     *steps: Watched, timeout_s: float = 60.0, step_timeout_s: float = 1800.0, straggler_factor: float = 1.5
 ) -> Watch:
-    """A context around a training loop: see `Watch`."""
+    """Watch a training loop; see `Watch`."""
     return Watch(*steps, timeout_s=timeout_s, step_timeout_s=step_timeout_s, straggler_factor=straggler_factor)
 
 
 def _of_runtime(error: BaseException | None) -> bool:
-    """Whether an error may be another process's doing: a collective that broke off."""
+    """Whether another process may have caused an error: a collective that was aborted."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error)
 
 
@@ -320,7 +320,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("purelib", "platlib
 
 
 def _place(frame: FrameType | None) -> str:
-    """`train.py:12 (load)`: the innermost line of the user's own code."""
+    """The innermost line of the user's code: `train.py:12 (load)`."""
     innermost = frame
     while frame is not None:
         file = frame.f_code.co_filename

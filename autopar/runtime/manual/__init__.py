@@ -1,6 +1,6 @@
-"""Nodes that each device runs on its own part under `shard_map`, where XLA's partitioner would gather.
+"""Run nodes on local shards under `shard_map`, where XLA's partitioner would all-gather.
 
-In: an equation, its shardings, the part of each operand that is here.
-Out: results split as the rule says; `table` has an entry for each primitive.
+In: an equation, its shardings, and the local shard of each operand.
+Out: results sharded by the rule; `table` has an entry for each primitive.
 Imported by: runtime, pipeline.
 """

@@ -1,7 +1,7 @@
-"""What one device's part of a node may know of the whole.
+"""Describe one device's part of a node.
 
-In: an equation and the shardings of its operands and results. Out: `Part`, which a local implementation takes
-beside its local operands.
+In: an equation and the shardings of its operands and results.
+Out: `Part`, which a local implementation takes together with its local operands.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from autopar.rules.node_view import NodeView
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One node, as one of the devices sees it.
+    """One node as one device sees it.
 
     Args:
-        name: of the primitive.
-        params: of the equation, as JAX has them.
+        name: the primitive's name.
+        params: the equation's JAX parameters.
         view: the whole node, as rules see it.
-        operands, results: shardings; a result may be unreduced, and is then one of the terms.
-        bind: runs the primitive itself, on local operands; other parameters by name.
+        operands: the shardings of the operands.
+        results: the shardings of the results; an unreduced local result is one term of the sum.
+        bind: the primitive itself on local operands, with changed parameters by name.
     """
 
     name: str
@@ -36,15 +37,15 @@ class Part:
     bind: Callable[..., Sequence[Any]]
 
 
-#: A part and local operands -> local results.
+#: A function from a part and local operands to local results.
 LocalFunction = Callable[..., Sequence[Any]]
 
 
 def position(axes: tuple[str, ...]) -> Any:
-    """Which part along these mesh axes this device has, an int32 scalar; 0 along none."""
+    """The index of this device's shard along mesh axes, an int32 scalar; 0 for no axes."""
     return jax.lax.axis_index(axes).astype(jax.numpy.int32) if axes else jax.numpy.int32(0)
 
 
 def num_parts(axes: tuple[str, ...]) -> int:
-    """How many parts there are."""
+    """The number of shards along mesh axes."""
     return jax.lax.axis_size(axes) if axes else 1

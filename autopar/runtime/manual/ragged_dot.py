@@ -1,9 +1,8 @@
-"""Products in groups of unequal size, with the rows or the groups split: each device multiplies those of its rows
-that meet its own groups.
+"""Run a ragged dot (grouped GEMM) with sharded rows or groups: each device multiplies its rows of its groups.
 
-In: inside `jax.shard_map`, some rows, the matrices of some groups, and the sizes of all groups. Out: where rows stay
-rows, what its groups give to its rows, zeros for the rest, which is one term of a sum over the devices that hold the
-other groups; where rows are summed, its groups' matrices, each a term of the sum over the rows' devices.
+In: inside `jax.shard_map`, some rows, the matrices of some groups, and the sizes of all groups.
+Out: if rows are kept, the results of the device's groups for its rows and zeros elsewhere, unreduced over the devices
+with other groups; if rows are contracted, its groups' matrices, unreduced over the devices with other rows.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def ragged_dot_general(part: Part, left: jax.Array, right: jax.Array, sizes: jax
     row_axes = part.operands[0].dims[row_dim]
     group_axes = part.results[0].dims[0] if summed else part.operands[1].dims[numbers.rhs_group_dimensions[0]]
     first, last = _rows_of_groups(sizes, left.shape[row_dim], row_axes, group_axes)
-    if not group_axes:  # the first group begins at the first row
+    if not group_axes:  # the first group starts at the first row
         return part.bind([left, right, last - first])
     left = jnp.roll(left, -first[0], row_dim)
     if summed:
@@ -40,7 +39,7 @@ def ragged_dot_general(part: Part, left: jax.Array, right: jax.Array, sizes: jax
 def _rows_of_groups(
     sizes: jax.Array, num_rows: int, row_axes: tuple[str, ...], group_axes: tuple[str, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Of each of this device's groups the first of its rows, and the one after the last."""
+    """For each of this device's groups, its first row and the row after its last one."""
     ends = lax.cumsum(sizes)
     here = sizes.shape[0] // num_parts(group_axes)
     own = position(group_axes) * here

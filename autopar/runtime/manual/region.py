@@ -1,7 +1,8 @@
 """Run one equation as a manual region: `jax.shard_map` over the plan's mesh.
 
-In: an equation, operands, how they and the results are split. Out: results, their pending sums taken: as any other
-reduction, so that XLA scatters where the next constraint asks for it.
+In: an equation, its operands, and the shardings of operands and results.
+Out: reduced results. The reduction is an ordinary one outside the region, so that XLA makes a reduce-scatter where the
+next constraint allows it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autopar.rules.user_rules import called
 from autopar.runtime.manual.part import Part
 from autopar.runtime.manual.table import local_function
 
-#: How terms are put together, along a dim that they are stacked in.
+#: The functions that reduce stacked terms along a dim.
 _COMBINE: Mapping[str, Callable[[Any, tuple[int, ...]], Any]] = {
     "sum": lax.reduce_sum,
     "max": lax.reduce_max,
@@ -42,11 +43,11 @@ def run_region(
     mesh: Mesh | AbstractMesh,
     targets: Sequence[TensorSharding | None],
 ) -> Sequence[Any]:
-    """Run it.
+    """Run the region.
 
     Args:
-        equation: JAX's own.
-        targets: of each result, how it is split once its sum is taken; None where it is as in the region.
+        equation: JAX's equation.
+        targets: the sharding of each result after its reduction; None for that of the region.
     """
     name = equation.primitive.name
     shapes = (tuple(map(jax.numpy.shape, operands)), tuple(tuple(v.aval.shape) for v in equation.outvars))
@@ -75,7 +76,8 @@ def run_region(
 
 
 def _scattered(made: TensorSharding, target: TensorSharding) -> TensorSharding:
-    """What of a pending sum is taken in the region, because XLA would sum whole what is scattered to two dims."""
+    """The sharding after the reductions that are done inside the region: XLA would run a full all-reduce for results
+    that are scattered over two dims."""
     new = [axes[len(own) :] for axes, own in zip(target.dims, made.dims, strict=True)]
     if sum(map(bool, new)) < 2:
         return made
@@ -90,7 +92,7 @@ def _scatter(value: Any, made: TensorSharding, after: TensorSharding) -> Any:
 
 
 def _stacked(value: Any, sharding: TensorSharding) -> Any:
-    """A term of a sum is one of a leading dim, which no device sends."""
+    """Stack an unreduced term along a new leading dim, which is sharded and needs no communication."""
     return lax.expand_dims(value, (0,)) if sharding.unreduced else value
 
 
@@ -102,6 +104,6 @@ def _combined(value: Any, reduction: str) -> Any:
     if jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = _combined(jax.random.key_data(value), reduction)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
-    if value.dtype == bool and reduction == "sum":  # terms of which one alone is not zero
+    if value.dtype == bool and reduction == "sum":  # at most one term is not zero
         reduction = "or"
     return _COMBINE[reduction](value, (0,))

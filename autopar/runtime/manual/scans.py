@@ -1,8 +1,7 @@
-"""Cumulative operations along a dim that is split: each part by itself, then all but the first with what comes
-before them.
+"""Run cumulative operations along a sharded dim: a local scan, then the combination with the preceding shards' totals.
 
-In: inside `jax.shard_map`, one part of an array. Out: the same part of what the primitive gives for the whole; the
-totals of the parts are sent, no more.
+In: inside `jax.shard_map`, the local shard of an array.
+Out: the local shard of the result. Only the totals of the shards are communicated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _COMBINE: Mapping[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 
 
 def cumulative(part: Part, x: jax.Array) -> Sequence[jax.Array]:
-    """`lax.cumsum` and its like, forwards or in reverse."""
+    """`lax.cumsum` and similar operations, forwards or in reverse."""
     axis, reverse = part.params["axis"], part.params["reverse"]
     axes = part.operands[0].dims[axis]
     (own,) = part.bind([x])

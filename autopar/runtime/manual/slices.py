@@ -1,8 +1,8 @@
-"""Windows of a tensor whose dims are split: what of a window lies on this device is read, or written.
+"""Read and write windows of a tensor along sharded dims: each device handles its part of the window.
 
-In: inside `jax.shard_map`, one part of a tensor and where the window starts in the whole. Out: for a read, the
-window with zeros where it lies elsewhere; for a write, the part. A start beyond the last place that the window fits
-is moved there, as on one device.
+In: inside `jax.shard_map`, the local shard of a tensor and the start of the window in the whole.
+Out: for a read, the window with zeros where other devices have it; for a write, the local shard. A start beyond the
+last valid position is clamped, as on one device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.runtime.manual.part import Part, num_parts, position
 
 
 def dynamic_slice(part: Part, x: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
-    """`lax.dynamic_slice`: one term of a sum, for each device adds what it has."""
+    """`lax.dynamic_slice`: one term of a sum over devices."""
     whole = part.params["slice_sizes"]
     axes = part.operands[0].dims
     cut = [d for d in range(x.ndim) if axes[d] and x.shape[d] * num_parts(axes[d]) != whole[d]]
@@ -36,7 +36,7 @@ def dynamic_slice(part: Part, x: jax.Array, *starts: jax.Array) -> Sequence[jax.
 
 
 def dynamic_update_slice(part: Part, x: jax.Array, update: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
-    """`lax.dynamic_update_slice`, which reads and writes a window of the part, so that the rest may stay in place."""
+    """`lax.dynamic_update_slice`. It reads and writes only a window of the shard, so the rest may stay in place."""
     axes = part.operands[0].dims
     cut = [d for d in range(x.ndim) if axes[d] and not part.operands[1].dims[d]]
     sizes = [min(size, x.shape[d]) for d, size in enumerate(update.shape)]
@@ -58,7 +58,7 @@ def _clamped(start: jax.Array, last: int) -> jax.Array:
 
 
 def _as_int32(start: jax.Array) -> jax.Array:
-    """A start that no int32 holds is beyond every end."""
+    """The start as int32; a value beyond the range of int32 is clamped."""
     start = jnp.asarray(start)
     limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(start.dtype)
     if own.max > limits.max:
@@ -73,7 +73,7 @@ def _along(mask: jax.Array, dim: int, rank: int) -> jax.Array:
 
 
 def _raw(x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """What can be added to zeros: of typed PRNG keys their words, and the way back."""
+    """An array that can be added to zeros, and the inverse: for PRNG keys their raw data."""
     if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x, lambda raw: raw
     return jax.random.key_data(x), lambda raw: jax.random.wrap_key_data(raw, impl=jax.random.key_impl(x))

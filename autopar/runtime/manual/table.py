@@ -1,7 +1,8 @@
-"""The table of local implementations: primitive name -> what one device does of it.
+"""List the local implementations of primitives.
 
-In: an equation. Out: its `LocalFunction`. A factor that a rule calls manual is offered only for a primitive that has
-an entry here, or was registered with a function of the user's.
+In: an equation.
+Out: its `LocalFunction`. A manual factor of a rule is offered only for primitives with an entry here or with a local
+function that the user registered.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from autopar.runtime.manual.windows import convolution, pooling, unpooling
 
 
 def _batch(part: Part, *operands: Any) -> Sequence[Any]:
-    """Each device's elements of a batch are as many problems of their own."""
+    """Each device runs the primitive on its elements of the batch."""
     return part.bind(operands)
 
 
-#: Every primitive of autopar's own table that has manual factors. Read-only.
+#: All primitives of autopar's own table that have manual factors. Read-only.
 LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
     {
         **dict.fromkeys((name for name, traits in TRAITS.items() if traits.independent), _batch),
@@ -45,20 +46,21 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
 
 
 def local_function(primitive: str, name: str) -> LocalFunction:
-    """What one device does of a node.
+    """The local implementation of a node.
 
     Args:
-        primitive: of the equation. name: what a rule is registered by.
+        primitive: the equation's primitive.
+        name: the name of the registered rule.
 
     Raises:
-        RuleError: it was planned with a function that is not registered here.
+        RuleError: the node was planned with a function that is not registered here.
     """
     if primitive in LOCAL:
         return LOCAL[primitive]
     own = registered_local(name, primitive)
     if own is None:
         raise RuleError(
-            f"the plan runs `{name}` in parts, which takes a function of local operands, and none is registered here."
+            f"the plan runs `{name}` on local shards, but no local function is registered for it."
             f' Register it before the step runs: `autopar.register_rule("{name}", ..., local=...)`'
         )
 

@@ -1,8 +1,8 @@
-"""The largest elements along a dim that is split: those of each part are sent to all, and chosen from.
+"""Run top-k along a sharded dim: a local top-k, an all-gather of the candidates, and a final top-k.
 
-In: inside `jax.shard_map`, one part of an array. Out: what the primitive gives for the whole array, on every
-device: the same elements in the same order, with ties and NaNs as there, for each part keeps the order that
-decides between equals and the parts are joined in order.
+In: inside `jax.shard_map`, the local shard of an array.
+Out: the primitive's result for the whole array, on every device. Ties and NaNs have the same order as on one device, as
+each local result keeps its order and the candidates are concatenated in order.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from autopar.runtime.manual.part import Part, num_parts, position
 
 
 def sharded_top_k(part: jax.Array, k: int, axes: tuple[str, ...], *, axis: int = -1) -> tuple[jax.Array, jax.Array]:
-    """`jax.lax.top_k` along a dim that is split evenly over mesh axes.
+    """`jax.lax.top_k` along a dim that is sharded evenly over mesh axes.
 
     Args:
-        part: this device's, `[..., size / devices, ...]`.
-        k: of the whole dim; may be larger than the part.
+        part: the local shard, `[..., size / devices, ...]`.
+        k: the k of the whole dim; may be larger than the shard.
         axes: mesh axes, major first.
         axis: the dim.
 
     Returns:
-        values and their positions in the whole dim, `[..., k, ...]`. What is sent: for each of them, of each device
-        `min(k, its part)`.
+        Values and their positions in the whole dim, `[..., k, ...]`. Each device sends `min(k, shard size)` candidates
+        per row.
     """
     axis %= part.ndim
     values, indices = _top_k(part, min(k, part.shape[axis]), axis)
-    values, indices = _joined(values, indices, part.shape[axis], axes, axis)
+    values, indices = _gather_candidates(values, indices, part.shape[axis], axes, axis)
     values, places = _top_k(values, k, axis)
     return values, jnp.take_along_axis(indices, places, axis)
 
@@ -44,7 +44,7 @@ def top_k(part: Part, x: jax.Array) -> Sequence[jax.Array]:
 
 
 def approx_top_k(part: Part, x: jax.Array) -> Sequence[jax.Array]:
-    """`lax.approx_max_k` and `approx_min_k`: approximate in each part as in the whole, then exact."""
+    """`lax.approx_max_k` and `approx_min_k`: approximate in each shard as in the whole, then exact."""
     params = part.params
     axis, k, size = params["reduction_dimension"] % x.ndim, params["k"], x.shape[params["reduction_dimension"]]
     axes = part.operands[0].dims[axis]
@@ -57,25 +57,25 @@ def approx_top_k(part: Part, x: jax.Array) -> Sequence[jax.Array]:
         recall_target=params["recall_target"],
         reduction_input_size_override=override if override > 0 else size * num_parts(axes),
     )
-    values, indices = _joined(values, indices, size, axes, axis)
+    values, indices = _gather_candidates(values, indices, size, axes, axis)
     _, places = lax.top_k(values if params["is_max_k"] else -values, k, axis=axis)
     return jnp.take_along_axis(values, places, axis), jnp.take_along_axis(indices, places, axis)
 
 
 def arg_extreme(part: Part, x: jax.Array) -> Sequence[jax.Array]:
-    """`lax.argmax` and `argmin`, of which `part.bind` is one."""
+    """`lax.argmax` and `lax.argmin`; `part.bind` is one of them."""
     (axis,) = part.params["axes"]
     axes = part.operands[0].dims[axis]
     (index,) = part.bind([x])
     value = jnp.squeeze(jnp.take_along_axis(x, jnp.expand_dims(index, axis), axis), axis)
-    values, indices = _joined(value[None], index[None], x.shape[axis], axes, 0)
+    values, indices = _gather_candidates(value[None], index[None], x.shape[axis], axes, 0)
     of_all = lax.argmin if _is_min(part) else lax.argmax
     best = of_all(values, 0, index.dtype)
     return [jnp.take_along_axis(indices, best[None], 0)[0]]
 
 
 def _top_k(x: jax.Array, k: int, axis: int) -> tuple[jax.Array, jax.Array]:
-    """`lax.top_k`, of the rows of a matrix where that can be: of arrays of more dims XLA's CPU backend sorts everything."""
+    """`lax.top_k` on the rows of a matrix if possible: for more dims XLA's CPU backend sorts everything."""
     if axis != x.ndim - 1 or x.ndim < 3 or not x.size:
         values, indices = lax.top_k(x, k, axis=axis)
         return values, indices
@@ -88,7 +88,7 @@ def _is_min(part: Part) -> bool:
     return part.name == "argmin"
 
 
-def _joined(values: Any, indices: Any, size: int, axes: tuple[str, ...], dim: int) -> tuple[Any, Any]:
-    """The candidates of all parts along a dim, with positions in the whole."""
+def _gather_candidates(values: Any, indices: Any, size: int, axes: tuple[str, ...], dim: int) -> tuple[Any, Any]:
+    """The candidates of all shards along a dim, with positions in the whole."""
     indices = indices + (position(axes) * size).astype(indices.dtype)
     return tuple(lax.all_gather(each, axes, axis=dim, tiled=True) for each in (values, indices))  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""Convolutions and poolings on one device's part, with what its neighbours send of theirs.
+"""Run convolutions and poolings on local shards with halo exchange.
 
-In: inside `jax.shard_map`, one equation's operands as this device has them. Out: its part of the results; where the loop
-over a kernel's elements is split, its part of their sum.
+In: inside `jax.shard_map`, the local operands of an equation.
+Out: the local results; unreduced if the loop over the kernel's elements is sharded.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from autopar.runtime.manual.part import Part, num_parts, position
 def _extended(
     part: Part, operands: Sequence[Any], fills: Sequence[Any]
 ) -> tuple[Rule, list[Any], dict[int, LocalWindow]]:
-    """Operands with the strips of their neighbours, and the window that is left to do by dim of the first one.
+    """Operands extended by their halos, and the remaining local window by dim of the first operand.
 
     Args:
-        fills: of each operand, what lies beyond its edges.
+        fills: for each operand, the value beyond its edges.
     """
     rule = rule_for(part.view)
     assert rule is not None, f"{part.name} has no rule"
@@ -50,25 +50,25 @@ def _extend(block: Any, dim: int, local: LocalWindow, axes: tuple[str, ...], fil
     def beyond(width: int) -> Any:
         return jnp.full((*block.shape[:dim], width, *block.shape[dim + 1 :]), fill, block.dtype)
 
-    def strip(start: int, width: int, shift: int, edge: int) -> Any:
+    def halo_slice(start: int, width: int, shift: int, edge: int) -> Any:
         pairs = [(i, i + shift) for i in range(last + 1) if 0 <= i + shift <= last]
         sent = lax.ppermute(lax.slice_in_dim(block, start, start + width, axis=dim), axes, pairs)
         return sent if fill == 0 else jnp.where(place == edge, beyond(width), sent)  # what nobody sends is zero
 
     pieces = [beyond(local.outside[0])] if local.outside[0] else []
-    pieces += [strip(own - local.low, local.low, 1, 0)] if local.low else []
+    pieces += [halo_slice(own - local.low, local.low, 1, 0)] if local.low else []
     pieces += [block]
-    pieces += [strip(0, local.high, -1, last)] if local.high else []
+    pieces += [halo_slice(0, local.high, -1, last)] if local.high else []
     pieces += [beyond(local.outside[1])] if local.outside[1] else []
-    whole = _joined(pieces, dim, fill)
+    whole = _concatenated(pieces, dim, fill)
     if local.step:
         return lax.dynamic_slice_in_dim(whole, local.start + local.step * place, local.length, axis=dim)
     return lax.slice_in_dim(whole, local.start, local.start + local.length, axis=dim)
 
 
-def _joined(pieces: Sequence[Any], dim: int, fill: Any) -> Any:
-    """Pieces side by side: each padded, all laid over each other. XLA fuses that with what makes them, and takes it for
-    what it is, a copy; a concatenation along any but the first dim it takes for 20 times the work."""
+def _concatenated(pieces: Sequence[Any], dim: int, fill: Any) -> Any:
+    """Concatenate pieces along a dim by padding and combining them. XLA fuses this with the producers and prices it
+    as a copy; it overestimates a concatenation along any but the first dim by 20 times."""
     starts = [0, *itertools.accumulate(piece.shape[dim] for piece in pieces)]
     over = lax.add if fill == 0 else lax.max if fill < 0 else lax.min
     padded: list[Any] = []
@@ -80,7 +80,7 @@ def _joined(pieces: Sequence[Any], dim: int, fill: Any) -> Any:
 
 
 def convolution(part: Part, *operands: Any) -> Sequence[Any]:
-    """`lax.conv_general_dilated`: other padding where a spatial dim is split, fewer groups where these are."""
+    """`lax.conv_general_dilated` with local padding for sharded spatial dims and local numbers of groups."""
     params = part.view.params
     numbers = params["dimension_numbers"]
     _, blocks, left = _extended(part, operands, (0, 0))
@@ -92,7 +92,7 @@ def convolution(part: Part, *operands: Any) -> Sequence[Any]:
 
 
 def pooling(part: Part, operand: Any) -> Sequence[Any]:
-    """`lax.reduce_window` by a sum, a maximum or a minimum."""
+    """`lax.reduce_window` with a sum, a maximum or a minimum."""
     _, blocks, left = _extended(part, [operand], [_identity(part.name, operand.dtype)])
     padding = [left[d].padding if d in left else given for d, given in enumerate(part.view.params["padding"])]
     return part.bind(blocks, padding=tuple(padding))
