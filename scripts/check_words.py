@@ -32,7 +32,7 @@ COINED = {
     "hero": "root of a fusion",
     "twin": "copy, measured timeline",
     "twins": "copies, identical ones",
-    "trip": "iteration",
+    
     "trips": "iterations, trip count",
     "strip": "halo slice",
     "strips": "halo slices",
