@@ -77,8 +77,8 @@ def measure(program: str) -> list[Row]:
             "gap": plan.outcome.gap,
             "predicted_step_s": plan.prediction.step_time_s,
             "predicted_peak_bytes": plan.prediction.peak_bytes,
-            "recomputed": len(plan.recomputed),
-            "words": plan.words,
+            "recomputed": len(plan.rematerialized),
+            "words": plan.strategy,
         }
     ]
 

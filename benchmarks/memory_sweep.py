@@ -119,10 +119,10 @@ def _row(name: str, plan: Plan, plan_s: float, budget: float | None, compiled: A
         "predicted_ms": 1e3 * told.step_time_s,
         "predicted_xla_ms": 1e3 * (told.xla_step_time_s or 0.0),
         "xla_ms": 1e3 * (compiled.step_time_s or 0.0),
-        "recomputed_gb": sum(one.saved_bytes for one in plan.recomputed) / 1e9,
-        "recomputed_ms": 1e3 * sum(one.time_s for one in plan.recomputed),
+        "recomputed_gb": sum(one.saved_bytes for one in plan.rematerialized) / 1e9,
+        "recomputed_ms": 1e3 * sum(one.time_s for one in plan.rematerialized),
         "plan_s": plan_s,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
     }
 
 

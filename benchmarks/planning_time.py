@@ -45,7 +45,7 @@ def measure(program: str) -> list[Row]:
             "gap": plan.outcome.gap,
             "mesh": str(plan.mesh),
             "predicted_step_s": plan.prediction.step_time_s,
-            "words": plan.words,
+            "words": plan.strategy,
             "met": plan_s < compile_s and plan_peak_bytes < LIMIT_BYTES,
         }
     ]

@@ -199,7 +199,7 @@ def row_of(done: Proved) -> dict[str, Any]:
     kinds = [(kind_off(match), match.name) for match in told.collectives]
     kind, name = max(kinds, key=lambda one: abs(one[0]), default=(0.0, ""))
     return _about(done.case) | {
-        "words": done.plan.words,
+        "words": done.plan.strategy,
         "holds": told.holds,
         "off": list(told.off),
         "peak_predicted": memory["peak"].predicted,
@@ -340,7 +340,7 @@ def _prove_all(options: argparse.Namespace, compiler: CachingCompiler) -> int:
         told = done.verification
         print(
             f"{_now()} {case.name} {'cached' if done.cached else 'compiled'} {done.key}"
-            f" in {time.perf_counter() - begun:.0f} s; {done.plan.words};"
+            f" in {time.perf_counter() - begun:.0f} s; {done.plan.strategy};"
             f" off: {', '.join(told.off) or 'nothing'}",
             flush=True,
         )

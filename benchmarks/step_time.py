@@ -38,7 +38,7 @@ def measure(program: str) -> list[Row]:
             "sharding": name,
             "median_s": times[name],
             "autopar_over_this": times["autopar"] / times[name],
-            "words": plan.words if name == "autopar" else "by hand",
+            "words": plan.strategy if name == "autopar" else "by hand",
             "autopar_over_best": ratio,
             "limit": LIMIT_RATIO,
             "met": ratio <= LIMIT_RATIO,

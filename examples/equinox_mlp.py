@@ -41,7 +41,7 @@ def sample_batch(seed: int) -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     model, opt_state = train_step.init(create, jax.random.key(0), batch=sample_batch(0))
-    print(train_step.plan(model, opt_state, sample_batch(0)).words)
+    print(train_step.plan(model, opt_state, sample_batch(0)).strategy)
     for number in range(20):
         model, opt_state, loss = train_step(model, opt_state, sample_batch(number))
         if number % 5 == 4:

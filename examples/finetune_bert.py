@@ -71,7 +71,7 @@ def sample_batch(seed: int) -> dict[str, np.ndarray]:
 if __name__ == "__main__":
     key = jax.random.key(0)
     state = train_step.init(create_state, key, batch=sample_batch(0), key=key)
-    print(train_step.plan(state, sample_batch(0), key).words)
+    print(train_step.plan(state, sample_batch(0), key).strategy)
     for number in range(10):
         state, loss = train_step(state, sample_batch(number), key)
         if number % 3 == 0:

@@ -72,7 +72,7 @@ def target() -> tuple[Any, ...]:
 if __name__ == "__main__":
     step = autopar.parallelize(train_step)
     state = step.init(create_state, jax.random.key(0), batch=sample_batch(0))
-    print(step.plan(state, sample_batch(0)).words)
+    print(step.plan(state, sample_batch(0)).strategy)
     for number in range(20):
         state, metrics = step(state, sample_batch(number))
         if number % 5 == 4:

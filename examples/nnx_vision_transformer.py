@@ -78,7 +78,7 @@ def target() -> tuple[Any, ...]:
 if __name__ == "__main__":
     step = autopar.parallelize(train_step)
     model, optimizer = step.init(create, nnx.Rngs(0), batch=sample_batch(0))
-    print(step.plan(model, optimizer, sample_batch(0)).words)
+    print(step.plan(model, optimizer, sample_batch(0)).strategy)
     for number in range(10):
         print(f"step {number}   loss {step(model, optimizer, sample_batch(number)):.3f}")
     print(

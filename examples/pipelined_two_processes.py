@@ -53,7 +53,7 @@ def train(coordinator: str, process: int) -> None:
     mine = [n for n, kernel in enumerate(params) if kernel.addressable_shards]
     print(f"process {process}: layers {mine[0]} to {mine[-1]}, loss {losses[0]:.3f} -> {losses[-1]:.3f}", flush=True)
     if process == 0:
-        print(train_step.plans[-1].words)
+        print(train_step.plans[-1].strategy)
     assert losses[-1] < losses[0]
 
 

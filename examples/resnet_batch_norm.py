@@ -74,7 +74,7 @@ def sample_batch(seed: int) -> dict[str, np.ndarray]:
 
 if __name__ == "__main__":
     state = train_step.init(create_state, jax.random.key(0), batch=sample_batch(0))
-    print(train_step.plan(state, sample_batch(0)).words)
+    print(train_step.plan(state, sample_batch(0)).strategy)
     for number in range(10):
         state, loss = train_step(state, sample_batch(number))
         if number % 5 == 4:

@@ -201,7 +201,7 @@ def main() -> None:
     small_step = autopar.parallelize(train_step, memory_budget_bytes=budget)
     state = small_step.init(create_state, rng, batch=first)
     plan = small_step.plan(state, first)
-    print(f"{plan.words}; predicted peak {plan.prediction.peak_bytes / 1e6:.0f} MB,", end=" ")
+    print(f"{plan.strategy}; predicted peak {plan.prediction.peak_bytes / 1e6:.0f} MB,", end=" ")
     print(f"of it state {local_bytes(state) / 1e6:.0f} MB")
     if first_peak <= budget:
         print(f"(the first plan fits already, in {first_peak / 1e6:.0f} MB: sharded state was the faster choice, too)")

@@ -54,7 +54,7 @@ def train(coordinator: str, process: int) -> None:
             losses.append(float(loss))
     if jax.process_index() == 0:
         plan = train_step.plan(params, {"x": whole, "y": whole})
-        print(f"{jax.process_count()} processes, {jax.device_count()} devices: {plan.words}; mesh {plan.mesh}")
+        print(f"{jax.process_count()} processes, {jax.device_count()} devices: {plan.strategy}; mesh {plan.mesh}")
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
         assert losses[-1] < losses[0]
 

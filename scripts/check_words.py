@@ -32,7 +32,6 @@ COINED = {
     "hero": "root of a fusion",
     "twin": "copy, measured timeline",
     "twins": "copies, identical ones",
-    
     "trips": "iterations, trip count",
     "strip": "halo slice",
     "strips": "halo slices",

@@ -144,7 +144,7 @@ def refused(folder: str) -> None:
     wrong("budget", planned(step_of(), memory_budget_bytes=10.0))
 
     plan = autopar.plan(step_of(), *args, mesh="4", hardware="cpu-host")
-    changed = dataclasses.replace(plan, words="another") if index else plan
+    changed = dataclasses.replace(plan, strategy="another") if index else plan
     changed.save(Path(folder) / f"{index}.json")
     wrong("plan", planned(step_of(), plan=Path(folder) / f"{index}.json"))
 

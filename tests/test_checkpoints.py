@@ -137,7 +137,7 @@ step = c.step_on(program, jax.device_count(), how)
 checkpoints = autopar.Checkpoints(folder, step)
 state = checkpoints.restore(program.create_state, jax.random.key(0), batch=c.abstract_batch(program))
 with open(out, "wb") as file:
-    pickle.dump((jax.device_count(), c.bits(state), checkpoints.last_map.words), file)
+    pickle.dump((jax.device_count(), c.bits(state), checkpoints.last_map.summary), file)
 """
 
 
@@ -571,7 +571,7 @@ assert checkpoints.latest == 5 and checkpoints.extra() == {"by": "both"}
 state = checkpoints.restore(*create, **batch)
 assert not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
 check(state, whole)
-print("restored", checkpoints.last_map.words)
+print("restored", checkpoints.last_map.summary)
 """
 
 

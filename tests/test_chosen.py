@@ -149,7 +149,7 @@ def test_experts_by_masks_are_split_and_tokens_change_places() -> None:
     dims = dims_of(plan)
     assert dims["params/up"] == dims["params/down"] == (SPLIT, WHOLE, WHOLE)
     assert dims["x"] == dims["target"] == (SPLIT, WHOLE, WHOLE)
-    assert plan.words == "expert parallel over `data`"
+    assert plan.strategy == "expert parallel over `data`"
     large = [use.kind for use in plan.collectives if use.num_bytes > 4096]
     assert large == ["all-to-all"] * 3  # there, back, and the gradients there: none of `x` is asked for
 
@@ -158,7 +158,7 @@ def test_experts_of_unequal_size_are_split() -> None:
     plan = planned("ragged_experts")
     dims = dims_of(plan)
     assert dims["params/up"] == dims["params/down"] == (SPLIT, WHOLE, WHOLE)
-    assert plan.words == "expert parallel over `data`" and len(plan.regions) == 5
+    assert plan.strategy == "expert parallel over `data`" and len(plan.regions) == 5
     pending = [region.results[0].unreduced == SPLIT for region in plan.regions]
     by_expert = [region.results[0].dims == (SPLIT, WHOLE, WHOLE) for region in plan.regions]
     assert (sum(pending), sum(by_expert)) == (3, 2)  # rows: forward twice, backward once; matrices: their gradients

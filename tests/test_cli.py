@@ -268,7 +268,7 @@ def test_json(planner: FakePlanner, capsys: pytest.CaptureFixture[str], command:
     assert main([command, "train.py:make", "--devices", "8", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["format"] == "autopar-explanation"
-    assert told["strategy"] == make_plan().words
+    assert told["strategy"] == make_plan().strategy
 
 
 def test_progress_goes_to_a_terminal(

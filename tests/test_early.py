@@ -23,7 +23,7 @@ from autopar.jax_interop.compilation import module_bytes
 from autopar.planner.candidate import Candidate
 from autopar.planner.early_reductions import EarlyStart
 from autopar.plans.plan import Plan
-from autopar.plans.records import Awaited
+from autopar.plans.records import EarlyReduction
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program, program_of
@@ -77,7 +77,7 @@ def plain(mesh: str) -> DeviceProgram:
     return device_program(one.formulation, one.parts.explicit)
 
 
-def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[Awaited, ...], Graph]:
+def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[EarlyReduction, ...], Graph]:
     _, plan, one = made(mesh)
     graph = one.formulation.graph
     device, awaited = EarlyStart(plain(mesh), graph, plan.mesh, H100).with_barriers(merge_bytes, slack)
@@ -147,11 +147,11 @@ def test_the_numbers_are_the_steps(tmp_path: Path) -> None:
     """On devices, from a plan that has been in a file."""
     awaited = ties("2x4", 9e6)[1]
     args = arguments(64, 64)
-    plan = replace(autopar.plan(step, *args, mesh="2x4", hardware=H100, pin=pins("2x4")), awaited=awaited)
+    plan = replace(autopar.plan(step, *args, mesh="2x4", hardware=H100, pin=pins("2x4")), early_reductions=awaited)
     plan.save(tmp_path / "plan.json")
     read = autopar.load_plan(tmp_path / "plan.json")
     assert isinstance(read, Plan)
-    assert read.awaited == awaited
+    assert read.early_reductions == awaited
     wanted = jax.jit(step)(*args)
     got = autopar.parallelize(step, plan=read)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, got)
@@ -165,8 +165,8 @@ def test_one_product_waits_for_all_that_it_is_told_to() -> None:
     first = replace(first, node=second.node, operand=second.operand)
     args = jax.eval_shape(lambda: arguments(2048, 65536))
 
-    def barriers(*awaited: Awaited) -> int:
-        one = replace(plan, awaited=awaited)
+    def barriers(*awaited: EarlyReduction) -> int:
+        one = replace(plan, early_reductions=awaited)
         jitted = jit_plan(one, program.of(one).trace, abstract_mesh(one.mesh))
         return lower_for("cuda", jitted, args).as_text().count("optimization_barrier")
 
@@ -175,7 +175,7 @@ def test_one_product_waits_for_all_that_it_is_told_to() -> None:
 
 
 def test_the_report_says_so() -> None:
-    plan = replace(made("2x4")[1], awaited=(Awaited(node=9, operand=0, values=(3, 4)),))
+    plan = replace(made("2x4")[1], early_reductions=(EarlyReduction(node=9, operand=0, values=(3, 4)),))
     text = re.sub(r"\s+", " ", str(autopar.explain(plan)))
     assert "2 gradient reductions start during the backward pass, by 1 barrier" in text
 
@@ -184,9 +184,9 @@ def test_the_report_says_so() -> None:
 def test_xla_ends_them_before_what_waits(absent_gpus: Compiler) -> None:
     """By XLA's compiler for two hosts of 8 GPUs: more reductions end before the last product, and less is exposed."""
 
-    def compiled(awaited: tuple[Awaited, ...]) -> tuple[int, float]:
+    def compiled(awaited: tuple[EarlyReduction, ...]) -> tuple[int, float]:
         program, plan, _ = made("2x8")
-        plan = replace(plan, awaited=awaited, merge_bytes=round(5e6))
+        plan = replace(plan, early_reductions=awaited, combine_threshold_bytes=round(5e6))
         jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
         args = jax.eval_shape(lambda: arguments(2048, 65536))
         made_by_xla = absent_gpus.compile(

@@ -132,7 +132,7 @@ def test_a_terminal_gets_styles_and_every_word(width: int) -> None:
 
 
 def test_users_text_is_never_markup() -> None:
-    plan = replace(make_plan(), words="[red]split[/red] :smile:", notes=("[bold]x", "f32[8]"))
+    plan = replace(make_plan(), strategy="[red]split[/red] :smile:", notes=("[bold]x", "f32[8]"))
     text = str(explain(plan))
     assert "[red]split[/red] :smile:" in text
     assert "[bold]x" in text
@@ -228,7 +228,9 @@ def test_what_runs_replicated_is_told_beside_the_strategy() -> None:
 
 def test_a_tie_is_told() -> None:
     plan = make_plan()
-    tie = Tie(mesh=MeshShape(("data",), (8,)), words="data parallel, parameters sharded", num_split=19, faster=0.0012)
+    tie = Tie(
+        mesh=MeshShape(("data",), (8,)), strategy="data parallel, parameters sharded", num_split=19, faster=0.0012
+    )
     tied = replace(plan, tie=tie, outcome=replace(plan.outcome, gap=0.0015))
     text = " ".join(str(explain(tied)).split())
     assert "Certainty within 0.15 % of the optimum, in the solver's model" in text

@@ -187,7 +187,7 @@ def test_names_of_parameters_are_text_in_the_file() -> None:
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_descriptions_of_a_plan_are_escaped(hostile: str) -> None:
     plan, step, args = pinned()
-    evil = replace(plan, hardware=hostile, words=hostile, program=replace(plan.program, name=hostile))
+    evil = replace(plan, hardware=hostile, strategy=hostile, program=replace(plan.program, name=hostile))
     made = run_exported(autopar.export(evil, step, *args))
     assert made["ARGUMENTS"] == ("params", "x")
     assert made["__doc__"].isascii() and "\x1b" not in made["__doc__"]

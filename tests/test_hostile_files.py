@@ -140,10 +140,10 @@ def assert_obeys_nothing(text: str) -> None:
 def test_a_terminal_obeys_nothing_in_a_plan(
     plans: dict[str, AnyPlan], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = plans["one program"].to_json() | {"words": ESCAPES, "hardware": ESCAPES, "notes": [ESCAPES]}
+    document = plans["one program"].to_json() | {"strategy": ESCAPES, "hardware": ESCAPES, "notes": [ESCAPES]}
     (tmp_path / "plan.json").write_text(json.dumps(document))
     plan = load_plan(tmp_path / "plan.json")
-    assert plan.words == ESCAPES, "names stay as they are: a user's own parameter may hold whatever"
+    assert plan.strategy == ESCAPES, "names stay as they are: a user's own parameter may hold whatever"
     assert main(["explain", str(tmp_path / "plan.json")]) == 0
     assert main(["diff", str(tmp_path / "plan.json"), str(tmp_path / "plan.json")]) == 0
     written = capsys.readouterr().out

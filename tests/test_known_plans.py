@@ -43,7 +43,7 @@ def assert_data_parallel(plan: Plan, counts: dict[str, int]) -> None:
     assert counts == {"all-reduce": 1}
     assert all(t.sharding.is_replicated for t in plan.inputs if t.role != "data")
     assert all(t.sharding.dims[0] == ("data",) for t in plan.inputs if t.role == "data")
-    assert "data parallel" in plan.words
+    assert "data parallel" in plan.strategy
 
 
 @pytest.mark.contract
@@ -57,7 +57,7 @@ def test_mlp_with_wide_layers_alternates_column_and_row() -> None:
     kernels = [shardings(plan, f"Dense_{i}/kernel")[0] for i in range(6)]
     assert kernels in ([COLUMN, ROW] * 3, [ROW, COLUMN] * 3)
     assert counts == {"all-reduce": 5}
-    assert "tensor parallel" in plan.words
+    assert "tensor parallel" in plan.strategy
 
 
 def test_bert_with_a_large_batch_is_data_parallel() -> None:
@@ -71,7 +71,7 @@ def test_bert_with_wide_layers_is_megatron() -> None:
     assert shardings(plan, "attention_out/kernel") == [ROW] * 2
     assert shardings(plan, "ffn_out/kernel") == [ROW] * 2
     assert counts == {"all-reduce": 7}
-    assert "tensor parallel" in plan.words
+    assert "tensor parallel" in plan.strategy
 
 
 @pytest.mark.slow
@@ -85,8 +85,8 @@ def test_of_plans_that_are_as_good_as_one_another_the_simplest_is_taken(monkeypa
 
     plan = planned()
     assert all(t.sharding.is_replicated for t in plan.inputs if t.role != "data")
-    assert plan.words == "data parallel over `data`"
-    assert plan.tie is not None and "optimizer state sharded" in plan.tie.words
+    assert plan.strategy == "data parallel over `data`"
+    assert plan.tie is not None and "optimizer state sharded" in plan.tie.strategy
     assert plan.tie.num_split > 2 and 0 < plan.tie.faster < 0.005
     assert 0 < plan.outcome.gap < 0.005
     assert "of the plans within 0.5 %" in str(autopar.explain(plan))

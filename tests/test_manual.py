@@ -326,7 +326,7 @@ def made_up(args: Sequence[Any]) -> list[Any]:
 def test_a_region_is_planned_and_run_and_sends_little(name: str, mesh: str) -> None:
     step, args, pin = step_of(name, mesh)
     plan = autopar.plan(step, *args, mesh=mesh, hardware="h100-sxm", pin=pin)
-    assert plan.regions, plan.words
+    assert plan.regions, plan.strategy
     planned = autopar.parallelize(step, plan=plan)
     sent = hlo.collectives(planned.lower(*args).compile().as_text() or "")
     assert sum(one.num_bytes for one in sent) < 2**21, sent

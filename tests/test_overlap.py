@@ -17,7 +17,7 @@ from autopar.planner import overlap_search as overlap
 from autopar.planner.candidate import Candidate
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
-from autopar.plans.records import Awaited
+from autopar.plans.records import EarlyReduction
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
 from tests.planned import plan_and_candidate
@@ -107,10 +107,10 @@ def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpu
     pins = {f"state/{name}": PartitionSpec() for name in state} | {"tokens": PartitionSpec("data")}
     traced = program_of(step, args, carry=None, donate=None)
     plan, made = plan_and_candidate(traced.as_traced.in_microbatches(1), mesh="16", hardware=H100, pin=pins)
-    assert plan.awaited
+    assert plan.early_reductions
     assert not made.parts.device.reassociated
     apart = compiled(absent_gpus, plan, traced, *args)
-    together = compiled(absent_gpus, replace(plan, awaited=()), traced, *args)
+    together = compiled(absent_gpus, replace(plan, early_reductions=()), traced, *args)
     layers, table = NUM_LAYERS * width**2, vocab * width
     assert all_reduced(apart.hlo_text) == {"bf16": layers + 2 * table}
     assert all_reduced(together.hlo_text) == {"bf16": layers, "f32": table}
@@ -118,7 +118,7 @@ def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpu
 
 
 def test_only_what_something_else_waits_for_stays_apart() -> None:
-    awaited = [Awaited(node=9, operand=0, values=(3, 5))]
+    awaited = [EarlyReduction(node=9, operand=0, values=(3, 5))]
     assert overlap._stay_separate([(3, 4)], awaited)
     assert overlap._stay_separate([(3, 4), (5, 3, 4)], awaited)
     assert not overlap._stay_separate([(3, 4), (3, 4, 6)], awaited)

@@ -75,7 +75,7 @@ PLANS: dict[str, Callable[[], AnyPlan]] = {
 
 def test_the_head_says_what_runs_replicated_and_names_both_step_times() -> None:
     replicated = (Replicated(name="<b>fft", count=2, time_s=0.8e-3, source=""),)
-    tie = Tie(mesh=MeshShape(("data",), (8,)), words="data parallel", num_split=9, faster=0.0012)
+    tie = Tie(mesh=MeshShape(("data",), (8,)), strategy="data parallel", num_split=9, faster=0.0012)
     head = page(autopar.explain(replace(make_plan(), replicated=replicated, tie=tie))).split("<nav")[0]
     assert (
         "2 operations have no sharding rule and run replicated on all 8 devices: <code>&lt;b&gt;fft</code> x2; 31 %"
@@ -150,7 +150,13 @@ def test_users_names_are_text_wherever_they_stand() -> None:
     collectives = tuple(replace(one, cause=NASTY, path=NASTY) for one in plan.collectives)
     program = replace(plan.program, name=NASTY)
     odd = replace(
-        plan, program=program, inputs=inputs, decisions=decisions, collectives=collectives, words=NASTY, notes=(NASTY,)
+        plan,
+        program=program,
+        inputs=inputs,
+        decisions=decisions,
+        collectives=collectives,
+        strategy=NASTY,
+        notes=(NASTY,),
     )
     before, after = parsed(plan), parsed(odd)
     assert (
@@ -188,7 +194,7 @@ def verification_of(plan: AnyPlan) -> dict[str, Any]:
         "format": "autopar-verification",
         "version": 1,
         "program": plan.program.name,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "topology": "1x1x8",
         "compile_s": 12.5,
         "off": ["peak"],
@@ -200,16 +206,16 @@ def verification_of(plan: AnyPlan) -> dict[str, Any]:
 
 def test_what_was_compiled_stands_beside() -> None:
     plan = make_plan()
-    text = page(autopar.explain(plan), compiled_of(verification_of(plan), plan.program.name, plan.words))
+    text = page(autopar.explain(plan), compiled_of(verification_of(plan), plan.program.name, plan.strategy))
     assert "Predicted against compiled" in text and "Off: peak" in text
     assert ">-23.1 %<" in text and ">OFF<" in text and "all-reduce over data" in text
     stages = {
         "format": "autopar-stages-verification",
         "program": plan.program.name,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "stages": [verification_of(plan), verification_of(plan)],
     }
-    both = compiled_of(stages, plan.program.name, plan.words)
+    both = compiled_of(stages, plan.program.name, plan.strategy)
     assert [one.name for one in both] == ["stage 0", "stage 1"]
 
 

@@ -139,7 +139,7 @@ def make_plan(num_layers: int = 3) -> Plan:
         mesh=MESH,
         hardware="h100-sxm",
         memory_budget_bytes=40e9,
-        words="data parallel over `data`, tensor parallel over `model` in fc_in and fc_out",
+        strategy="data parallel over `data`, tensor parallel over `model` in fc_in and fc_out",
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         carried=tuple((i, i) for i in range(len(state))),
@@ -181,8 +181,10 @@ def make_plan(num_layers: int = 3) -> Plan:
             solve_time_s=0.42,
         ),
         rejected=(
-            RejectedMesh(mesh=MeshShape(("data",), (8,)), step_time_s=3.1e-3, peak_bytes=2e10, words="data parallel"),
-            RejectedMesh(mesh=MeshShape(("data", "model"), (4, 2)), step_time_s=math.inf, peak_bytes=5e10, words=""),
+            RejectedMesh(
+                mesh=MeshShape(("data",), (8,)), step_time_s=3.1e-3, peak_bytes=2e10, strategy="data parallel"
+            ),
+            RejectedMesh(mesh=MeshShape(("data", "model"), (4, 2)), step_time_s=math.inf, peak_bytes=5e10, strategy=""),
         ),
         notes=("primitive `fft` has no sharding rule: it runs replicated and is priced so",),
         pins={"state/params/*/fc_in/kernel": "P(None, 'model')"},
@@ -204,7 +206,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("name", [f"{kind}version_{n}" for kind in ("", "stages_") for n in (1, 2, 3, 4, 5, 6)])
 def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     """Each file is as its version wrote it; saved again, it is the same plan in today's version."""
     old = Path(__file__).parent / "plan_files" / f"{name}.json"
@@ -212,7 +214,7 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     plan.save(tmp_path / "new.json")
     assert load_plan(tmp_path / "new.json") == plan
     before, after = (json.loads(path.read_text()) for path in (old, tmp_path / "new.json"))
-    assert (before["version"], after["version"]) == (int(name[-1]), 6)
+    assert (before["version"], after["version"]) == (int(name[-1]), 7)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
 
@@ -249,7 +251,7 @@ def test_numbers_of_numpy_are_saved() -> None:
 def test_file_is_made_for_version_control(tmp_path: Path) -> None:
     make_plan().save(tmp_path / "p.json")
     lines = (tmp_path / "p.json").read_text().splitlines()
-    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 6,']
+    assert lines[:3] == ["{", '  "format": "autopar-plan",', '  "version": 7,']
     assert '    {"at": "forward GPT/h_0 dot_general #1, operand 0", "shardings": [[null, ["data", "model"]]]}' in lines
     unreduced = '{"spec": ["data", null], "unreduced": ["model"]}'
     assert f'    {{"at": "forward GPT/h_0 add #1", "shardings": [{unreduced}, ["data", null]]}},' in lines

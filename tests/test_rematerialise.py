@@ -25,7 +25,7 @@ from autopar.ir.verifier import check
 from autopar.planner.remat.candidates import remat_levels
 from autopar.planner.remat.min_cut import Step, cheapest
 from autopar.plans.plan import Plan
-from autopar.plans.records import Again, Recomputation
+from autopar.plans.records import Rematerialization, RematSegment
 from autopar.report.explain import explain_json
 from autopar.rules.grouping import form_groups
 from autopar.rules.table import rules_of
@@ -122,7 +122,7 @@ def levels_of(program: Program) -> list[tuple[Any, ...]]:
 
 def run_of(program: Program, plan: Plan, level: tuple[Any, ...]) -> Any:
     """The step on one device, with what a level computes again in place of what its plan does."""
-    bare = replace(plan, constraints=(), regions=(), recomputed=level)
+    bare = replace(plan, constraints=(), regions=(), rematerialized=level)
     return execute.jit_plan(bare, program.of(bare).trace, execute.make_mesh(plan.mesh, jax.devices()[:1]))
 
 
@@ -150,18 +150,18 @@ def test_every_rung_computes_the_same(scanned: bool, prompt: bool) -> None:
     levels = levels_of(program)
     assert len(levels) >= 3
     for level in levels[:: max(1, len(levels) // 4)]:
-        level = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in level)
-        rewritten = recomputing(program, [one.again for one in level])
+        level = tuple(replace(one, segment=replace(one.segment, prompt=prompt)) for one in level)
+        rewritten = recomputing(program, [one.segment for one in level])
         check(rewritten.graph)
         same(run_of(program, free_plan(scanned), level)(*args), expected)
         num_barriers = sum(region.kind == "barrier" for region in rewritten.trace.regions)
-        assert 1 <= num_barriers <= len(level) + sum(bool(one.again.kept) for one in level)
+        assert 1 <= num_barriers <= len(level) + sum(bool(one.segment.kept) for one in level)
 
 
 def test_a_barrier_is_one_operation() -> None:
     """Nothing behind it runs before all that is in front, wherever its pieces stood."""
     program, _, _ = traced(False)
-    again = recomputing(program, [one.again for one in levels_of(program)[-1]])
+    again = recomputing(program, [one.segment for one in levels_of(program)[-1]])
     f, choices = solved(again)
     ops = device_program(f, explicit_program(f, choices)).ops
     barriers = [op for op in ops if again.graph.nodes[op.node].primitive == "barrier"]
@@ -185,7 +185,7 @@ def test_what_is_kept_of_what_runs_again_is_made_before_the_forward_pass_goes_on
     grown = names.index("exp")
     kept, onward = (program.trace.equations[n].results[0] for n in (names.index("div") - 1, names.index("div") + 2))
     before = sites_of(program.trace)[0].read[kept]
-    again = Again(nodes=(grown - 1, grown), before=before, kept=(kept,), onward=onward)
+    again = RematSegment(nodes=(grown - 1, grown), before=before, kept=(kept,), onward=onward)
     trace = recomputing(program, [again]).trace
     barriers = [region for region in trace.regions if region.kind == "barrier"]
     held = [{piece.operands[0] for piece in trace.equations[slice(*region.enter)]} for region in barriers]
@@ -193,7 +193,7 @@ def test_what_is_kept_of_what_runs_again_is_made_before_the_forward_pass_goes_on
     alone = recomputing(program, [replace(again, onward=None)]).trace
     assert sum(region.kind == "barrier" for region in alone.regions) == len(barriers) - 1
     plan = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
-    level = (Recomputation(again=again, path="", saved_bytes=0.0, time_s=0.0),)
+    level = (Rematerialization(segment=again, path="", saved_bytes=0.0, time_s=0.0),)
     same(run_of(program, plan, level)(*args), jax.jit(step)(*args))
 
 
@@ -228,7 +228,7 @@ def test_what_is_computed_again_is_not_held(scanned: bool) -> None:
     size = 4 * BATCH * 4 * WIDTH
     given = set(program.graph.inputs)
     held = {v for v in site.read if program.graph.values[v].num_bytes >= size} - given
-    again = recomputing(program, [one.again for one in levels_of(program)[-1]])
+    again = recomputing(program, [one.segment for one in levels_of(program)[-1]])
     left = {v for v in sites_of(again.trace)[-1].read if again.graph.values[v].num_bytes >= size} - given
     assert held and not left
 
@@ -238,7 +238,7 @@ def test_a_value_that_a_rung_reads_is_there() -> None:
     for scanned in (False, True):
         program, _, _ = traced(scanned)
         for level in levels_of(program):
-            graph = recomputing(program, [one.again for one in level]).graph
+            graph = recomputing(program, [one.segment for one in level]).graph
             known = {*graph.inputs, *graph.constants}
             for node in graph.nodes:
                 assert all(v is None or v in known for v in node.operands)
@@ -250,7 +250,7 @@ def test_a_checkpoint_of_the_users_is_kept() -> None:
     program = program_of(step, (state, batch), carry=None, donate=[])
     own = sum(region.kind == "barrier" for region in program.trace.regions)
     level = levels_of(program)[0]
-    again = recomputing(program, [one.again for one in level])
+    again = recomputing(program, [one.segment for one in level])
     assert own == 4
     assert sum(region.kind == "barrier" for region in again.trace.regions) > own
 
@@ -290,12 +290,12 @@ def test_the_cut_is_the_best_of_all_choices(seed: int) -> None:
 @pytest.mark.parametrize("scanned", [False, True])
 def test_smaller_budgets_take_longer_and_are_kept(scanned: bool) -> None:
     free = free_plan(scanned)
-    assert free.recomputed == ()
+    assert free.rematerialized == ()
     times = [0.0]
     for part in (0.8, 0.6):
         plan = planned_within(scanned, part)
         assert plan.prediction.peak_bytes <= part * free.prediction.peak_bytes * (1 + 1e-9)
-        assert plan.recomputed and sum(one.saved_bytes for one in plan.recomputed) > 0
+        assert plan.rematerialized and sum(one.saved_bytes for one in plan.rematerialized) > 0
         times.append(plan.prediction.step_time_s)
     assert times == sorted(times)
 
@@ -308,7 +308,7 @@ def test_the_planned_step_computes_the_same(scanned: bool, tmp_path: Any) -> Non
     plan.save(tmp_path / "plan.json")
     saved = autopar.load_plan(tmp_path / "plan.json")
     assert isinstance(saved, autopar.Plan)
-    assert saved.recomputed == plan.recomputed
+    assert saved.rematerialized == plan.rematerialized
     mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
     of_plan = replace(saved, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)
     same(execute.jit_plan(of_plan, program.of(of_plan).trace, mesh)(*args), expected)
@@ -319,7 +319,7 @@ def test_computed_again_and_split_it_computes_the_same() -> None:
     """On eight devices, some of it computed again, whatever is split."""
     program, args, expected = traced(False)
     level = levels_of(program)[-1]
-    rewritten = recomputing(program, [one.again for one in level])
+    rewritten = recomputing(program, [one.segment for one in level])
     plan = plan_program(replace(rewritten, before=None), mesh="2x4", hardware=HARDWARE, memory_budget_bytes=1e15)
     run = execute.jit_plan(plan, rewritten.trace, execute.make_mesh(plan.mesh))
     same(run(*args), expected)
@@ -333,13 +333,13 @@ def test_in_microbatches_it_computes_the_same(scanned: bool) -> None:
     split = program.in_microbatches(2)
     level = levels_of(split)[-1]
     over = next(region for region in split.trace.regions if region.source is split.trace.microbatches)
-    assert all(n in range(*over.sections[0]) for one in level for n in (*one.again.nodes, one.again.before))
-    rewritten = recomputing(split, [one.again for one in level])
+    assert all(n in range(*over.sections[0]) for one in level for n in (*one.segment.nodes, one.segment.before))
+    rewritten = recomputing(split, [one.segment for one in level])
     check(rewritten.graph)
     sums = [sum(len(loop.sums) for loop in one.graph.loops) for one in (split, rewritten)]
     assert sums[0] == sums[1] > 0
     bare = plan_program(program, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15, num_microbatches=2)
-    plan = replace(bare, constraints=(), regions=(), recomputed=level)
+    plan = replace(bare, constraints=(), regions=(), rematerialized=level)
     assert program.of(plan).recomputed == rewritten.recomputed
     mesh = execute.make_mesh(plan.mesh, jax.devices()[:1])
     same(execute.jit_plan(plan, program.of(plan).trace, mesh)(*args), expected)
@@ -352,7 +352,7 @@ def test_microbatches_and_recomputation_are_weighed() -> None:
     given: dict[str, Any] = {"mesh": MESH, "hardware": HARDWARE, "memory_budget_bytes": budget}
     best = plan_program(traced(False)[0], num_microbatches="auto", **given)
     split = plan_program(traced(False)[0], num_microbatches="auto", rematerialize=False, **given)
-    assert not split.recomputed and split.microbatches is not None
+    assert not split.rematerialized and split.microbatches is not None
     assert best.prediction.peak_bytes <= budget
     assert best.prediction.step_time_s <= split.prediction.step_time_s
     tried = () if best.microbatches is None else best.microbatches.tried
@@ -363,7 +363,7 @@ def test_the_program_of_a_plan_is_the_one_it_was_made_of() -> None:
     program, _, _ = traced(False)
     plan = planned_within(False, 0.6)
     of_plan = program.of(plan)
-    assert of_plan.recomputed == tuple(one.again for one in plan.recomputed)
+    assert of_plan.recomputed == tuple(one.segment for one in plan.rematerialized)
     assert of_plan.of(plan) is of_plan
     assert of_plan.of(free_plan(False)).recomputed == ()
     assert max(c.value for c in plan.constraints) < len(of_plan.trace.avals)
@@ -373,7 +373,7 @@ def test_it_is_told() -> None:
     plan = planned_within(False, 0.6)
     text = str(autopar.explain(plan))
     assert "are recomputed in the backward pass" in " ".join(text.split())
-    assert len(explain_json(plan)["rematerialized"]) == len(plan.recomputed)
+    assert len(explain_json(plan)["rematerialized"]) == len(plan.rematerialized)
 
 
 def test_forbidden_it_is_a_way_out_with_its_price() -> None:
@@ -400,7 +400,7 @@ def test_xla_keeps_to_the_budget(scanned: bool, absent_gpus: Compiler) -> None:
     free = autopar.plan(step, *args, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=1e15)
     budget = 0.6 * free.prediction.peak_bytes / 0.95
     told = autopar.verify(step, *args, mesh=MESH, hardware=HARDWARE, memory_budget_bytes=budget, compiler=absent_gpus)
-    assert told.plan.recomputed
+    assert told.plan.rematerialized
     assert told.compiled.peak_bytes <= budget
     assert len(told.attempts) == 1
 
@@ -408,4 +408,4 @@ def test_xla_keeps_to_the_budget(scanned: bool, absent_gpus: Compiler) -> None:
 def test_an_again_of_nothing_changes_nothing() -> None:
     program, _, _ = traced(False)
     assert recomputing(program, []) is program
-    assert Again(nodes=(), before=0).renewed == ()
+    assert RematSegment(nodes=(), before=0).regathered == ()

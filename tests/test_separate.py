@@ -71,8 +71,8 @@ def made(width: int = 768, batch: int = 512, mesh: str = "8") -> tuple[Program, 
 def test_sums_down_columns_get_kernels_of_their_own() -> None:
     program, plan = made()
     graph = program.as_traced.graph
-    assert len(plan.separate) >= NUM_LAYERS - 1
-    for one in plan.separate:
+    assert len(plan.unfused_reductions) >= NUM_LAYERS - 1
+    for one in plan.unfused_reductions:
         read = {value for n in one.nodes for value in graph.nodes[n].operands}
         sums = [n for n in one.nodes if read.isdisjoint(graph.nodes[n].results)]
         assert [graph.nodes[n].primitive for n in sums] == ["reduce_sum"] * len(sums)
@@ -88,7 +88,7 @@ def test_a_device_with_as_many_blocks_as_it_likes_needs_none() -> None:
     plan, _ = plan_and_candidate(
         program.as_traced.in_microbatches(1), mesh="8", hardware=replace(H100, xla_estimator=estimator)
     )
-    assert not plan.separate
+    assert not plan.unfused_reductions
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_xla_keeps_them_apart_and_finds_the_step_faster(absent_gpus: Compiler) -
         return told
 
     apart = seconds(plan)
-    assert apart < 0.9 * seconds(replace(plan, separate=()))
+    assert apart < 0.9 * seconds(replace(plan, unfused_reductions=()))
     assert plan.prediction.xla_step_time_s == pytest.approx(apart, rel=0.15)
 
 
@@ -115,12 +115,12 @@ def test_numbers_are_those_of_plain_jax(tmp_path: Path) -> None:
     args = arguments(768, 512, length=8)
     parallel = autopar.parallelize(step, mesh="8", hardware=H100, pin={"x": PartitionSpec("data")}, cache=False)
     plan = parallel.plan(*args)
-    assert plan.separate
+    assert plan.unfused_reductions
     path = tmp_path / "plan.json"
     plan.save(path)
     read = autopar.load_plan(path)
     assert isinstance(read, Plan)
-    assert read.separate == plan.separate
+    assert read.unfused_reductions == plan.unfused_reductions
     want = jax.tree.map(np.asarray, jax.jit(step)(*args))
     again = autopar.parallelize(step, plan=read, cache=False)
     for run in (parallel, again):

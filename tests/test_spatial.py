@@ -98,7 +98,7 @@ def wide() -> Plan:
 
 
 def test_one_large_image_is_split_along_its_height(wide: Plan) -> None:
-    assert "spatial parallel" in wide.words and "data parallel" not in wide.words
+    assert "spatial parallel" in wide.strategy and "data parallel" not in wide.strategy
     layers = [d for d in wide.decisions if d.primitive == "conv_general_dilated" and d.phase == "forward"]
     assert len(layers) == 3 and all(d.sharding.dims[1] and not d.sharding.dims[3] for d in layers)
     assert {use.kind for use in wide.collectives} == {"collective-permute", "all-reduce"}
@@ -133,7 +133,7 @@ def test_two_groups_are_split_over_two_devices(absent_gpus: Compiler) -> None:
 def test_a_split_image_gives_the_same_gradients(mesh: str, pinned: P) -> None:
     step, args = image_net(MIXED, pool=True), shapes(MIXED, 2, 128, 128)
     plan = autopar.plan(step, *args, mesh=mesh, hardware=cheap_links(), pin={"image": pinned})
-    assert sent(plan, "collective-permute"), plan.words
+    assert sent(plan, "collective-permute"), plan.strategy
     run_both(plan, step, args)
 
 

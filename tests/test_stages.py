@@ -272,7 +272,7 @@ def test_an_explanation_has_stages_and_a_timeline() -> None:
 def test_stages_and_one_program_are_compared() -> None:
     whole = autopar.plan(mlp().step, *mlp().abstract_args(), mesh="8", hardware="cpu-host")
     told = autopar.diff(plan(), whole)
-    assert "2 stages on 1x8 cpu-host -> 8" in told.words and told.num_state == 26
+    assert "2 stages on 1x8 cpu-host -> 8" in told.summary and told.num_state == 26
     assert not told.same_state and len(told.held_bytes) == 8
     assert autopar.diff(plan(), plan()).same_state
     back = autopar.diff(whole, plan())
@@ -338,7 +338,7 @@ def test_a_state_goes_from_stages_to_one_program_and_back(tmp_path: Path) -> Non
     with autopar.Checkpoints(tmp_path / "a", whole) as restored:
         state = restored.restore(*shapes, batch=mlp().make_batch(0))
         jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(state), before)
-        assert restored.last_map is not None and "2 stages on 1x8 cpu-host -> 8" in restored.last_map.words
+        assert restored.last_map is not None and "2 stages on 1x8 cpu-host -> 8" in restored.last_map.summary
         state, _ = whole(state, mlp().make_batch(1))
         restored.save(2, state)
     after = jax.tree.map(np.asarray, jax.tree.leaves(state))

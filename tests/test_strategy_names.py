@@ -42,18 +42,18 @@ def bert(**sizes: Any) -> programs.Program:
     ids=["fsdp", "zero-1", "data parallel", "hsdp", "fsdp over two axes"],
 )
 def test_sharded_state_is_named(pins: dict[str, Any], mesh: str, name: str) -> None:
-    assert planned(bert(), mesh=mesh, pin=pins).words == name
+    assert planned(bert(), mesh=mesh, pin=pins).strategy == name
 
 
 def test_columns_then_rows_are_megatron() -> None:
     plan = planned(programs.mlp(batch=32, width=256, optimizer="adam"), "cpu-host", num_devices=2)
-    assert plan.words == "Megatron tensor parallel over `data`"
+    assert plan.strategy == "Megatron tensor parallel over `data`"
 
 
 def test_one_long_sequence_is_context_parallel() -> None:
     plan = planned(bert(batch=1, seq=8192), num_devices=8)
-    assert plan.words.startswith("context parallel over `data`")
-    assert "data parallel over" not in plan.words
+    assert plan.strategy.startswith("context parallel over `data`")
+    assert "data parallel over" not in plan.strategy
 
 
 def test_activations_split_between_the_matmuls_are_sequence_parallel() -> None:
@@ -83,7 +83,7 @@ def test_activations_split_between_the_matmuls_are_sequence_parallel() -> None:
     }
     pins = {"params/in*": P(None, "model"), "params/out*": P("model", None)}
     plan = autopar.plan(step, params, {"x": array(8, 256, 512)}, mesh="2x4", hardware="h100-sxm", pin=pins)
-    assert plan.words == "data parallel over `data`, Megatron tensor and sequence parallel over `model`"
+    assert plan.strategy == "data parallel over `data`, Megatron tensor and sequence parallel over `model`"
 
 
 def test_the_summary_has_mfu_and_throughput() -> None:

@@ -135,7 +135,7 @@ def predicted(timeline: Timeline) -> Figures:
         if op.kind != "collective":
             kernels += op.kind not in ("border", "view", "loop") and op.written_bytes > 40
         elif op.payload_bytes > 256:
-            sent[op.collective, op.axes] += op.payload_bytes * ran.trips
+            sent[op.collective, op.axes] += op.payload_bytes * ran.num_iterations
             collectives[op.collective] += 1
             hidden[op.collective] += any(
                 other.op.kind != "collective" and other.end_s > other.start_s
@@ -218,7 +218,7 @@ def made_both_ways(case: Case, compiler: Compiler) -> tuple[Figures, Figures]:
     args = case.weights, case.weights, case.batch
     program = program_of(step_of(case.model), args, carry=None, donate=None)
     plan, made = plan_and_candidate(program, mesh=case.mesh, hardware="h100-sxm", pin=case.pins)
-    timeline = made.parts.simulation.timeline(merge_bytes=plan.merge_bytes)
+    timeline = made.parts.simulation.timeline(merge_bytes=plan.combine_threshold_bytes)
     return predicted(timeline), seen(compiled(compiler, plan, program, *args), plan.mesh)
 
 

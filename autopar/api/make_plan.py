@@ -389,7 +389,7 @@ def _faster(program: Program, staging: StageRequest, request: PlanRequest) -> An
     if one is not None and len(staged.stages) == 1:
         return replace(one, notes=(*one.notes, "one program: stages would make the step no faster"))
     if one is not None and one.prediction.step_time_s <= staged.prediction.step_time_s:
-        would = f"{staged.words} would take {human_seconds(staged.prediction.step_time_s)}"
+        would = f"{staged.strategy} would take {human_seconds(staged.prediction.step_time_s)}"
         return replace(one, notes=(*one.notes, f"one program: {would}"))
     if one is None:
         return replace(staged, notes=(*staged.notes, f"one program on all devices: {failures[0]}"))

@@ -112,9 +112,9 @@ def _check_plan(plan: Plan, program: Program) -> None:
             f"the plan of `{name}` accumulates gradients over {plan.microbatches.count} microbatches, which an exported file"
             f" cannot express: plan with `num_microbatches=1`, {run}"
         )
-    if plan.recomputed:
+    if plan.rematerialized:
         raise ExportError(
-            f"the plan of `{name}` rematerializes values in the backward pass at {len(plan.recomputed)} places, which an"
+            f"the plan of `{name}` rematerializes values in the backward pass at {len(plan.rematerialized)} places, which an"
             f" exported file cannot express: plan with `rematerialize=False`, put `jax.checkpoint` into the model, {run}"
         )
     if program.whole is not None:
@@ -218,15 +218,15 @@ def _head(plan: Plan) -> str:
     about = f"Written by autopar {__version__}, which is not needed to run it, from a plan of {human_seconds(prediction.step_time_s)} a"
     about += f" step and a peak of {human_bytes(prediction.peak_bytes)} per device, as predicted. It contains shardings only:"
     about += " rematerialization is that of the model's own `jax.checkpoint`, and there is no gradient accumulation."
-    if plan.awaited:
+    if plan.early_reductions:
         about += " It does not start gradient reductions early, as the plan does, so the step may take longer."
-    if plan.separate:
+    if plan.unfused_reductions:
         about += (
             " It does not keep column reductions out of multi-output fusions, as the plan does, which may cost time."
         )
     if any(constraint.by for constraint in plan.constraints):
         about += " It imports the functions of your registered collectives."
-    text = printable(plan.words)
+    text = printable(plan.strategy)
     return _docstring(f"""`{name}` on {plan.num_devices} devices ({printable(plan.hardware)}), mesh {of}.
 
 {textwrap.fill(text[:1].upper() + text[1:] + ".", _WIDTH)}

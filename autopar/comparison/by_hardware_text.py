@@ -151,11 +151,11 @@ def _table(names: Sequence[str], left: Sequence[str]) -> Table:
 
 def _plan_text(plan: Plan) -> str:
     """Describe a plan in one line: strategy, gradient accumulation, rematerialization."""
-    parts = [plan.words if plan.mesh.num_devices > 1 else ""]
+    parts = [plan.strategy if plan.mesh.num_devices > 1 else ""]
     if plan.microbatches is not None:
         parts.append(f"{plan.microbatches.count} microbatches")
-    if plan.recomputed:
-        seconds = sum(one.time_s for one in plan.recomputed)
+    if plan.rematerialized:
+        seconds = sum(one.time_s for one in plan.rematerialized)
         parts.append(f"values computed again, {100 * seconds / plan.prediction.step_time_s:.0f} % of the step")
     return "; ".join(part for part in parts if part) or "as it is"
 
@@ -201,10 +201,10 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     prediction = plan.prediction
     return {
         "mesh": plan.mesh.size_of,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "num_microbatches": plan.num_microbatches,
         "recomputed": [
-            {"path": one.path, "saved_bytes": one.saved_bytes, "time_s": one.time_s} for one in plan.recomputed
+            {"path": one.path, "saved_bytes": one.saved_bytes, "time_s": one.time_s} for one in plan.rematerialized
         ],
         "prediction": asdict(prediction) | {"peak_bytes": prediction.peak_bytes},
         "status": plan.outcome.status,
@@ -240,7 +240,7 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "usable_bytes": cell.profile.usable_bytes,
         "fits": plan is not None,
         "mesh": None if plan is None else plan.mesh.size_of,
-        "strategy": None if plan is None else plan.words,
+        "strategy": None if plan is None else plan.strategy,
         "num_microbatches": None if plan is None else plan.num_microbatches,
         "prediction": None if prediction is None else asdict(prediction) | {"peak_bytes": prediction.peak_bytes},
         "usd_per_step": cell.usd_per_step,

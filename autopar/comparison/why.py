@@ -190,7 +190,7 @@ def why_of_plan(path: str, program: Program, plan: Plan, options: Mapping[str, A
 def _forced(decisions: Sequence[Decision], program: Program, plan: Plan, options: Mapping[str, Any]) -> Plan:
     inputs = {one.path: one.runner_up for one in decisions if one.kind != "activation"}
     values = {one.value: one.runner_up for one in decisions if one.kind == "activation" and one.value is not None}
-    if values and plan.recomputed:
+    if values and plan.rematerialized:
         raise AutoparError(
             "the plan rematerializes values, and their shardings decide which of them stay in memory, so no intermediate"
             " value can be forced: name an argument, or plan with --no-rematerialize"
@@ -201,7 +201,7 @@ def _forced(decisions: Sequence[Decision], program: Program, plan: Plan, options
     request = replace(request, mesh=plan.mesh, pin={**pinned, **inputs}, held=values)
     if values:  # rematerialization would change the numbers of the values
         request = replace(request, rematerialize=False)
-    form = program.of(replace(plan, recomputed=()))
+    form = program.of(replace(plan, rematerialized=()))
     return search_meshes(replace(form, whole=None), request, may_fork=False).plan
 
 

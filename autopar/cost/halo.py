@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.hardware_profile import HardwareProfile
-from autopar.ir.explicit_program import Extend, Strip
+from autopar.ir.explicit_program import Extend, HaloSlice
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.rules.grouping import Group
@@ -35,7 +35,7 @@ def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShap
         if local.reads_own(before[d]):
             continue
         strips = tuple(
-            Strip(value, sharding, d, after, (*before[:d], width, *before[d + 1 :]), info.itemsize)
+            HaloSlice(value, sharding, d, after, (*before[:d], width, *before[d + 1 :]), info.itemsize)
             for after, width in ((False, local.low), (True, local.high))
             if width
         )
@@ -48,7 +48,7 @@ def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShap
 def extension_time(extension: Extend, mesh: MeshShape, profile: HardwareProfile) -> float:
     """Seconds of the collective-permutes, and of the kernel that concatenates the parts."""
     return (
-        sum(collective_time(one.kind, one.num_bytes, one.axes, mesh, profile) for one in extension.strips)
+        sum(collective_time(one.kind, one.num_bytes, one.axes, mesh, profile) for one in extension.slices)
         + 2 * extension.num_bytes / profile.hbm_bytes_per_s
         + profile.kernel_launch_s
     )

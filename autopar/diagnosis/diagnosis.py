@@ -141,7 +141,7 @@ class Diagnosis:
             "compared_by": "xla" if self.by_xla else "prediction",
             "as_is": asdict(self.as_is),
             "kept": asdict(self.kept),
-            "best": asdict(self.best) | {"strategy": self.plan.words},
+            "best": asdict(self.best) | {"strategy": self.plan.strategy},
             "difference_s": self.difference_s,
             "recovered": self.recovered,
             "recovered_as_predicted": self.recovered_as_predicted,
@@ -203,7 +203,7 @@ def _costs(diagnosis: Diagnosis) -> RenderableType:
         )
     grid = Table.grid()
     grid.add_row(table)
-    grid.add_row(Text(f"autopar's plan: {diagnosis.plan.words}"))
+    grid.add_row(Text(f"autopar's plan: {diagnosis.plan.strategy}"))
     exposed = diagnosis.as_is.compiled.exposed_s if diagnosis.as_is.compiled else {}
     if exposed:
         each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in exposed.items())

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.formulate.formulation import Formulation
 from autopar.formulate.group_communication import sent_by
-from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram, Extend, Operation, Strip
+from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram, Extend, HaloSlice, Operation
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.rules.control_flow import BORDERS
 from autopar.rules.grouping import Group
@@ -38,7 +38,7 @@ class _Builder:
         self.flow_of = {use: index for index, flow in enumerate(f.flows) for use in flow.uses}
         self.into_copy = {flow.target: i for i, flow in enumerate(f.flows) if f.decisions[flow.target].kind == "copy"}
         self.sharding: dict[int, TensorSharding] = {}
-        self.strips: dict[Strip, Communicate] = {}
+        self.strips: dict[HaloSlice, Communicate] = {}
         self.extended: dict[int, list[Extend]] = defaultdict(list)  # node -> its halo exchanges
         self.after: dict[int, list[Communicate]] = defaultdict(
             list
@@ -71,7 +71,7 @@ class _Builder:
                 self.after[op.node].append(replace(op, decisions=(index,)))
                 continue
             self.extended[op.node].append(op)
-            for strip in op.strips:
+            for strip in op.slices:
                 new = Communicate(
                     strip.kind, "halo", op.node, strip.value, None, strip.axes, strip.num_bytes, op.num_times
                 )
@@ -86,7 +86,7 @@ class _Builder:
             return
         operands = tuple(None if v is None else self._read(n, i, v) for i, v in enumerate(node.operands))
         for extend in self.extended.get(n, ()):
-            for strip in extend.strips:
+            for strip in extend.slices:
                 if (one := self.strips.pop(strip, None)) is not None:
                     self.ops.append(replace(one, operand=self.current[strip.value]))
             self.ops.append(extend)

@@ -18,7 +18,7 @@ from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
 from autopar.formulate.group_communication import Sent, sends_itself, sent_by
 from autopar.formulate.sharding_lists import ShardingLists
-from autopar.ir.explicit_program import Extend, Strip
+from autopar.ir.explicit_program import Extend, HaloSlice
 from autopar.solve.problem import Edge
 
 
@@ -76,17 +76,17 @@ class Prices:
         gradient with respect to its kernel.
         """
         sent: list[tuple[int, int, Sent]] = []
-        users: dict[Strip, set[int]] = defaultdict(set)
+        users: dict[HaloSlice, set[int]] = defaultdict(set)
         for node, group, strategies in self._decided.of_groups():
             if not sends_itself(group, self._graph):
                 continue
             for s, strategy in enumerate(strategies):
                 for op in sent_by(group, strategy, self._graph, self._mesh):
                     sent.append((node, s, op))
-                    for strip in op.strips if isinstance(op, Extend) else ():
+                    for strip in op.slices if isinstance(op, Extend) else ():
                         users[strip].add(node)
         for node, s, op in sent:
-            strips = op.strips if isinstance(op, Extend) else ()
+            strips = op.slices if isinstance(op, Extend) else ()
             sharers = max((len(users[strip]) for strip in strips), default=1)
             costs[node][s] += op.num_times * self._seconds(op) / sharers
 

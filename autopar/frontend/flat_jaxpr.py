@@ -20,7 +20,7 @@ from autopar.errors import EffectError
 from autopar.frontend.equations import Atom, Equation, LiteralOperand, Nest, Piece
 from autopar.frontend.gather_gradient import as_comparison
 from autopar.frontend.trace_builder import TraceBuilder, inlined
-from autopar.ir.graph import UNKNOWN_TRIPS, Phase
+from autopar.ir.graph import UNKNOWN_TRIP_COUNT, Phase
 from autopar.jax_interop import compat as jax_compat
 from autopar.rules.table import traits_of
 
@@ -121,12 +121,12 @@ class Flattener:
         kinds: list[Piece] = _repeat_piece("enter_const", num_test + num_body)
         kinds += _repeat_piece("enter_carry", len(operands) - len(kinds))
         nest = Nest("while", source)
-        inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIPS)
+        inner = self._enter(nest, zip(kinds, operands, invars, strict=True), stack, UNKNOWN_TRIP_COUNT)
         carry = inner[num_test + num_body :]
-        go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIPS)
-        outs = self._section(nest, params["body_jaxpr"], inner[num_test:], stack, UNKNOWN_TRIPS)
+        go_on = self._section(nest, params["cond_jaxpr"], [*inner[:num_test], *carry], stack, UNKNOWN_TRIP_COUNT)
+        outs = self._section(nest, params["body_jaxpr"], inner[num_test:], stack, UNKNOWN_TRIP_COUNT)
         kinds = ["predicate", *_repeat_piece("exit_carry", len(outs))]
-        return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIPS)
+        return self._exit(nest, kinds, [(go_on[0],), *((out,) for out in outs)], stack, UNKNOWN_TRIP_COUNT)
 
     def cond(self, source: Any, operands: Sequence[Any], stack: Any) -> Sequence[Any]:
         """All branches are planned, with the cost of each as if it ran."""

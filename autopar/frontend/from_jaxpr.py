@@ -15,7 +15,7 @@ from autopar.frontend.equations import Equation, Region
 from autopar.frontend.kernel_flops import WORK, counted_work
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import constraint_params, shard_map_params
-from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Loop, Node, Value
+from autopar.ir.graph import UNKNOWN_TRIP_COUNT, Graph, Loop, Node, Value
 from autopar.ir.params import plain_params
 from autopar.jax_interop import compat as jax_compat
 
@@ -50,7 +50,7 @@ def _loops(trace: Trace) -> tuple[Loop, ...]:
 
 
 def _loop(trace: Trace, region: Region) -> Loop:
-    trip_count = float(region.source.params.get("length", UNKNOWN_TRIPS))
+    trip_count = float(region.source.params.get("length", UNKNOWN_TRIP_COUNT))
     stacks = tuple(n for n in range(*region.exit) if trace.equations[n].piece == "exit_stack")
     carries = region.carries(trace.equations)
     return Loop(region.enter[0], region.exit[0], trip_count, carries, stacks, sums_of(trace, region))

@@ -95,7 +95,7 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True)
-class Trips:
+class LoopSpan:
     """A loop with its trip count `count`: it runs the operations of the graph's nodes [start, stop)."""
 
     start: int
@@ -115,8 +115,8 @@ class DeviceProgram:
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
-    loops: tuple[Trips, ...] = ()
-    separate: tuple[tuple[int, ...], ...] = ()
+    loops: tuple[LoopSpan, ...] = ()
+    unfused: tuple[tuple[int, ...], ...] = ()
     reassociated: tuple[tuple[int, ...], ...] = ()
 
 

@@ -40,7 +40,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class HaloSlice:
     """A halo slice: the elements of a value that a device receives from one neighbour along a dim.
 
     Nodes that read the same slice share it: XLA sends it once.
@@ -84,7 +84,7 @@ class Extend:
 
     node: int
     operand: int
-    strips: tuple[Strip, ...]
+    slices: tuple[HaloSlice, ...]
     window: Hashable
     shape: tuple[int, ...]
     itemsize: float

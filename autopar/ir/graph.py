@@ -18,7 +18,7 @@ Phase = Literal["forward", "backward", "update"]
 Tensor = tuple[Literal["operand", "result"], int]
 
 #: Assumed trip count of a loop of unknown length, so that communication inside it costs more than before it.
-UNKNOWN_TRIPS = 8.0
+UNKNOWN_TRIP_COUNT = 8.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,11 +57,11 @@ class Part:
 
 
 #: The layout of a whole tensor: its parts, on meshes without common devices.
-Lies = tuple[Part, ...]
+Parts = tuple[Part, ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def move(shape: tuple[int, ...], before: Lies, after: Lies) -> Move:
+def move(shape: tuple[int, ...], before: Parts, after: Parts) -> Move:
     """The move from one layout to another, cached because the tensors of a step share few of them.
 
     >>> data, whole = TensorSharding((("data",), ())), TensorSharding(((), ()))
@@ -84,7 +84,7 @@ def move(shape: tuple[int, ...], before: Lies, after: Lies) -> Move:
     return Move(tuple(held.tolist()), tuple(fetched.tolist()), same)
 
 
-def _boxes(shape: tuple[int, ...], lies: Lies) -> tuple[np.ndarray, np.ndarray]:
+def _boxes(shape: tuple[int, ...], lies: Parts) -> tuple[np.ndarray, np.ndarray]:
     """The start and stop of each device's part, [devices, dims]; both are 0 for a device that holds nothing."""
     num_devices = max(part.first_device + part.mesh.num_devices for part in lies)
     starts, stops = (np.zeros((num_devices, max(len(shape), 1)), np.int64) for _ in range(2))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
-from autopar.ir.placement import Lies, Part
+from autopar.ir.placement import Part, Parts
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.partition.cluster import Cluster, Submesh
 from autopar.pipeline.partition.problem import StageCost
@@ -22,7 +22,7 @@ from autopar.pipeline.schedule.tasks import Schedule, chain
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
-from autopar.plans.plan import Plan
+from autopar.plans.plan import Plan, renamed_in_7
 from autopar.plans.records import Efficiency, ProgramSignature, TensorPlan
 from autopar.plans.validate import check_plan, check_positions, check_sharding
 
@@ -46,7 +46,21 @@ def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is)
+def _sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
+    """Fields are renamed, those of the stages' plans too."""
+    body, stages = renamed_in_7(body), body.get("stages")
+    if not isinstance(stages, list):
+        return body
+    known = [isinstance(stage, dict) and isinstance(stage.get("plan"), dict) for stage in stages]
+    return body | {
+        "stages": [
+            stage | {"plan": renamed_in_7(stage["plan"])} if is_one else stage
+            for stage, is_one in zip(stages, known, strict=True)
+        ]
+    }
+
+
+MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_to_seventh)
 VERSION = len(MIGRATIONS) + 1
 
 
@@ -159,7 +173,7 @@ class PipelinePlan:
     program: ProgramSignature
     cluster: Cluster
     memory_budget_bytes: float | None
-    words: str
+    strategy: str
     schedule: str
     num_microbatches: int
     starts: tuple[int, ...]
@@ -193,7 +207,7 @@ class PipelinePlan:
         """The number of devices of the cluster."""
         return self.cluster.num_devices
 
-    def lies(self, position: int) -> Lies:
+    def parts_of(self, position: int) -> Parts:
         """The shardings and submeshes of an input."""
         return tuple(
             Part(part.sharding, self.stages[part.stage].plan.mesh, self.stages[part.stage].devices.start, part.rows)

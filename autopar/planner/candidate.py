@@ -14,7 +14,7 @@ from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.graph import Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.planner.plan_assembly import Assembled, assemble
-from autopar.plans.records import Recomputation
+from autopar.plans.records import Rematerialization
 from autopar.rules.grouping import Group
 from autopar.solve.problem import Solution, Solver
 from autopar.transforms.program import Program
@@ -32,7 +32,7 @@ class Candidate:
     formulation: Formulation
     solution: Solution
     parts: Assembled
-    recomputed: tuple[Recomputation, ...] = ()
+    rematerialized: tuple[Rematerialization, ...] = ()
 
     @property
     def step_time_s(self) -> float:
@@ -71,7 +71,11 @@ class Planning:
     held: Mapping[int, TensorSharding] = field(default_factory=dict)
 
     def free(
-        self, program: Program, like: Formulation, recomputed: tuple[Recomputation, ...], seconds_per_byte: float = 0.0
+        self,
+        program: Program,
+        like: Formulation,
+        recomputed: tuple[Rematerialization, ...],
+        seconds_per_byte: float = 0.0,
     ) -> Candidate:
         """The plan of a program without a budget.
 
@@ -91,7 +95,7 @@ class Planning:
         return self.made(program, f, solution, recomputed)
 
     def made(
-        self, program: Program, f: Formulation, solution: Solution, recomputed: tuple[Recomputation, ...] = ()
+        self, program: Program, f: Formulation, solution: Solution, recomputed: tuple[Rematerialization, ...] = ()
     ) -> Candidate:
         """The plan of a solution.
 

@@ -210,12 +210,12 @@ def _timeline(passes: _Passes) -> Iterator[str]:
 def _meshes(passes: _Passes) -> Iterator[str]:
     plan = passes.plan
     prediction = plan.prediction
-    yield f"chosen    {plan.mesh}: {human_seconds(prediction.step_time_s)}, {human_bytes(prediction.peak_bytes)}: {plan.words}"
+    yield f"chosen    {plan.mesh}: {human_seconds(prediction.step_time_s)}, {human_bytes(prediction.peak_bytes)}: {plan.strategy}"
     for one in plan.rejected:
         if one.step_time_s == float("inf"):
-            yield f"rejected  {one.mesh}: {one.words}"
+            yield f"rejected  {one.mesh}: {one.strategy}"
         else:
-            yield f"rejected  {one.mesh}: {human_seconds(one.step_time_s)}, {human_bytes(one.peak_bytes)}: {one.words}"
+            yield f"rejected  {one.mesh}: {human_seconds(one.step_time_s)}, {human_bytes(one.peak_bytes)}: {one.strategy}"
 
 
 #: The files, in the order of the passes.

@@ -19,7 +19,7 @@ from autopar.cost.kernel_time import is_unestimated, op_seconds
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
-from autopar.plans.records import Awaited
+from autopar.plans.records import EarlyReduction
 from autopar.xla_model.collective_combiner import predecessors
 
 #: Borders of branches: their bodies do not run in every step.
@@ -36,14 +36,14 @@ class EarlyStart:
         self.chains = [] if has_parts else _chains(program, self.clock)
         self.matmuls = _matmuls(program, graph)
 
-    def with_barriers(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[Awaited, ...]]:
+    def with_barriers(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[EarlyReduction, ...]]:
         """The program with barriers, and the early reductions that they cause.
 
         Args:
             merge_bytes: bytes of the reductions before one barrier; those before different barriers are not combined.
             slack: time that a reduction gets beyond its own, relative to it, before the barrier.
         """
-        ops, starts, early = list(self.program.ops), self.clock.starts, list[Awaited]()
+        ops, starts, early = list(self.program.ops), self.clock.starts, list[EarlyReduction]()
         free = 0.0
         for bucket in _buckets(self.chains, self.program.ops, merge_bytes):
             ready = max(starts[min(chain)] for chain in bucket)
@@ -63,7 +63,7 @@ class EarlyStart:
             if at is None or at[0] >= min(self.clock.first_read[i] for i in last):
                 continue
             i, node, operand = at
-            early.append(Awaited(node=node, operand=operand, values=values))
+            early.append(EarlyReduction(node=node, operand=operand, values=values))
             ops[i] = replace(ops[i], reads=(*ops[i].reads, *(ops[j].writes[0] for j in last)))
         return (replace(self.program, ops=tuple(ops)), tuple(early)) if early else (self.program, ())
 

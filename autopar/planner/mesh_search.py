@@ -248,7 +248,7 @@ def _simplest_end(ends: Sequence[_End]) -> _End:
     if best.compared_s <= fastest.compared_s:
         return best
     faster = 1 - fastest.compared_s / best.compared_s
-    tie = Tie(mesh=fastest.mesh, words=fastest.strategy, num_split=fastest.num_split, faster=faster)
+    tie = Tie(mesh=fastest.mesh, strategy=fastest.strategy, num_split=fastest.num_split, faster=faster)
     return replace(best, plan=replace(best.plan, tie=tie))
 
 
@@ -258,7 +258,7 @@ def _rejected(
     plans = [end.plan for end in ends.values() if end.plan is not None]
     out = [
         RejectedMesh(
-            mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, words=p.words
+            mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, strategy=p.strategy
         )
         for p in plans
         if p is not best
@@ -268,9 +268,9 @@ def _rejected(
         if equal in by_mesh:
             p = by_mesh[equal].prediction
             strategy = f"the same as {equal} with the names of the axes exchanged"
-            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, words=strategy))
+            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, strategy=strategy))
     out += [
-        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), words=end.failure)
+        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), strategy=end.failure)
         for mesh, end in ends.items()
         if end.failure
     ]

@@ -53,7 +53,7 @@ class MicrobatchSearch:
         self._tried.append(_tried(count, plan))
         slower = best is not None and plan.prediction.step_time_s >= best.plan.prediction.step_time_s
         self._best = best if slower else found
-        self._is_done = not plan.outcome.memory_bound or (slower and not plan.recomputed)
+        self._is_done = not plan.outcome.memory_bound or (slower and not plan.rematerialized)
 
     def fail(self, count: int, error: NothingFitsError | MicrobatchError | TimeLimitError) -> None:
         """Note that there is no plan for a number of microbatches.
@@ -103,5 +103,5 @@ def _tried(count: int, plan: Plan) -> Tried:
         count=count,
         step_time_s=prediction.step_time_s,
         peak_bytes=prediction.peak_bytes,
-        recomputes=bool(plan.recomputed),
+        rematerializes=bool(plan.rematerialized),
     )

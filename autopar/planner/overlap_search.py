@@ -17,7 +17,7 @@ from autopar.cost.resharding_matrix import Hideable
 from autopar.planner.candidate import Candidate
 from autopar.planner.early_reductions import EarlyStart
 from autopar.planner.plan_assembly import hiding
-from autopar.plans.records import Awaited
+from autopar.plans.records import EarlyReduction
 from autopar.xla_model.buffer_assignment import device_program
 from autopar.xla_model.simulation import Simulation
 
@@ -148,14 +148,14 @@ def _with_early_reductions(made: Candidate, budget: float, to_beat: float) -> Ca
     return _best(made, budget, tried)
 
 
-def _stay_separate(reassociated: Sequence[Sequence[int]], reductions: Sequence[Awaited]) -> bool:
+def _stay_separate(reassociated: Sequence[Sequence[int]], reductions: Sequence[EarlyReduction]) -> bool:
     """Whether XLA cannot reassociate reductions whose results are added, because barriers wait for all but one of them."""
     values = {value for one in reductions for value in one.values}
     return all(len(values.intersection(sums)) >= len(sums) - 1 for sums in reassociated)
 
 
 #: A combine threshold (None: the profile's), the program, and its early reductions.
-_Tried = tuple[int | None, Simulation, tuple[Awaited, ...]]
+_Tried = tuple[int | None, Simulation, tuple[EarlyReduction, ...]]
 
 
 def _best(made: Candidate, budget: float, tried: Iterable[_Tried]) -> Candidate:

@@ -22,15 +22,15 @@ from autopar.ir.sharding import TensorSharding, replicated
 from autopar.planner.collective_uses import collective_uses
 from autopar.planner.constraints import constraints_of
 from autopar.plans.records import (
-    Awaited,
     CollectiveUse,
     Constraint,
     Decision,
+    EarlyReduction,
     ManualRegion,
     Prediction,
     Role,
-    Separate,
     TensorPlan,
+    UnfusedReduction,
 )
 from autopar.rules.manual_regions import is_manual
 from autopar.xla_model.buffer_assignment import device_program
@@ -60,8 +60,8 @@ class Assembled:
     simulation: Simulation
     timeline: Timeline
     most_held: Sequence[Op]
-    merge_bytes: int | None = None
-    early_reductions: tuple[Awaited, ...] = ()
+    combine_threshold_bytes: int | None = None
+    early_reductions: tuple[EarlyReduction, ...] = ()
 
     @property
     def device(self) -> DeviceProgram:
@@ -107,7 +107,7 @@ def hiding(
     parts: Assembled,
     merge_bytes: int | None,
     simulation: Simulation,
-    early_reductions: tuple[Awaited, ...],
+    early_reductions: tuple[EarlyReduction, ...],
     to_beat: float,
 ) -> Assembled | None:
     """The same parts with another combine threshold and with early reductions, and a new prediction.
@@ -126,7 +126,7 @@ def hiding(
         simulation=simulation,
         timeline=timeline,
         most_held=most_held,
-        merge_bytes=merge_bytes,
+        combine_threshold_bytes=merge_bytes,
         early_reductions=early_reductions,
     )
 
@@ -208,17 +208,19 @@ def _output_plans(
 # -- for XLA ------------------------------------------------------------------------
 
 
-def named(graph: Graph, early_reductions: Sequence[Awaited]) -> tuple[Awaited, ...]:
+def named(graph: Graph, early_reductions: Sequence[EarlyReduction]) -> tuple[EarlyReduction, ...]:
     """Early reductions with their places as text."""
     names = NodeNames(graph) if early_reductions else None
     return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in early_reductions if names)
 
 
-def unfused_reductions_of(graph: Graph, device: DeviceProgram) -> tuple[Separate, ...]:
+def unfused_reductions_of(graph: Graph, device: DeviceProgram) -> tuple[UnfusedReduction, ...]:
     """Reductions that the program keeps out of multi-output fusion."""
-    names = NodeNames(graph) if device.separate else None
+    names = NodeNames(graph) if device.unfused else None
     return tuple(
-        Separate(at=names.value(graph.nodes[nodes[-1]].results[0]), nodes=nodes) for nodes in device.separate if names
+        UnfusedReduction(at=names.value(graph.nodes[nodes[-1]].results[0]), nodes=nodes)
+        for nodes in device.unfused
+        if names
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.graph import UNKNOWN_TRIPS, Graph, Node
+from autopar.ir.graph import UNKNOWN_TRIP_COUNT, Graph, Node
 from autopar.ir.mesh import MeshShape
 from autopar.plans.records import TensorPlan
 from autopar.rules.node_view import NodeView
@@ -45,7 +45,7 @@ def _endless(graph: Graph) -> Iterator[str]:
     if endless:
         yield (
             f"how often a `while` loop runs is known only as it does: each of {len(endless)} is priced for"
-            f" {UNKNOWN_TRIPS:g} trips. The first is at {endless[0].source or 'an unknown line'}"
+            f" {UNKNOWN_TRIP_COUNT:g} trips. The first is at {endless[0].source or 'an unknown line'}"
         )
 
 

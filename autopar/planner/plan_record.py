@@ -19,7 +19,7 @@ from autopar.planner.efficiency import efficiency_of
 from autopar.planner.microbatch_record import microbatch_notes, microbatches_of
 from autopar.planner.plan_assembly import named, unfused_reductions_of
 from autopar.planner.plan_notes import plan_notes
-from autopar.planner.strategy_names import strategy_words
+from autopar.planner.strategy_names import strategy_text
 from autopar.plans.plan import Plan
 from autopar.plans.records import Outcome, Replicated
 from autopar.rules.node_view import NodeView
@@ -55,7 +55,7 @@ def plan_of(
         mesh=mesh,
         hardware=made.formulation.profile.name,
         memory_budget_bytes=budget_bytes,
-        words=strategy_words(made.formulation, solution.choices, parts.inputs),
+        strategy=strategy_text(made.formulation, solution.choices, parts.inputs),
         inputs=parts.inputs,
         outputs=parts.outputs,
         carried=graph.carried,
@@ -65,10 +65,10 @@ def plan_of(
         collectives=parts.collectives,
         regions=parts.regions,
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
-        recomputed=made.recomputed,
-        merge_bytes=parts.merge_bytes,
-        awaited=named(graph, parts.early_reductions),
-        separate=unfused_reductions_of(graph, parts.device),
+        rematerialized=made.rematerialized,
+        combine_threshold_bytes=parts.combine_threshold_bytes,
+        early_reductions=named(graph, parts.early_reductions),
+        unfused_reductions=unfused_reductions_of(graph, parts.device),
         replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),

@@ -139,8 +139,8 @@ class RematSearch:
         key = n, prompt
         if key not in self._without_limit:
             level = self.levels[n]
-            recomputed = tuple(replace(one, again=replace(one.again, prompt=prompt)) for one in level.recomputed)
-            program = recomputing(self.free.program, [one.again for one in recomputed])
+            recomputed = tuple(replace(one, segment=replace(one.segment, prompt=prompt)) for one in level.recomputed)
+            program = recomputing(self.free.program, [one.segment for one in recomputed])
             self._without_limit[key] = None
             try:
                 made = self.planning.free(program, self.free.formulation, recomputed, level.price)

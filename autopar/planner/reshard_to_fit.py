@@ -70,7 +70,7 @@ def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_l
         status = solution.status
         if len(solution.choices) != len(f.decisions):
             break
-        made = planning.made(free.program, limited, solution, free.recomputed)
+        made = planning.made(free.program, limited, solution, free.rematerialized)
         if made.peak_bytes <= budget:
             return made
         least = min(least, made, key=lambda one: one.peak_bytes)
@@ -81,7 +81,7 @@ def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_l
     smallest = minimum_memory(f.problem) if at_least else None
     if smallest is not None and smallest.choices:  # XLA may store more of that plan than the problem counts
         solution = Solution(smallest.choices, f.problem.evaluate(smallest.choices), 0.0, Status.FEASIBLE)
-        made = planning.made(free.program, f, solution, free.recomputed)
+        made = planning.made(free.program, f, solution, free.rematerialized)
         if made.peak_bytes <= budget:
             return made
         least = min(least, made, key=lambda one: one.peak_bytes)

@@ -15,7 +15,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.planner.candidate import Candidate
 from autopar.planner.mesh_task import MeshTask
 from autopar.planner.overlap_search import best_hidden, least_s
-from autopar.planner.strategy_names import strategy_words
+from autopar.planner.strategy_names import strategy_text
 from autopar.plans.records import num_split
 from autopar.solve.problem import Problem
 
@@ -38,7 +38,7 @@ class Fastest:
     @classmethod
     def of(cls, made: Candidate) -> Fastest:
         inputs, f = made.parts.inputs, made.formulation
-        strategy = strategy_words(f, made.solution.choices, inputs)
+        strategy = strategy_text(f, made.solution.choices, inputs)
         return cls(made.compared_s, made.step_time_s, f.mesh, strategy, num_split(inputs))
 
 
@@ -87,7 +87,7 @@ def _with_replicated_state(best: Candidate, limit_s: float, task: MeshTask) -> l
     # The lower bound was proven without the replication.
     bound = min(best.solution.lower_bound, solution.cost)
     made = task.planning.made(
-        best.program, f, replace(solution, lower_bound=bound, status=best.solution.status), best.recomputed
+        best.program, f, replace(solution, lower_bound=bound, status=best.solution.status), best.rematerialized
     )
     if least_s(made) > limit_s:
         return []

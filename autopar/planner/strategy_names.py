@@ -27,7 +27,7 @@ class _Roles:
     positions: frozenset[tuple[int, int]]
 
 
-def strategy_words(f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> str:
+def strategy_text(f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> str:
     """Name what each mesh axis does in the forward pass and to the stored state."""
     work = _Work(f, choices, inputs)
     whole, most = work.axes("data"), {role: _state_axes(f, inputs, role) for role in ("parameter", "optimizer")}

@@ -102,7 +102,7 @@ def _split_over_time(budget: float, free: Candidate, planning: Planning) -> Cand
 def missing(budget: float, least: Candidate) -> str:
     needed = least.peak_bytes
     short = f"{human_bytes(needed - budget)} short" if needed > 1.001 * budget else "just short"
-    tried = "plan tried" if not least.recomputed else "plan tried, with rematerialization,"
+    tried = "plan tried" if not least.rematerialized else "plan tried, with rematerialization,"
     return (
         f"no plan on mesh {least.formulation.mesh} fits the memory budget of"
         f" {human_bytes(MemoryBudget.with_room_for(budget).total_bytes)} per device, of which {100 * MARGIN:g} % stay free: the"

@@ -29,9 +29,9 @@ _FIELDS = {
     "constraints": ("value", "node", "operand"),
     "decisions": ("collectives",),
     "regions": ("node",),
-    "awaited": ("node", "operand", "values"),
-    "separate": ("nodes",),
-    "recomputed": ("again",),
+    "early_reductions": ("node", "operand", "values"),
+    "unfused_reductions": ("nodes",),
+    "rematerialized": ("segment",),
 }
 #: Records that name a line of code.
 _NAME_A_LINE = ("decisions", "collectives", "memory.peak", "memory.at_peak")

@@ -13,7 +13,7 @@ import math
 import numbers
 import os
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -112,6 +112,37 @@ def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         if isinstance(record, dict):  # the decoder reports anything else
             return {**body, of: {name: item for name, item in record.items() if name != field}}
         return body
+
+    return migrate
+
+
+def renamed(names: Mapping[str, str], *, of: Collection[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A migration that renames fields of the plan, of its records and of its columns of numbers.
+
+    Args:
+        names: new ones by old ones.
+        of: fields whose records have renamed fields; others hold names of the user's.
+    """
+
+    def in_record(record: Any) -> Any:
+        if isinstance(record, list):
+            return [in_record(item) for item in record]
+        if isinstance(record, dict):
+            return {names.get(name, name): in_record(item) for name, item in record.items()}
+        return record
+
+    def in_column(name: str) -> str:
+        return ".".join(names.get(part, part) for part in name.split("."))
+
+    def migrate(body: dict[str, Any]) -> dict[str, Any]:
+        found = {names.get(name, name): in_record(item) if name in of else item for name, item in body.items()}
+        numbers = body.get("numbers")
+        if isinstance(numbers, dict):  # other types are the decoder's business
+            found["numbers"] = {
+                in_column(name): in_record(item) if name.partition(".")[0] in of else item
+                for name, item in numbers.items()
+            }
+        return found
 
     return migrate
 

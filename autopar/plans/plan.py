@@ -14,26 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PlanMismatchError
 from autopar.ir.mesh import MeshShape
-from autopar.ir.placement import Lies, Part
+from autopar.ir.placement import Part, Parts
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
-from autopar.plans.json_codec import as_it_is, decoder, encode, read_document, without
+from autopar.plans.json_codec import as_it_is, decoder, encode, read_document, renamed, without
 from autopar.plans.records import (
-    Awaited,
     CollectiveUse,
     Constraint,
     Decision,
+    EarlyReduction,
     Efficiency,
     ManualRegion,
     Microbatches,
     Outcome,
     Prediction,
     ProgramSignature,
-    Recomputation,
     RejectedMesh,
+    Rematerialization,
     Replicated,
-    Separate,
     TensorPlan,
     Tie,
+    UnfusedReduction,
     type_text,
 )
 from autopar.plans.step_trace import MemoryOverStep, StepTrace
@@ -44,10 +44,22 @@ if TYPE_CHECKING:
 
 #: The `format` field of a plan file.
 FORMAT = "autopar-plan"
+#: Fields that version 7 renames, and the fields of a plan whose records have some of them.
+_RENAMED = {
+    "words": "strategy",
+    "awaited": "early_reductions",
+    "separate": "unfused_reductions",
+    "recomputed": "rematerialized",
+    "merge_bytes": "combine_threshold_bytes",
+    "again": "segment",
+    "renewed": "regathered",
+    "recomputes": "rematerializes",
+}
+renamed_in_7 = renamed(_RENAMED, of=("rejected", "tie", "recomputed", "microbatches"))
 #: Migrations from each version to the next. Version 2 adds `trace` and `memory`; 3 drops the solve time, so that two runs
-#: write the same file; 4 moves numbers from records to columns; 6 adds `replicated` and `tie`. A change of a field adds
-#: a migration here and a file of the previous version to `tests/plan_files/`.
-MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is)
+#: write the same file; 4 moves numbers from records to columns; 6 adds `replicated` and `tie`; 7 renames fields and adds
+#: `efficiency`. A change of a field adds a migration here and a file of the previous version to `tests/plan_files/`.
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is, renamed_in_7)
 VERSION = len(MIGRATIONS) + 1
 
 
@@ -74,7 +86,7 @@ class Plan:
     mesh: MeshShape
     hardware: str
     memory_budget_bytes: float | None
-    words: str
+    strategy: str
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
     carried: tuple[tuple[int, int], ...]
@@ -87,10 +99,10 @@ class Plan:
     rejected: tuple[RejectedMesh, ...] = ()
     regions: tuple[ManualRegion, ...] = ()
     microbatches: Microbatches | None = None
-    recomputed: tuple[Recomputation, ...] = ()
-    merge_bytes: int | None = None
-    awaited: tuple[Awaited, ...] = ()
-    separate: tuple[Separate, ...] = ()
+    rematerialized: tuple[Rematerialization, ...] = ()
+    combine_threshold_bytes: int | None = None
+    early_reductions: tuple[EarlyReduction, ...] = ()
+    unfused_reductions: tuple[UnfusedReduction, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     tie: Tie | None = None
     efficiency: Efficiency | None = None
@@ -113,7 +125,7 @@ class Plan:
         """Number of microbatches for gradient accumulation; 1 without."""
         return self.microbatches.count if self.microbatches else 1
 
-    def lies(self, position: int) -> Lies:
+    def parts_of(self, position: int) -> Parts:
         """The layout of an input on the mesh."""
         return (Part(self.inputs[position].sharding, self.mesh),)
 

@@ -178,7 +178,7 @@ class RejectedMesh:
     mesh: MeshShape
     step_time_s: MaybeInfinite
     peak_bytes: MaybeInfinite
-    words: str
+    strategy: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Tie:
     """
 
     mesh: MeshShape
-    words: str
+    strategy: str
     num_split: int
     faster: float
 
@@ -284,7 +284,7 @@ class Constraint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Awaited:
+class EarlyReduction:
     """Reductions that must finish before a node reads an operand, although it does not depend on them.
 
     XLA then starts them early, while kernels are left to overlap with them.
@@ -302,7 +302,7 @@ class Awaited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Separate:
+class UnfusedReduction:
     """A column reduction that gets its own kernel.
 
     XLA would fuse it with other users of its operands, which would then run in the reduction's few thread blocks.
@@ -344,7 +344,7 @@ class Tried:
     count: int
     step_time_s: MaybeInfinite
     peak_bytes: MaybeInfinite
-    recomputes: bool = False
+    rematerializes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +368,7 @@ class Microbatches:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Again:
+class RematSegment:
     """Nodes of the program that are rematerialized in the backward pass.
 
     Args:
@@ -385,14 +385,14 @@ class Again:
 
     nodes: tuple[int, ...]
     before: int
-    renewed: tuple[int, ...] = ()
+    regathered: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
     onward: int | None = None
     prompt: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recomputation:
+class Rematerialization:
     """A rematerialization at one place of the backward pass.
 
     Args:
@@ -402,7 +402,7 @@ class Recomputation:
         time_s: seconds that it adds to a step, including collectives.
     """
 
-    again: Again
+    segment: RematSegment
     path: str
     saved_bytes: float
     time_s: float

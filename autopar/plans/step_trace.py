@@ -67,7 +67,7 @@ class StepTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LiveBuffer:
     """A set of similar values that are live at peak memory.
 
     Args:
@@ -113,7 +113,7 @@ class MemoryOverStep:
     live_bytes: tuple[float, ...]
     phases: tuple[tuple[Phase, int], ...]
     peak: Instant
-    at_peak: tuple[Held, ...]
+    at_peak: tuple[LiveBuffer, ...]
     loops: tuple[tuple[int, int, int], ...] = ()
 
 

@@ -12,7 +12,7 @@ from autopar.ir.graph import Phase
 from autopar.pipeline.plan import AnyPlan
 from autopar.plans.plan import Plan
 from autopar.plans.records import num_split
-from autopar.plans.step_trace import Held, Instant
+from autopar.plans.step_trace import Instant, LiveBuffer
 from autopar.system.text_tables import share_text
 from autopar.system.units import human_flops, human_number, human_seconds
 
@@ -70,7 +70,7 @@ class MemoryUse:
     phases: tuple[tuple[Phase, int], ...] = ()
     loops: tuple[tuple[int, int, int], ...] = ()
     peak: Instant | None = None
-    at_peak: tuple[Held, ...] = ()
+    at_peak: tuple[LiveBuffer, ...] = ()
 
 
 def step_time(plan: Plan) -> StepTime:
@@ -135,7 +135,7 @@ def memory_use(plan: Plan) -> MemoryUse:
 # -- in words --------------------------------------------------------------------------------
 
 
-def efficiency_words(plan: AnyPlan) -> str:
+def efficiency_text(plan: AnyPlan) -> str:
     """MFU, model FLOPs, throughput and what bounds the step; "" where the plan's file is too old to know."""
     found, step_s = plan.efficiency, plan.prediction.step_time_s
     if found is None or step_s <= 0:
@@ -153,7 +153,7 @@ def efficiency_words(plan: AnyPlan) -> str:
     return "; ".join(parts)
 
 
-def replicated_words(plan: Plan) -> str:
+def replicated_text(plan: Plan) -> str:
     """What runs replicated for lack of a sharding rule, and its share of the step; "" where nothing does."""
     count = sum(one.count for one in plan.replicated)
     if not count or plan.mesh.num_devices == 1:
@@ -169,7 +169,7 @@ def replicated_words(plan: Plan) -> str:
     )
 
 
-def tie_words(plan: Plan) -> str:
+def tie_text(plan: Plan) -> str:
     """How much faster the fastest plan is than this simpler one; "" where none is."""
     tie = plan.tie
     if tie is None:
@@ -178,11 +178,11 @@ def tie_words(plan: Plan) -> str:
     faster = f"{100 * tie.faster:.2f} %" if tie.faster >= 5e-5 else "under 0.01 %"
     return (
         f"the simplest plan within 0.5 % of the fastest, with {num_split(plan.inputs)} sharded arguments. {faster} faster,"
-        f" with {tie.num_split} sharded: {tie.words}{where}"
+        f" with {tie.num_split} sharded: {tie.strategy}{where}"
     )
 
 
-def simulated_words(plan: Plan) -> str:
+def simulated_text(plan: Plan) -> str:
     """The expected output of XLA's latency estimator, where the plan has it."""
     prediction = plan.prediction
     return "" if prediction.xla_step_time_s is None else f"{SIMULATED}: {human_seconds(prediction.xla_step_time_s)}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autopar.ir.placement import Lies, Move, move
+from autopar.ir.placement import Move, Parts, move
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
@@ -96,7 +96,7 @@ class PlanDiff:
         return not self.state and not self.num_state_unlike
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The difference of the state in one line."""
         before, after = (_layout(plan) for plan in (self.before, self.after))
         meshes = after if before == after else f"{before} -> {after.removeprefix('mesh ')}"
@@ -119,7 +119,7 @@ class PlanDiff:
         document = {
             "format": "autopar-diff",
             "version": 2,
-            "summary": self.words,
+            "summary": self.summary,
             "same_state": self.same_state,
             "before": _side_json(self.before),
             "after": _side_json(self.after),
@@ -143,8 +143,8 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
     """
     earlier = {tensor.path: tensor for tensor in before.inputs}
     later = {tensor.path: tensor for tensor in after.inputs}
-    earlier_parts = {tensor.path: before.lies(position) for position, tensor in enumerate(before.inputs)}
-    later_parts = {tensor.path: after.lies(position) for position, tensor in enumerate(after.inputs)}
+    earlier_parts = {tensor.path: before.parts_of(position) for position, tensor in enumerate(before.inputs)}
+    later_parts = {tensor.path: after.parts_of(position) for position, tensor in enumerate(after.inputs)}
     unlike = [f"`{path}` is in the first plan alone" for path in earlier if path not in later]
     unlike += [f"`{path}` is in the second plan alone" for path in later if path not in earlier]
     state_unlike = sum(earlier[path].role != "data" for path in earlier if path not in later)
@@ -211,7 +211,7 @@ def _layout(plan: AnyPlan) -> str:
     return f"mesh {plan.mesh}"
 
 
-def _itemsize(tensor: TensorPlan, parts: Lies) -> float:
+def _itemsize(tensor: TensorPlan, parts: Parts) -> float:
     """Bytes of one element: a plan records the bytes of the largest shard."""
     return tensor.num_bytes / max(
         1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in parts)
@@ -265,7 +265,7 @@ def _side_json(plan: AnyPlan) -> dict[str, Any]:
         "program": plan.program.name,
         "fingerprint": plan.program.fingerprint,
         "hardware": plan.hardware,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "prediction": asdict(plan.prediction) | {"peak_bytes": plan.prediction.peak_bytes},
         "versions": plan.versions,
     }
@@ -275,7 +275,7 @@ def _side_json(plan: AnyPlan) -> dict[str, Any]:
     return about | {
         "mesh": plan.mesh.size_of,
         "num_microbatches": plan.num_microbatches,
-        "rematerialized": len(plan.recomputed),
+        "rematerialized": len(plan.rematerialized),
         "collectives": len(plan.collectives),
     }
 

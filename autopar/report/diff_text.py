@@ -40,7 +40,7 @@ def render_diff(found: PlanDiff, console: Console) -> None:
     name, other = found.before.program.name, found.after.program.name
     of = f"`{name}`" if name == other else f"`{name}` and `{other}`"
     console.print(Text(f"Two plans of {of}", "bold"), Text(), inset(_sides(found.before, found.after)), Text())
-    console.print(Text("State: " + found.words.removeprefix("mesh "), "bold"), Text())
+    console.print(Text("State: " + found.summary.removeprefix("mesh "), "bold"), Text())
     console.print(Group(*_state_section(found), *_data_section(found), *_activation_section(found), *_unlike(found)))
 
 
@@ -50,11 +50,11 @@ def _sides(before: AnyPlan, after: AnyPlan) -> Table:
     plans = (before, after)
     table.add_row("devices", *(Text(f"{plan.num_devices} {plan.hardware}") for plan in plans), "")
     table.add_row("mesh", *(Text(_mesh(plan)) for plan in plans), "")
-    table.add_row("strategy", *(Text(plan.words) for plan in plans), "")
+    table.add_row("strategy", *(Text(plan.strategy) for plan in plans), "")
     counts = [plan.num_microbatches for plan in plans]
     if set(counts) != {1}:
         table.add_row("microbatches", *map(str, counts), "")
-    remat = [sum(one.time_s for program in _programs(plan) for one in program.recomputed) for plan in plans]
+    remat = [sum(one.time_s for program in _programs(plan) for one in program.rematerialized) for plan in plans]
     if any(remat):
         table.add_row("rematerialization", *map(human_seconds, remat), "")
     for name, values in _seconds(before, after):

@@ -24,12 +24,12 @@ from autopar.report.breakdown import (
     SIMULATED_IS,
     MemoryUse,
     StepTime,
-    efficiency_words,
+    efficiency_text,
     memory_use,
-    replicated_words,
-    simulated_words,
+    replicated_text,
+    simulated_text,
     step_time,
-    tie_words,
+    tie_text,
 )
 from autopar.report.module_tree import ModuleTree, module_tree
 from autopar.report.rows import (
@@ -147,7 +147,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "program": plan.program.name,
         "mesh": plan.mesh.size_of,
         "hardware": plan.hardware,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
         "step_time": asdict(found.time),
@@ -155,17 +155,22 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "efficiency": asdict(plan.efficiency) if plan.efficiency else None,
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
-        "combine_threshold_bytes": plan.merge_bytes,
-        "early_reductions": sum(len(one.values) for one in plan.awaited),
-        "unfused_reductions": len(plan.separate),
+        "combine_threshold_bytes": plan.combine_threshold_bytes,
+        "early_reductions": sum(len(one.values) for one in plan.early_reductions),
+        "unfused_reductions": len(plan.unfused_reductions),
         "replicated": [asdict(one) for one in plan.replicated],
         "tie": {**asdict(plan.tie), "mesh": plan.tie.mesh.describe()} if plan.tie else None,
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
         "regions": [asdict(region) for region in plan.regions],
         "rematerialized": [
-            {"path": one.path, "num_nodes": len(one.again.nodes), "saved_bytes": one.saved_bytes, "time_s": one.time_s}
-            for one in plan.recomputed
+            {
+                "path": one.path,
+                "num_nodes": len(one.segment.nodes),
+                "saved_bytes": one.saved_bytes,
+                "time_s": one.time_s,
+            }
+            for one in plan.rematerialized
         ],
         "notes": plan.notes,
         "pins": plan.pins,
@@ -192,9 +197,9 @@ def _print(found: Explanation, console: Console) -> None:
 
 def _head(plan: Plan) -> list[RenderableType]:
     outcome = plan.outcome
-    replicated, tie = replicated_words(plan), tie_words(plan)
+    replicated, tie = replicated_text(plan), tie_text(plan)
     if outcome.gap <= 1e-6:
-        same = " with the same rematerialization" if plan.recomputed else ""
+        same = " with the same rematerialization" if plan.rematerialized else ""
         among = " among the strategies of the known sharding rules" if replicated else ""
         sure = f"proven optimal{among}: in the solver's model none{same} is faster by more than one part in a million"
     elif plan.tie is not None:
@@ -206,7 +211,7 @@ def _head(plan: Plan) -> list[RenderableType]:
     size = f"{outcome.num_nodes:,} decisions, {outcome.num_strategies:,} strategies"
     took = "" if outcome.solve_time_s is None else f", solved in {human_seconds(outcome.solve_time_s)}"
     facts = [
-        ("Strategy", plan.words),
+        ("Strategy", plan.strategy),
         *([("Replicated", replicated)] if replicated else []),
         ("Certainty", f"{sure} ({size}{took})"),
         *([("Tie", tie)] if tie else []),
@@ -240,7 +245,7 @@ def _microbatches(plan: Plan) -> list[tuple[str, str]]:
             continue
         saved = other.peak_bytes - plan.prediction.peak_bytes
         slower = plan.prediction.step_time_s / other.step_time_s - 1 if other.step_time_s else 0.0
-        remat = " (with rematerialization)" if other.recomputes else ""
+        remat = " (with rematerialization)" if other.rematerializes else ""
         text += f". Against {other.count}{remat}: {human_bytes(abs(saved))} {'less' if saved >= 0 else 'more'} peak"
         text += f" memory, {100 * slower:+.1f} % step time"
     return [("Microbatches", text)]
@@ -248,10 +253,10 @@ def _microbatches(plan: Plan) -> list[tuple[str, str]]:
 
 def _recomputed(plan: Plan) -> list[str]:
     """Rematerialized activations: the memory they save, and the time they take."""
-    if not plan.recomputed:
+    if not plan.rematerialized:
         return []
-    saved, seconds = (sum(getattr(one, name) for one in plan.recomputed) for name in ("saved_bytes", "time_s"))
-    named = [pattern for pattern, _ in collapse([one.path for one in plan.recomputed if one.path])]
+    saved, seconds = (sum(getattr(one, name) for one in plan.rematerialized) for name in ("saved_bytes", "time_s"))
+    named = [pattern for pattern, _ in collapse([one.path for one in plan.rematerialized if one.path])]
     where = ", ".join(f"`{name}`" for name in named[:MAX_NAMED]) or "the step"
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     share = share_text(seconds, plan.prediction.step_time_s)
@@ -261,24 +266,29 @@ def _recomputed(plan: Plan) -> list[str]:
 
 def _combined(plan: Plan) -> list[str]:
     """The combine threshold, where it is not XLA's own."""
-    if plan.merge_bytes is None:
+    if plan.combine_threshold_bytes is None:
         return []
-    return [f"XLA combines collectives of a kind up to {human_bytes(plan.merge_bytes)}, for better overlap"]
+    return [f"XLA combines collectives of a kind up to {human_bytes(plan.combine_threshold_bytes)}, for better overlap"]
 
 
 def _early_reductions(plan: Plan) -> list[str]:
     """Reductions that barriers start early."""
-    if not plan.awaited:
+    if not plan.early_reductions:
         return []
-    count, barriers = sum(len(one.values) for one in plan.awaited), len({one.node for one in plan.awaited})
+    count, barriers = (
+        sum(len(one.values) for one in plan.early_reductions),
+        len({one.node for one in plan.early_reductions}),
+    )
     return [f"{count} gradient reductions start during the backward pass, by {barriers} barrier{'s' * (barriers > 1)}"]
 
 
 def _unfused(plan: Plan) -> list[str]:
     """Reductions kept out of multi-output fusion."""
-    if not plan.separate:
+    if not plan.unfused_reductions:
         return []
-    return [f"{len(plan.separate)} reductions are kept out of multi-output fusion, which would slow the fused kernels"]
+    return [
+        f"{len(plan.unfused_reductions)} reductions are kept out of multi-output fusion, which would slow the fused kernels"
+    ]
 
 
 def _totals(plan: Plan) -> list[RenderableType]:
@@ -289,7 +299,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
     )
     # A loss and a few metrics are not worth a bar.
     parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
-    simulated, efficiency = simulated_words(plan), efficiency_words(plan)
+    simulated, efficiency = simulated_text(plan), efficiency_text(plan)
     return [
         Text(f"Predicted step time: {human_seconds(time.step_time_s)}", "bold"),
         inset(bars(time.parts, time.step_time_s, human_seconds)),
@@ -430,7 +440,7 @@ def _rejected_section(plan: Plan) -> list[RenderableType]:
         fits = math.isfinite(other.step_time_s)
         price = f"{human_seconds(other.step_time_s)}, {100 * slower:+.1f} %" if fits else "does not fit"
         peak = human_bytes(other.peak_bytes) if math.isfinite(other.peak_bytes) else "-"
-        table.add_row(Text(other.mesh.describe()), price, peak, Text(other.words))
+        table.add_row(Text(other.mesh.describe()), price, peak, Text(other.strategy))
     return section("Other meshes, planned and rejected", table)
 
 

@@ -23,7 +23,7 @@ from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import SCHEDULES
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.report.breakdown import efficiency_words, replicated_words
+from autopar.report.breakdown import efficiency_text, replicated_text
 from autopar.report.explain_program import Explanation, explain_program
 from autopar.report.submeshes import SubmeshUse, submesh_uses
 from autopar.system.text_tables import (
@@ -102,7 +102,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "version": 2,
         "program": plan.program.name,
         "cluster": [asdict(group) for group in plan.cluster.groups],
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "schedule": plan.schedule,
         "num_microbatches": plan.num_microbatches,
         "efficiency": asdict(plan.efficiency) if plan.efficiency else None,
@@ -127,7 +127,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
         "devices": [stage.devices.start, stage.devices.stop - 1],
         "hardware": stage.submesh.shape.kind,
         "mesh": stage.plan.mesh.size_of,
-        "strategy": stage.plan.words,
+        "strategy": stage.plan.strategy,
         "cost": asdict(stage.cost),
     }
 
@@ -151,7 +151,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     what = descriptions.get(plan.schedule, "")
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [
-        ("Strategy", plan.words),
+        ("Strategy", plan.strategy),
         *(("Replicated", text) for text in stages_replicated(plan)),
         ("Certainty", f"{sure}{order}, by the prices of planned layers ({searched}{took})"),
         ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
@@ -170,7 +170,7 @@ def stages_replicated(plan: PipelinePlan) -> list[str]:
     """What runs replicated within stages for lack of a sharding rule; stages with the same text share a line."""
     found: dict[str, list[int]] = {}
     for number, stage in enumerate(plan.stages):
-        if text := replicated_words(stage.plan):
+        if text := replicated_text(stage.plan):
             found.setdefault(text.replace("of the step", "of its program"), []).append(number)
     return [
         f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {text}" for text, numbers in found.items()
@@ -186,7 +186,7 @@ def _totals(plan: PipelinePlan) -> list[RenderableType]:
     return [
         Text(f"Predicted step time: {human_seconds(prediction.step_time_s)}", "bold"),
         inset(bars(parts, prediction.step_time_s, human_seconds)),
-        *([Text(efficiency)] if (efficiency := efficiency_words(plan)) else []),
+        *([Text(efficiency)] if (efficiency := efficiency_text(plan)) else []),
         Text(),
         Text(f"Predicted peak memory per device: {human_bytes(prediction.peak_bytes)} {of}".rstrip(), "bold"),
         inset(bars(memory, prediction.peak_bytes, human_bytes)),
@@ -210,7 +210,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
             f"{range_text(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
             *map(human_seconds, seconds),
             sends or "-",
-            Text(f"{stage.plan.mesh.describe()}\n{stage.plan.words}" + _remat(stage)),
+            Text(f"{stage.plan.mesh.describe()}\n{stage.plan.strategy}" + _remat(stage)),
         )
     under = "seconds of one microbatch, `update` of a step; `sends`: the transfer of one microbatch, one way"
     return section("Stages", table, under)
@@ -218,7 +218,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
 
 def _remat(stage: StagePlan) -> str:
     """The time of its rematerialization; values that are cheaper to recompute than to keep always are."""
-    seconds = sum(one.time_s for one in stage.plan.recomputed)
+    seconds = sum(one.time_s for one in stage.plan.rematerialized)
     return f"\nrematerializes {human_seconds(seconds)} a microbatch" if seconds else ""
 
 

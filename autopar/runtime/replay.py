@@ -24,7 +24,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Plan
-from autopar.plans.records import Awaited, Separate, split_dims
+from autopar.plans.records import EarlyReduction, UnfusedReduction, split_dims
 from autopar.rules.table import traits_of
 from autopar.runtime.manual.region import run_region
 from autopar.runtime.registered_collectives import RegisteredResharding, steps_of
@@ -46,7 +46,7 @@ class _Scope:
     resharded: dict[int, dict[_Steps, Any]] = field(default_factory=lambda: defaultdict(dict))
     forgets: bool = True  # drop values after their last use
     #: For each separate reduction: its inputs in memory behind a barrier, and the values computed from them.
-    behind: dict[Separate, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
+    behind: dict[UnfusedReduction, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
 
     def inner(self) -> _Scope:
         """A nested scope with all values of this one; values traced in it stay in it."""
@@ -68,16 +68,16 @@ class Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = steps_of(constraint)
-        self.awaited = defaultdict[int, list[Awaited]](list)
-        for one in plan.awaited:
+        self.awaited = defaultdict[int, list[EarlyReduction]](list)
+        for one in plan.early_reductions:
             self.awaited[one.node].append(one)
         self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
-        separate = (one for one in plan.separate if self.as_written.keys().isdisjoint(one.nodes))
+        separate = (one for one in plan.unfused_reductions if self.as_written.keys().isdisjoint(one.nodes))
         self.separate = {n: one for one in separate for n in _sums(one, trace)}
         self.behind = {n: self._in_memory(one, n) for n, one in self.separate.items()}
-        self.remaining = _last_reads(trace, plan.awaited, self.behind)
+        self.remaining = _last_reads(trace, plan.early_reductions, self.behind)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Compute the step's results from the leaves of its arguments."""
@@ -151,7 +151,7 @@ class Replay:
         ]
         return jax.lax.optimization_barrier([operand, *known])[0]
 
-    def _in_memory(self, one: Separate, n: int) -> set[int]:
+    def _in_memory(self, one: UnfusedReduction, n: int) -> set[int]:
         """The materialized values from which a separate reduction is computed."""
         found, left = set[int](), [n]
         while left:
@@ -161,7 +161,7 @@ class Replay:
             found.update(set(atoms) - set(inside))
         return found
 
-    def _behind_barrier(self, scope: _Scope, one: Separate, n: int) -> list[Any]:
+    def _behind_barrier(self, scope: _Scope, one: UnfusedReduction, n: int) -> list[Any]:
         """The operands of a separate reduction, or of the equations computed for it. Values in memory are read
         through a barrier of their own, so that XLA does not merge the reads with others."""
         known = scope.behind[one]
@@ -400,7 +400,7 @@ def _context(equation: Equation) -> Any:
 def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
     """For values with a deferred wait: the sharding that all users want, if it has more axes than the definition.
     XLA then makes one reduce-scatter."""
-    awaited = {value for one in plan.awaited for value in one.values}
+    awaited = {value for one in plan.early_reductions for value in one.values}
     made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
     for constraint in plan.constraints:
         if constraint.value not in awaited:
@@ -417,13 +417,15 @@ def _axes(sharding: TensorSharding) -> set[str]:
     return {axis for axes in sharding.dims for axis in axes}
 
 
-def _sums(one: Separate, trace: Trace) -> list[int]:
+def _sums(one: UnfusedReduction, trace: Trace) -> list[int]:
     """The equations of a separate reduction whose results none of its other equations reads."""
     read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 
 
-def _last_reads(trace: Trace, awaited: Sequence[Awaited], behind: Mapping[int, set[int]]) -> dict[int, list[int]]:
+def _last_reads(
+    trace: Trace, awaited: Sequence[EarlyReduction], behind: Mapping[int, set[int]]
+) -> dict[int, list[int]]:
     """For each equation, the values that it reads or waits for last. Values read in a loop live until its end.
 
     Args:

@@ -13,6 +13,6 @@ _MERGED = ("all_gather", "all_reduce", "reduce_scatter")
 
 def compiler_options(plan: Plan) -> dict[str, int]:
     """The compiler options of a plan for GPUs; empty if XLA's defaults suffice."""
-    if plan.merge_bytes is None:
+    if plan.combine_threshold_bytes is None:
         return {}
-    return {f"xla_gpu_{kind}_combine_threshold_bytes": plan.merge_bytes for kind in _MERGED}
+    return {f"xla_gpu_{kind}_combine_threshold_bytes": plan.combine_threshold_bytes for kind in _MERGED}

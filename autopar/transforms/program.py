@@ -26,7 +26,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.verifier import check
 from autopar.jax_interop.compat import shape_struct
 from autopar.plans.plan import Plan
-from autopar.plans.records import Again, ProgramSignature
+from autopar.plans.records import ProgramSignature, RematSegment
 from autopar.system.gc_pause import seldom_collect
 from autopar.transforms.microbatch.rewrite import split_batch
 from autopar.transforms.remat.rewrite import recompute
@@ -57,7 +57,7 @@ class Program:
     own_statistics: bool = False
     unsplit: Program | None = field(default=None, compare=False, repr=False)
     split: dict[tuple[int, bool], Program] = field(default_factory=dict, compare=False, repr=False)
-    recomputed: tuple[Again, ...] = ()
+    recomputed: tuple[RematSegment, ...] = ()
     before: Program | None = None
     annotations: Mapping[str, Annotation] = field(default_factory=dict, compare=False, repr=False)
 
@@ -74,7 +74,7 @@ class Program:
 
     def of(self, plan: Plan) -> Program:
         """This step in the form that a plan is of: its batch split over time and values computed again as it says."""
-        agains, told = tuple(one.again for one in plan.recomputed), plan.microbatches
+        agains, told = tuple(one.segment for one in plan.rematerialized), plan.microbatches
         if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
             return self
         first = self.as_traced
@@ -105,7 +105,7 @@ class Program:
         return traced.split[key]
 
 
-def recomputing(program: Program, agains: Sequence[Again]) -> Program:
+def recomputing(program: Program, agains: Sequence[RematSegment]) -> Program:
     """A step that computes some of its values again in the backward pass."""
     if not agains:
         return program

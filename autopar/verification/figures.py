@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.graph import UNKNOWN_TRIPS
+from autopar.ir.graph import UNKNOWN_TRIP_COUNT
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse
@@ -204,7 +204,7 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
         if axes:
             predicted[use.kind, axes].append((position, use))
     compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
-    for one in collectives(hlo_text, ignore_up_to=0, unknown_trips=round(UNKNOWN_TRIPS)):
+    for one in collectives(hlo_text, ignore_up_to=0, unknown_trips=round(UNKNOWN_TRIP_COUNT)):
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
         if axes != ():
             compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)

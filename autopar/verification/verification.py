@@ -124,7 +124,7 @@ class Verification:
             "hardware": self.plan.hardware,
             "mesh": self.plan.mesh.size_of,
             "topology": self.topology,
-            "strategy": self.plan.words,
+            "strategy": self.plan.strategy,
             "xla_flags": list(compiled.flags),
             "compile_s": compiled.compile_s,
             "overhead_s": self.overhead_s,
@@ -165,7 +165,7 @@ def render_verification(verification: Verification, console: Console) -> None:
     plan, compiled = verification.plan, verification.compiled
     verdict = "holds" if verification.holds else f"off: {', '.join(verification.off)}"
     console.print(Text.assemble(("Verification of ", "bold"), (plan.program.name, "bold"), f": {verdict}"))
-    console.print(Text(f"{plan.words}; mesh {plan.mesh.describe()}"))
+    console.print(Text(f"{plan.strategy}; mesh {plan.mesh.describe()}"))
     console.print(
         Text(
             f"compiled for {plan.hardware}, topology {verification.topology}, in {human_seconds(compiled.compile_s)}, and"

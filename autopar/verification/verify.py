@@ -203,7 +203,7 @@ class _Verifier:
                 predicted_bytes=made.plan.prediction.peak_bytes,
                 compiled_bytes=made.compiled.peak_bytes,
                 step_time_s=made.plan.prediction.step_time_s,
-                words=f"{made.plan.words}; mesh {made.plan.mesh}",
+                words=f"{made.plan.strategy}; mesh {made.plan.mesh}",
             )
         )
 

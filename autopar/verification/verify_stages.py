@@ -77,7 +77,7 @@ class StagesVerification:
             "format": "autopar-stages-verification",
             "version": 1,
             "program": self.plan.program.name,
-            "strategy": self.plan.words,
+            "strategy": self.plan.strategy,
             "holds": self.holds,
             "off": list(self.off),
             "peak_bytes": list(self.peak_bytes),
@@ -147,7 +147,7 @@ def render_stages_verification(verification: StagesVerification, console: Consol
     plan = verification.plan
     verdict = "holds" if verification.holds else f"off: {', '.join(verification.off)}"
     console.print(Text.assemble(("Verification of ", "bold"), (plan.program.name, "bold"), f": {verdict}"))
-    console.print(Text(f"{plan.words}\n"))
+    console.print(Text(f"{plan.strategy}\n"))
     numbers = ["peak predicted", "compiled", "collectives", "compiled in"]
     table = new_table("stage", *numbers, "", right=numbers)
     for number, one in enumerate(verification.stages):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import cycles
 from autopar.formulate.formulation import Formulation
-from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, Trips
+from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, OpKind
 from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.rules.table import traits_of
@@ -32,13 +32,11 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
         reassociate: whether to apply XLA's all-reduce reassociation.
     """
     local, profile = local_program(f, explicit, reassociate=reassociate), f.profile
-    loops = tuple(Trips(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
+    loops = tuple(LoopSpan(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
     kernels = fuse(local, profile, f.graph)
     made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
-    return replace(
-        made, ops=_with_whole_barriers(made.ops, f.graph), separate=separate, reassociated=local.reassociated
-    )
+    return replace(made, ops=_with_whole_barriers(made.ops, f.graph), unfused=separate, reassociated=local.reassociated)
 
 
 def _with_whole_barriers(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
@@ -90,7 +88,7 @@ class _Builder:
         local: LocalProgram,
         kernels: Sequence[Fused],
         profile: HardwareProfile,
-        loops: tuple[Trips, ...],
+        loops: tuple[LoopSpan, ...],
         carried: Sequence[tuple[int, int]],
     ) -> None:
         self.instructions, self.kernels, self.loops = local.instructions, kernels, loops

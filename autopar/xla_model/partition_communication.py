@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autopar.cost.collectives import collective
-from autopar.ir.explicit_program import Array, Cause, Communicate, Extend, Strip
+from autopar.ir.explicit_program import Array, Cause, Communicate, Extend, HaloSlice
 from autopar.ir.graph import Node
 from autopar.ir.sharding import TensorSharding
 from autopar.rules.table import traits_of
@@ -25,7 +25,7 @@ class Communications:
     def __init__(self, builder: PartitionBuilder) -> None:
         self.b = builder
         self.moved: dict[int, int] = {}  # resharded array -> instruction
-        self.halo_slices: dict[Strip, int] = {}
+        self.halo_slices: dict[HaloSlice, int] = {}
 
     def operand(self, n: int, index: int) -> tuple[int, TensorSharding]:
         """The instruction that holds a node's operand after resharding, and the operand's sharding."""
@@ -81,7 +81,7 @@ class Communications:
     def extended(self, one: Extend, at: int) -> int:
         """Add the halo exchange of an operand and the kernel that concatenates its slices; users share both."""
         parts = {at: 1.0}
-        for halo in one.strips:
+        for halo in one.slices:
             if halo not in self.halo_slices:
                 size = float(math.prod(halo.shape))
                 cut = self.b.copied(one.node, halo.value, "slice", {at: self.b.share(size, at)}, size, halo.itemsize)
@@ -100,7 +100,7 @@ class Communications:
         key = ("extended", tuple(parts), one.window)
         if key not in self.b.known:
             size, value = float(math.prod(one.shape)), self.b.program.instructions[at].value
-            if one.strips:
+            if one.slices:
                 self.b.known[key] = self.b.copied(one.node, value, "pad", parts, size, one.itemsize)
             else:
                 self.b.known[key] = self.b.copied(

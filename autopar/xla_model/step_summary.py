@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import bounds, op_seconds
-from autopar.ir.device_program import Buffer, DeviceProgram, Op, Trips, buffers_at_peak, live_temporaries
+from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, buffers_at_peak, live_temporaries
 from autopar.ir.graph import Graph, Phase
 from autopar.ir.mesh import MeshShape
-from autopar.plans.step_trace import CollectiveRuns, Held, Instant, KernelRuns, MemoryOverStep, StepTrace
+from autopar.plans.step_trace import CollectiveRuns, Instant, KernelRuns, LiveBuffer, MemoryOverStep, StepTrace
 from autopar.system.name_patterns import collapse
 from autopar.xla_model.timeline import Ran, Timeline
 
@@ -62,8 +62,8 @@ def step_trace(graph: Graph, program: DeviceProgram, timeline: Timeline) -> Step
             start_ns=tuple(_ns(run.start_s) for run in of_sent),
             ns=tuple(_ns(run.seconds) for run in of_sent),
             exposed_ns=tuple(_ns(sum(ran.exposed_s for ran in run.ran)) for run in of_sent),
-            num_bytes=tuple(sum(ran.trips * ran.op.payload_bytes for ran in run.ran) for run in of_sent),
-            count=tuple(round(sum(ran.trips for ran in run.ran)) for run in of_sent),
+            num_bytes=tuple(sum(ran.num_iterations * ran.op.payload_bytes for ran in run.ran) for run in of_sent),
+            count=tuple(round(sum(ran.num_iterations for ran in run.ran)) for run in of_sent),
         ),
         loops=_loops_ran(program.loops, timeline.ran),
     )
@@ -121,7 +121,7 @@ def _runs(
         yield _Run(place, tuple(members))
 
 
-def _loops_ran(loops: Sequence[Trips], ran: Sequence[Ran]) -> tuple[tuple[int, int, int], ...]:
+def _loops_ran(loops: Sequence[LoopSpan], ran: Sequence[Ran]) -> tuple[tuple[int, int, int], ...]:
     """Start, end (ns) and trip count of each loop, outer loops first."""
     found = []
     for loop in reversed(loops):
@@ -203,7 +203,7 @@ def _longest(times: Mapping[Phase, float]) -> Phase:
 
 
 def _ends(
-    loops: Sequence[Trips], order: Sequence[Op], timeline: Timeline, mesh: MeshShape, profile: HardwareProfile
+    loops: Sequence[LoopSpan], order: Sequence[Op], timeline: Timeline, mesh: MeshShape, profile: HardwareProfile
 ) -> list[float]:
     """The end of each operation as a fraction of the step.
 
@@ -243,7 +243,7 @@ def seconds_by_bound(device: DeviceProgram, timeline: Timeline, profile: Hardwar
     return {bound: time_s for bound, time_s in sorted(seconds.items(), key=lambda one: -one[1]) if time_s > 0}
 
 
-def _trip_count(node: int, loops: Sequence[Trips]) -> float:
+def _trip_count(node: int, loops: Sequence[LoopSpan]) -> float:
     times = 1.0
     for loop in loops:
         if loop.start <= node < loop.stop:
@@ -255,7 +255,9 @@ def _part(share: float) -> int:
     return min(int(share * NUM_PARTS), NUM_PARTS - 1)
 
 
-def _loop_parts(loops: Sequence[Trips], order: Sequence[Op], ends: Sequence[float]) -> tuple[tuple[int, int, int], ...]:
+def _loop_parts(
+    loops: Sequence[LoopSpan], order: Sequence[Op], ends: Sequence[float]
+) -> tuple[tuple[int, int, int], ...]:
     found = []
     for loop in reversed(loops):
         inside = [n for n, op in enumerate(order) if loop.start <= op.node < loop.stop]
@@ -265,7 +267,7 @@ def _loop_parts(loops: Sequence[Trips], order: Sequence[Op], ends: Sequence[floa
     return tuple(found)
 
 
-def _buffer_groups(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
+def _buffer_groups(buffers: Sequence[Buffer], graph: Graph) -> tuple[LiveBuffer, ...]:
     """Group buffers by producer, shape and dtype; the largest group first."""
     inputs = dict(zip(graph.inputs, graph.input_paths, strict=True))
     by_key: dict[tuple[str, Phase, str, tuple[int, ...], str], list[tuple[str, Buffer]]] = defaultdict(list)
@@ -277,7 +279,7 @@ def _buffer_groups(buffers: Sequence[Buffer], graph: Graph) -> tuple[Held, ...]:
         else:
             by_key["", "forward", "", shape, dtype].append((inputs.get(buffer.value, ""), buffer))
     groups = [
-        Held(
+        LiveBuffer(
             path=path,
             primitive=primitive,
             phase=phase,

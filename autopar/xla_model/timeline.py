@@ -24,7 +24,7 @@ class Ran(NamedTuple):
     start_s: float
     end_s: float
     exposed_s: float = 0.0
-    trips: float = 1.0
+    num_iterations: float = 1.0
 
     def within(self, at_s: float, count: float) -> Ran:
         """The operation inside a loop of `count` iterations that starts at `at_s`."""
@@ -33,7 +33,7 @@ class Ran(NamedTuple):
             at_s + count * self.start_s,
             at_s + count * self.end_s,
             count * self.exposed_s,
-            count * self.trips,
+            count * self.num_iterations,
         )
 
 

@@ -46,7 +46,7 @@ def several(name: str, setting: Setting) -> Record:
     return {
         "num_gpus": num,
         "plan_of": card,
-        "strategy": plan.words,
+        "strategy": plan.strategy,
         "predicted_s": plan.prediction.step_time_s,
         "rows": rows,
     }

@@ -33,8 +33,8 @@ def train(name: str, setting: Setting) -> Record:
     predicted = plan.prediction
     record: Record = {
         "plan_of": card,
-        "strategy": plan.words,
-        "recomputed": len(plan.recomputed),
+        "strategy": plan.strategy,
+        "recomputed": len(plan.rematerialized),
         "predicted_s": predicted.step_time_s,
         "predicted_peak_bytes": predicted.peak_bytes,
         "xla": xla,

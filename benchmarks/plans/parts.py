@@ -145,11 +145,11 @@ class _Case:
             made = self.judge.of(told.compiled, plan.mesh)
         return made | {
             "mesh": str(plan.mesh),
-            "words": plan.words,
+            "words": plan.strategy,
             "predicted_s": plan.prediction.xla_step_time_s or plan.prediction.step_time_s,
             "predicted_bytes": plan.prediction.peak_bytes,
             "budget_bytes": budget,
-            "merge_bytes": plan.merge_bytes,
+            "merge_bytes": plan.combine_threshold_bytes,
             "plan_s": plan_s,
             "attempts": attempts,
         }

@@ -263,7 +263,7 @@ class Checkpoints:
             raise self._damaged(number, why) from cause
         make_own(values)
         self._last_map = planned
-        _log.info("restored step %d from %s: %s", number, self.directory, planned.words)
+        _log.info("restored step %d from %s: %s", number, self.directory, planned.summary)
         return values
 
     def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:

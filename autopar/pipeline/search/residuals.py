@@ -18,7 +18,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.remat.candidates import common_path
 from autopar.planner.remat.costs import numbers_of
 from autopar.planner.remat.min_cut import States, Step, cheapest
-from autopar.plans.records import Again, Recomputation
+from autopar.plans.records import Rematerialization, RematSegment
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.remat.sites import sites_of
 
@@ -36,7 +36,7 @@ class Crossing:
         recompute_bytes: the largest number of bytes that are rematerialized together.
     """
 
-    recomputed: tuple[Recomputation, ...]
+    recomputed: tuple[Rematerialization, ...]
     read: frozenset[int]
     num_bytes: float
     written_s: float
@@ -158,7 +158,7 @@ class Crossings:
 
     def _crossing(self, found: Sequence[tuple[_Segment, dict[int, Step], States]]) -> Crossing:
         graph, numbers = self.graph, self.numbers
-        recomputed: list[Recomputation] = []
+        recomputed: list[Rematerialization] = []
         renewed: set[int] = set()
         read: set[int] = set()
         seconds = most = 0.0
@@ -171,9 +171,11 @@ class Crossings:
             taken = {v for n in nodes for v in graph.nodes[n].operands if v is not None} - own
             held = self._num_bytes(own & set(self.read)) - self._num_bytes((taken & self.made_forward) - set(self.read))
             recompute_s = sum(steps[n].seconds for n in nodes)
-            again = Again(nodes=nodes, before=min(at), prompt=False)
+            again = RematSegment(nodes=nodes, before=min(at), prompt=False)
             path = common_path([graph.nodes[n].path for n in nodes])
-            recomputed.append(Recomputation(again=again, path=path, saved_bytes=held, time_s=self.repeat * recompute_s))
+            recomputed.append(
+                Rematerialization(segment=again, path=path, saved_bytes=held, time_s=self.repeat * recompute_s)
+            )
             renewed |= own
             read |= taken
             seconds += recompute_s

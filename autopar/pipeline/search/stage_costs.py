@@ -236,14 +236,14 @@ class StageCosts:
         way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
         base = self.planner.planned_in(way, forms, profile)
         crossing = self._figures(program, base).crossings.at(use.held_price)
-        again = recomputing(base.program, [one.again for one in crossing.recomputed])
+        again = recomputing(base.program, [one.segment for one in crossing.recomputed])
         form = Form(again)
         made = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
         seconds = time.perf_counter() - started
         plan = plan_of(made, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
         figures = self._figures(program, made)
         cost = figures.cost(figures.crossings.without_recompute())
-        self._planned[key] = PlannedRun(program, replace(plan, recomputed=crossing.recomputed), cost)
+        self._planned[key] = PlannedRun(program, replace(plan, rematerialized=crossing.recomputed), cost)
         return self._planned[key]
 
     # -- helpers -----------------------------------------------------------------------------

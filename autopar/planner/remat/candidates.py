@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.planner.remat.costs import Numbers, numbers_of
 from autopar.planner.remat.min_cut import States, Step, cheapest
 from autopar.planner.remat.segments import Segment, segments_of
-from autopar.plans.records import Again, Recomputation
+from autopar.plans.records import Rematerialization, RematSegment
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.remat.sites import Site, sites_of
 
@@ -37,7 +37,7 @@ class RematLevel:
         price: seconds per byte.
     """
 
-    recomputed: tuple[Recomputation, ...]
+    recomputed: tuple[Rematerialization, ...]
     price: float
 
     @property
@@ -78,7 +78,7 @@ def _levels(f: Formulation, sites: Sequence[Site], weighed: Numbers, expected: N
     Args:
         weighed: costs by which the cut is chosen. expected: costs that the levels report.
     """
-    bodies: list[list[Recomputation | None]] = []
+    bodies: list[list[Rematerialization | None]] = []
     for site in sites:
         for segment in segments_of(f.graph, site, weighed):
             by_price = _at_each_price(f, site, segment, weighed, expected)
@@ -101,7 +101,7 @@ def _levels(f: Formulation, sites: Sequence[Site], weighed: Numbers, expected: N
 
 def _at_each_price(
     f: Formulation, site: Site, segment: Segment, numbers: Numbers, expected: Numbers
-) -> list[Recomputation | None]:
+) -> list[Rematerialization | None]:
     """What a segment rematerializes at each price.
 
     Args:
@@ -112,7 +112,7 @@ def _at_each_price(
     reported, _ = _steps(graph, site, segment, expected)
     if not needed:
         return [None] * len(_PRICES)
-    found: list[Recomputation | None] = []
+    found: list[Rematerialization | None] = []
     for price in _prices(f):
         states = cheapest(steps, needed, price)
         found.append(_recomputation(graph, site, reported, states, numbers))
@@ -169,7 +169,7 @@ def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], numbers: Numbe
 
 def _recomputation(
     graph: Graph, site: Site, steps: dict[int, Step], states: States, numbers: Numbers
-) -> Recomputation | None:
+) -> Rematerialization | None:
     """The equations to run again for one cut.
 
     A kernel of the backward pass computes fused values from kept ones in any case: those need no equation. What runs again
@@ -202,8 +202,8 @@ def _recomputation(
         start = min(n for n in steps if n >= 0)
         onward = _onward(graph.nodes[start : site.start], made, kept[0], numbers)
     before = min([*read, *(site.read[v] for v in kept)])
-    return Recomputation(
-        again=Again(nodes=nodes, before=before, renewed=renewed, kept=kept, onward=onward),
+    return Rematerialization(
+        segment=RematSegment(nodes=nodes, before=before, regathered=renewed, kept=kept, onward=onward),
         path=common_path([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
         saved_bytes=held - extra,
         time_s=sum(steps[n].seconds for n in again),

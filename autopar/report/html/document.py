@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import PlotError
 from autopar.pipeline.plan import AnyPlan
-from autopar.report.breakdown import efficiency_words, replicated_words, simulated_words, tie_words
+from autopar.report.breakdown import efficiency_text, replicated_text, simulated_text, tie_text
 from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
@@ -49,10 +49,10 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
     if verification is None:
         compiled = ()
     elif isinstance(verification, str | os.PathLike):
-        compiled = read_compiled(verification, plan.program.name, plan.words)
+        compiled = read_compiled(verification, plan.program.name, plan.strategy)
     else:
         document = json.loads(json.dumps(verification.to_json()))  # as it would be read: lists, not tuples
-        compiled = compiled_of(document, plan.program.name, plan.words)
+        compiled = compiled_of(document, plan.program.name, plan.strategy)
     try:
         write_whole(page(explain(plan), compiled), path)
     except OSError as error:
@@ -146,7 +146,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
         shape = f"mesh {explained.plan.mesh.describe()}"
         exposed = sum(one.exposed_s for one in explained.time.collectives)
         third = ("communication", share_text(exposed, explained.time.step_time_s) or "0 %", "of the step is exposed")
-    simulated = "" if isinstance(explained, StagesExplanation) else simulated_words(explained.plan)
+    simulated = "" if isinstance(explained, StagesExplanation) else simulated_text(explained.plan)
     figures = (
         (
             "step time",
@@ -164,7 +164,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
     return el(
         "header",
         el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
-        el("p", *in_code(plan.words), class_="words"),
+        el("p", *in_code(plan.strategy), class_="words"),
         *(el("p", *in_code(text), class_="replicated") for text in _replicated(explained)),
         *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(explained)),
         el("p", shape, class_="about"),
@@ -176,16 +176,16 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
 def _replicated(explained: Explanation | StagesExplanation) -> list[str]:
     """What runs replicated for lack of a sharding rule."""
     if isinstance(explained, Explanation):
-        return list(filter(None, [replicated_words(explained.plan)]))
+        return list(filter(None, [replicated_text(explained.plan)]))
     return stages_replicated(explained.plan)
 
 
 def _tie(explained: Explanation | StagesExplanation) -> list[str]:
-    return list(filter(None, [tie_words(explained.plan)])) if isinstance(explained, Explanation) else []
+    return list(filter(None, [tie_text(explained.plan)])) if isinstance(explained, Explanation) else []
 
 
 def _efficiency(explained: Explanation | StagesExplanation) -> list[str]:
-    return list(filter(None, [efficiency_words(explained.plan)]))
+    return list(filter(None, [efficiency_text(explained.plan)]))
 
 
 def _certainty(explained: Explanation | StagesExplanation) -> tuple[str, str]:
@@ -288,7 +288,7 @@ def _stages_body(explained: StagesExplanation, known: dict[str, Any]) -> list[Ch
         title = f"Stage {names}" if len(group) == 1 else f"Stages {names}, identical"
         inside = el(
             "details",
-            el("summary", *in_code(first.plan.words), f"; mesh {first.plan.mesh.describe()}"),
+            el("summary", *in_code(first.plan.strategy), f"; mesh {first.plan.mesh.describe()}"),
             el(
                 "div",
                 el("section", el("h3", "Where the time of its program goes"), time_bar(first.time)),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.plans.records import type_text
-from autopar.plans.step_trace import Held
+from autopar.plans.step_trace import LiveBuffer
 from autopar.report.breakdown import MemoryUse, StepTime
 from autopar.report.html.markup import Child, Element, el, percent, svg
 from autopar.system.text_tables import share_text, short_source
@@ -212,7 +212,7 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     )
 
 
-def _live_row(one: Held, whole: float, under: str) -> Element:
+def _live_row(one: LiveBuffer, whole: float, under: str) -> Element:
     times = f" x{one.count}" if one.count > 1 else ""
     return el(
         "tr",

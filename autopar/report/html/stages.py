@@ -154,8 +154,8 @@ def stages_table(explained: StagesExplanation) -> Element:
 
 
 def _words(stage: StagePlan) -> str:
-    again = sum(one.time_s for one in stage.plan.recomputed)
-    return stage.plan.words + (f"; computes again what takes {human_seconds(again)} a microbatch" if again else "")
+    again = sum(one.time_s for one in stage.plan.rematerialized)
+    return stage.plan.strategy + (f"; computes again what takes {human_seconds(again)} a microbatch" if again else "")
 
 
 def tried_table(explained: StagesExplanation) -> Element | None:
@@ -190,6 +190,6 @@ def same_stages(explained: StagesExplanation) -> Sequence[tuple[int, ...]]:
     for number, one in enumerate(explained.stages):
         plan = one.plan
         inputs = tuple((tensor.shape, tensor.dtype, tensor.role, tensor.sharding) for tensor in plan.inputs)
-        key = (plan.mesh, plan.hardware, plan.words, inputs, plan.prediction.step_time_s, plan.prediction.peak_bytes)
+        key = (plan.mesh, plan.hardware, plan.strategy, inputs, plan.prediction.step_time_s, plan.prediction.peak_bytes)
         groups.setdefault(key, []).append(number)
     return [tuple(group) for group in groups.values()]

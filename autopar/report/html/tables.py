@@ -169,7 +169,7 @@ def meshes_table(explained: Explanation) -> Element | None:
             cell(one.mesh.describe()),
             cell(*_compared_with(one.step_time_s, own), value=one.step_time_s),
             cell(human_bytes(one.peak_bytes), value=one.peak_bytes),
-            cell(*in_code(one.words)),
+            cell(*in_code(one.strategy)),
         )
         for one in rejected
     ]

@@ -23,14 +23,14 @@ from autopar.frontend.equations import Atom, Equation, Nest, Piece, Region, subs
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.frontend.trace_builder import TraceBuilder, piece_of
 from autopar.jax_interop import compat as jax_compat
-from autopar.plans.records import Again
+from autopar.plans.records import RematSegment
 from autopar.rules.table import traits_of
 
 #: A gradient of so few elements may be known long before the others.
 _FEW = 64
 
 
-def recompute(trace: Trace, agains: Sequence[Again]) -> Trace:
+def recompute(trace: Trace, agains: Sequence[RematSegment]) -> Trace:
     """The trace with some of its equations computed again."""
     return _Rewriting(trace, agains).run() if agains else trace
 
@@ -55,7 +55,7 @@ class _Body:
 class _Rewriting:
     """Writes the equations anew; the one mutable object of this module."""
 
-    def __init__(self, trace: Trace, agains: Sequence[Again]) -> None:
+    def __init__(self, trace: Trace, agains: Sequence[RematSegment]) -> None:
         self.trace, self.builder = trace, TraceBuilder(trace)
         self.avals = self.builder.avals
         #: Of a loop, by where it begins: pieces to add where it is entered and left.
@@ -65,7 +65,7 @@ class _Rewriting:
         self.returned = {atom for atom in trace.outputs if isinstance(atom, int)}
         #: By the position of the equation behind which they are all made, values to hold from there on.
         self.holding: dict[int, list[int]] = defaultdict(list)
-        self.agains: dict[int, list[Again]] = defaultdict(list)
+        self.agains: dict[int, list[RematSegment]] = defaultdict(list)
         for one in agains:
             kept = tuple(v for v in one.kept if v not in self.accumulated)
             self.agains[one.before].append(replace(one, kept=kept))
@@ -164,12 +164,12 @@ class _Rewriting:
 
     # -- what is computed again ----------------------------------------------------------------
 
-    def _again(self, again: Again, following: Sequence[Equation], body: _Body) -> None:
+    def _again(self, again: RematSegment, following: Sequence[Equation], body: _Body) -> None:
         """The barrier, and the equations behind it; what follows in this body reads their results."""
         body.forward = dict(body.renamed) if body.forward is None else body.forward
         here, like = self.here.get(id(again), {}), following[0]
         sources = [self.trace.equations[n] for n in again.nodes]
-        anew = (*again.renewed, *again.kept)
+        anew = (*again.regathered, *again.kept)
         read = dict.fromkeys((*_read_of_others(sources), *anew))
         now = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
         made = [*body.older, *body.fresh] if again.prompt else body.older
@@ -246,7 +246,7 @@ class _Rewriting:
                 continue
             here = of_loop.setdefault(backward.enter[0], self._given(forward, backward))
             self.here[id(again)] = here
-            for value in (*_read_of_others([self.trace.equations[n] for n in again.nodes]), *again.renewed):
+            for value in (*_read_of_others([self.trace.equations[n] for n in again.nodes]), *again.regathered):
                 if value not in here:
                     here[value] = self._give(value, forward, backward)
 
