@@ -77,10 +77,12 @@ def plain(mesh: str) -> DeviceProgram:
     return device_program(one.formulation, one.parts.explicit)
 
 
-def ties(mesh: str, merge_bytes: float, slack: float = 0.0) -> tuple[Any, tuple[EarlyReduction, ...], Graph]:
+def ties(
+    mesh: str, combine_threshold_bytes: float, slack: float = 0.0
+) -> tuple[Any, tuple[EarlyReduction, ...], Graph]:
     _, plan, one = made(mesh)
     graph = one.formulation.graph
-    device, awaited = EarlyStart(plain(mesh), graph, plan.mesh, H100).with_barriers(merge_bytes, slack)
+    device, awaited = EarlyStart(plain(mesh), graph, plan.mesh, H100).with_barriers(combine_threshold_bytes, slack)
     return device, awaited, graph
 
 

@@ -269,12 +269,15 @@ def _layers(num_layers: int, num_bytes: float) -> DeviceProgram:
 def test_no_combine_threshold_beats_the_lower_bound(num_bytes: float, by_rates: bool) -> None:
     simulation = Simulation(_layers(12, num_bytes), MESH, H100)
     least = simulation.least_s(by_rates=by_rates)
-    taken = [simulation.timeline(by_rates=by_rates, merge_bytes=limit).step_time_s for limit in (0.0, MIB, 1e8, 1e12)]
+    taken = [
+        simulation.timeline(by_rates=by_rates, combine_threshold_bytes=limit).step_time_s
+        for limit in (0.0, MIB, 1e8, 1e12)
+    ]
     assert 0 < least <= min(taken)
     assert least > 0.3 * min(taken)  # the bound is not trivial
     profile = replace(H100, combine_threshold_bytes=MIB)
     alone = simulate(simulation.program, MESH, replace(profile, xla_estimator=None) if by_rates else profile)
-    assert simulation.timeline(by_rates=by_rates, merge_bytes=MIB) == alone  # independent of earlier calls
+    assert simulation.timeline(by_rates=by_rates, combine_threshold_bytes=MIB) == alone  # independent of earlier calls
 
 
 def test_a_program_that_cannot_win_is_timed_once() -> None:

@@ -34,14 +34,14 @@ def extensions_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShap
         before = shapes.get(operand, sharding.local_shape(info.shape, mesh))
         if local.reads_own(before[d]):
             continue
-        strips = tuple(
+        halo_slices = tuple(
             HaloSlice(value, sharding, d, after, (*before[:d], width, *before[d + 1 :]), info.itemsize)
             for after, width in ((False, local.low), (True, local.high))
             if width
         )
         shapes[operand] = (*before[:d], local.length, *before[d + 1 :])
         times = graph.nodes[region.node].repeat
-        found.append(Extend(region.node, operand, strips, local, shapes[operand], info.itemsize, times))
+        found.append(Extend(region.node, operand, halo_slices, local, shapes[operand], info.itemsize, times))
     return tuple(found)
 
 

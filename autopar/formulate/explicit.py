@@ -38,7 +38,7 @@ class _Builder:
         self.flow_of = {use: index for index, flow in enumerate(f.flows) for use in flow.uses}
         self.into_copy = {flow.target: i for i, flow in enumerate(f.flows) if f.decisions[flow.target].kind == "copy"}
         self.sharding: dict[int, TensorSharding] = {}
-        self.strips: dict[HaloSlice, Communicate] = {}
+        self.halo_slices: dict[HaloSlice, Communicate] = {}
         self.extended: dict[int, list[Extend]] = defaultdict(list)  # node -> its halo exchanges
         self.after: dict[int, list[Communicate]] = defaultdict(
             list
@@ -71,12 +71,12 @@ class _Builder:
                 self.after[op.node].append(replace(op, decisions=(index,)))
                 continue
             self.extended[op.node].append(op)
-            for strip in op.slices:
+            for halo_slice in op.slices:
                 new = Communicate(
-                    strip.kind, "halo", op.node, strip.value, None, strip.axes, strip.num_bytes, op.num_times
+                    halo_slice.kind, "halo", op.node, halo_slice.value, None, halo_slice.axes, halo_slice.num_bytes, op.num_times
                 )
-                known = self.strips.setdefault(strip, new)  # XLA sends it once for all users
-                self.strips[strip] = replace(known, decisions=(*known.decisions, index))
+                known = self.halo_slices.setdefault(halo_slice, new)  # XLA sends it once for all users
+                self.halo_slices[halo_slice] = replace(known, decisions=(*known.decisions, index))
 
     # -- operations --------------------------------------------------------------------------
 
@@ -86,9 +86,9 @@ class _Builder:
             return
         operands = tuple(None if v is None else self._read(n, i, v) for i, v in enumerate(node.operands))
         for extend in self.extended.get(n, ()):
-            for strip in extend.slices:
-                if (one := self.strips.pop(strip, None)) is not None:
-                    self.ops.append(replace(one, operand=self.current[strip.value]))
+            for halo_slice in extend.slices:
+                if (one := self.halo_slices.pop(halo_slice, None)) is not None:
+                    self.ops.append(replace(one, operand=self.current[halo_slice.value]))
             self.ops.append(extend)
         for kind, axes, num_bytes, times in node.params.get("collectives", ()):
             one = Communicate(kind, "program", n, None, None, axes, num_bytes, times * node.repeat)

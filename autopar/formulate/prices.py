@@ -83,11 +83,11 @@ class Prices:
             for s, strategy in enumerate(strategies):
                 for op in sent_by(group, strategy, self._graph, self._mesh):
                     sent.append((node, s, op))
-                    for strip in op.slices if isinstance(op, Extend) else ():
-                        users[strip].add(node)
+                    for halo_slice in op.slices if isinstance(op, Extend) else ():
+                        users[halo_slice].add(node)
         for node, s, op in sent:
-            strips = op.slices if isinstance(op, Extend) else ()
-            sharers = max((len(users[strip]) for strip in strips), default=1)
+            halo_slices = op.slices if isinstance(op, Extend) else ()
+            sharers = max((len(users[halo_slice]) for halo_slice in halo_slices), default=1)
             costs[node][s] += op.num_times * self._seconds(op) / sharers
 
     def _seconds(self, op: Sent) -> float:

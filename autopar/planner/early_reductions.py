@@ -36,16 +36,18 @@ class EarlyStart:
         self.chains = [] if has_parts else _chains(program, self.clock)
         self.matmuls = _matmuls(program, graph)
 
-    def with_barriers(self, merge_bytes: float, slack: float) -> tuple[DeviceProgram, tuple[EarlyReduction, ...]]:
+    def with_barriers(
+        self, combine_threshold_bytes: float, slack: float
+    ) -> tuple[DeviceProgram, tuple[EarlyReduction, ...]]:
         """The program with barriers, and the early reductions that they cause.
 
         Args:
-            merge_bytes: bytes of the reductions before one barrier; those before different barriers are not combined.
+            combine_threshold_bytes: bytes of the reductions before one barrier; those before different barriers are not combined.
             slack: time that a reduction gets beyond its own, relative to it, before the barrier.
         """
         ops, starts, early = list(self.program.ops), self.clock.starts, list[EarlyReduction]()
         free = 0.0
-        for bucket in _buckets(self.chains, self.program.ops, merge_bytes):
+        for bucket in _buckets(self.chains, self.program.ops, combine_threshold_bytes):
             ready = max(starts[min(chain)] for chain in bucket)
             seconds = self.clock.together(bucket)
             free = max(free, ready) + seconds
@@ -129,13 +131,15 @@ def _is_reduction(op: Op) -> bool:
     return op.combinable and op.kind == "collective" and collective(op.collective).is_sum
 
 
-def _buckets(chains: Sequence[Sequence[int]], ops: Sequence[Op], merge_bytes: float) -> list[list[Sequence[int]]]:
+def _buckets(
+    chains: Sequence[Sequence[int]], ops: Sequence[Op], combine_threshold_bytes: float
+) -> list[list[Sequence[int]]]:
     """Chains in the order in which they start, grouped up to the combine threshold."""
     buckets: list[list[Sequence[int]]] = []
     size = 0.0
     for chain in sorted(chains, key=lambda chain: chain[0]):
         more = ops[chain[-1]].payload_bytes
-        if not buckets or size + more > merge_bytes:
+        if not buckets or size + more > combine_threshold_bytes:
             buckets.append([])
             size = 0.0
         buckets[-1].append(chain)

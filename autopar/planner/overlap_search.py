@@ -162,8 +162,8 @@ def _best(made: Candidate, budget: float, tried: Iterable[_Tried]) -> Candidate:
     """The plan with the fastest of the variants, if it gains enough."""
     most = max(budget, made.peak_bytes)
     best, to_beat = made, (1 - _LEAST_GAIN) * made.compared_s
-    for merge_bytes, simulation, reductions in tried:
-        parts = hiding(made.formulation, made.parts, merge_bytes, simulation, reductions, to_beat)
+    for combine_threshold_bytes, simulation, reductions in tried:
+        parts = hiding(made.formulation, made.parts, combine_threshold_bytes, simulation, reductions, to_beat)
         if parts is None:
             continue
         one = replace(made, parts=parts)

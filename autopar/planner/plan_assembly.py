@@ -45,7 +45,7 @@ class Assembled:
     Args:
         simulation: of the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
             order in which most is live.
-        merge_bytes: the limit to which collectives are merged, where it is not the profile's.
+        combine_threshold_bytes: the limit to which collectives are merged, where it is not the profile's.
         early_reductions: what waits for reductions.
     """
 
@@ -105,7 +105,7 @@ def assemble(
 def hiding(
     f: Formulation,
     parts: Assembled,
-    merge_bytes: int | None,
+    combine_threshold_bytes: int | None,
     simulation: Simulation,
     early_reductions: tuple[EarlyReduction, ...],
     to_beat: float,
@@ -113,10 +113,10 @@ def hiding(
     """The same parts with another combine threshold and with early reductions, and a new prediction.
 
     Args:
-        merge_bytes: None for the profile's threshold. simulation: of the program with barriers.
+        combine_threshold_bytes: None for the profile's threshold. simulation: of the program with barriers.
         to_beat: seconds; None is returned where the plan cannot be faster.
     """
-    opinions = simulation.timelines(merge_bytes, to_beat)
+    opinions = simulation.timelines(combine_threshold_bytes, to_beat)
     if opinions is None:
         return None
     prediction, timeline, most_held = _predict(f, simulation, opinions, parts.collectives, parts.inputs, parts.outputs)
@@ -126,7 +126,7 @@ def hiding(
         simulation=simulation,
         timeline=timeline,
         most_held=most_held,
-        combine_threshold_bytes=merge_bytes,
+        combine_threshold_bytes=combine_threshold_bytes,
         early_reductions=early_reductions,
     )
 

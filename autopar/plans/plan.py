@@ -70,10 +70,10 @@ class Plan:
     Args:
         carried: pairs (input position, output position) that hold the same state.
         donated: positions of donated inputs.
-        merge_bytes: combine threshold for XLA's GPU compiler, in bytes of results per kind of collective; None for
+        combine_threshold_bytes: combine threshold for XLA's GPU compiler, in bytes of results per kind of collective; None for
             XLA's default.
-        awaited: barriers that make reductions start early.
-        separate: reductions that get their own kernels.
+        early_reductions: barriers that make reductions start early.
+        unfused_reductions: reductions that get their own kernels.
         replicated: operations without a sharding rule, which every device runs whole, longest first; empty on one device.
         tie: fastest plan found, if a simpler one replaced it.
         efficiency: inputs of MFU and throughput; None in plans from older files.

@@ -68,9 +68,9 @@ class Replay:
                 self.at_definition[constraint.value] = constraint.shardings
             else:
                 self.at_operand[constraint.node, constraint.operand] = steps_of(constraint)
-        self.awaited = defaultdict[int, list[EarlyReduction]](list)
+        self.early_reductions = defaultdict[int, list[EarlyReduction]](list)
         for one in plan.early_reductions:
-            self.awaited[one.node].append(one)
+            self.early_reductions[one.node].append(one)
         self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
@@ -117,7 +117,7 @@ class Replay:
                 operands = self._behind_barrier(scope, self.separate[n], n)
             else:
                 operands = [take(scope, n, i, atom) for i, atom in enumerate(equation.operands)]
-            for one in self.awaited.get(n, ()):
+            for one in self.early_reductions.get(n, ()):
                 operands[one.operand] = self._after(scope, operands[one.operand], one.values)
             if whole is not None:
                 self._define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
@@ -400,10 +400,10 @@ def _context(equation: Equation) -> Any:
 def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
     """For values with a deferred wait: the sharding that all users want, if it has more axes than the definition.
     XLA then makes one reduce-scatter."""
-    awaited = {value for one in plan.early_reductions for value in one.values}
+    early_reductions = {value for one in plan.early_reductions for value in one.values}
     made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
     for constraint in plan.constraints:
-        if constraint.value not in awaited:
+        if constraint.value not in early_reductions:
             continue
         if constraint.node is None:
             made[constraint.value] = _axes(constraint.shardings[-1])
@@ -424,7 +424,7 @@ def _sums(one: UnfusedReduction, trace: Trace) -> list[int]:
 
 
 def _last_reads(
-    trace: Trace, awaited: Sequence[EarlyReduction], behind: Mapping[int, set[int]]
+    trace: Trace, early_reductions: Sequence[EarlyReduction], behind: Mapping[int, set[int]]
 ) -> dict[int, list[int]]:
     """For each equation, the values that it reads or waits for last. Values read in a loop live until its end.
 
@@ -432,7 +432,7 @@ def _last_reads(
         behind: the inputs of each separate reduction.
     """
     last = {value: users[-1] for value, users in trace.users.items()}
-    for one in awaited:
+    for one in early_reductions:
         last |= {value: max(last.get(value, 0), one.node) for value in one.values}
     for n, values in behind.items():
         last |= {value: max(last.get(value, 0), n) for value in values}

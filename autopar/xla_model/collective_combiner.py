@@ -46,7 +46,7 @@ class CollectiveCombiner:
         self._keys = {i: _merge_key(program.ops[i]) for i in self._mergeable}
         self._result_bytes = {i: _result_bytes(program.ops[i], mesh) for i in self._mergeable}
 
-    def tasks(self, merge_bytes: float, *, packs: bool) -> tuple[Task, ...]:
+    def tasks(self, combine_threshold_bytes: float, *, packs: bool) -> tuple[Task, ...]:
         """The operations after combining, in topological order that otherwise keeps the program's.
 
         The combiner visits collectives in a post-order walk from the outputs. It combines those of one kind over the
@@ -54,7 +54,7 @@ class CollectiveCombiner:
         another. The combined collective takes the position of its last member.
 
         Args:
-            merge_bytes: combine threshold.
+            combine_threshold_bytes: combine threshold.
             packs: whether a combined all-reduce copies its operands into one contiguous buffer.
         """
         keys, bit = self._keys, self._bit
@@ -69,13 +69,13 @@ class CollectiveCombiner:
                 if keys[i] != keys[lead]:
                     continue
                 result = self._result_bytes[i]
-                if size + result > merge_bytes and combined:
+                if size + result > combine_threshold_bytes and combined:
                     break
                 if above[i] & own or before & bit[i]:
                     break
                 combined.append(i)
                 own, before, size = own | bit[i], before | above[i], size + result
-                if size > merge_bytes:
+                if size > combine_threshold_bytes:
                     break
             taken = set(combined)
             waiting = [i for i in waiting if i not in taken]

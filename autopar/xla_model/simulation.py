@@ -62,14 +62,14 @@ class Simulation:
         self._tasks: dict[tuple[int, float], tuple[Task, ...]] = {}
         self._nodes: dict[tuple[tuple[int, float], frozenset[int]], ScheduleNodes] = {}
 
-    def timeline(self, *, by_rates: bool = False, merge_bytes: float | None = None) -> Timeline:
+    def timeline(self, *, by_rates: bool = False, combine_threshold_bytes: float | None = None) -> Timeline:
         """Schedule the program and return its timeline.
 
         Args:
             by_rates: whether to use the profile's rates although it has an estimator.
-            merge_bytes: combine threshold of collectives; None for the profile's.
+            combine_threshold_bytes: combine threshold of collectives; None for the profile's.
         """
-        limit = self._estimated.combine_threshold_bytes if merge_bytes is None else merge_bytes
+        limit = self._estimated.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
         done: dict[int, _Body] = {}
         for start, count, body in self._bodies:
             done[start] = _Body(self._scheduled(body, limit, done, by_rates=by_rates), count)
@@ -79,22 +79,22 @@ class Simulation:
     @overload
     def timelines(self) -> Timelines: ...
     @overload
-    def timelines(self, merge_bytes: float | None, to_beat: float) -> Timelines | None: ...
+    def timelines(self, combine_threshold_bytes: float | None, to_beat: float) -> Timelines | None: ...
 
-    def timelines(self, merge_bytes: float | None = None, to_beat: float = math.inf) -> Timelines | None:
+    def timelines(self, combine_threshold_bytes: float | None = None, to_beat: float = math.inf) -> Timelines | None:
         """The timelines by both estimates; None where the geometric mean of two step times cannot be below `to_beat`.
 
         Args:
-            merge_bytes: combine threshold, as in `timeline`.
+            combine_threshold_bytes: combine threshold, as in `timeline`.
             to_beat: seconds of the best step so far.
         """
         if self._estimated.xla_estimator is None:
-            return Timelines(self.timeline(merge_bytes=merge_bytes), None)
-        estimated = self.timeline(merge_bytes=merge_bytes)
+            return Timelines(self.timeline(combine_threshold_bytes=combine_threshold_bytes), None)
+        estimated = self.timeline(combine_threshold_bytes=combine_threshold_bytes)
         estimated_s = estimated.step_time_s + self.unestimated_s
         if to_beat < math.inf and math.sqrt(self.least_s(by_rates=True) * estimated_s) >= to_beat:
             return None
-        return Timelines(self.timeline(by_rates=True, merge_bytes=merge_bytes), estimated)
+        return Timelines(self.timeline(by_rates=True, combine_threshold_bytes=combine_threshold_bytes), estimated)
 
     def least_s(self, *, by_rates: bool = False) -> float:
         """A lower bound of the step time for every combine threshold: the time of the busier stream.
@@ -118,16 +118,16 @@ class Simulation:
         return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0
 
     def _scheduled(
-        self, merging: CollectiveCombiner, merge_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
+        self, merging: CollectiveCombiner, combine_threshold_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
     ) -> Timeline:
         """Schedule operations, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a
         loop, which XLA's scheduler takes for one short operation."""
         seconds, profile = self._seconds_of(by_rates)
         is_gpu = profile.platform == "gpu"
-        key = id(merging), merge_bytes
+        key = id(merging), combine_threshold_bytes
         tasks = self._tasks.get(key)
         if tasks is None:
-            tasks = self._tasks[key] = merging.tasks(merge_bytes, packs=is_gpu)
+            tasks = self._tasks[key] = merging.tasks(combine_threshold_bytes, packs=is_gpu)
         if not is_gpu:
             return _expand_loops(_sequential([task.op for task in tasks], seconds), done)
         times = [seconds(task.op) for task in tasks]
