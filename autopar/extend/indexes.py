@@ -1,7 +1,7 @@
 """What a vector index is made of: a `Method` that the frame of `ApproximateIndex` runs, and an entry of kind `Kind`."""
 
 from autopar.vector_search.build import Kind as Kind
-from autopar.vector_search.data.build_request import Asked as Asked
+from autopar.vector_search.data.build_request import BuildRequest as BuildRequest
 from autopar.vector_search.data.index_file import Saved as Saved
 from autopar.vector_search.data.metrics import scores as scores
 from autopar.vector_search.data.metrics import worst_score as worst_score

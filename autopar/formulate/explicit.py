@@ -73,7 +73,14 @@ class _Builder:
             self.extended[op.node].append(op)
             for halo_slice in op.slices:
                 new = Communicate(
-                    halo_slice.kind, "halo", op.node, halo_slice.value, None, halo_slice.axes, halo_slice.num_bytes, op.num_times
+                    halo_slice.kind,
+                    "halo",
+                    op.node,
+                    halo_slice.value,
+                    None,
+                    halo_slice.axes,
+                    halo_slice.num_bytes,
+                    op.num_times,
                 )
                 known = self.halo_slices.setdefault(halo_slice, new)  # XLA sends it once for all users
                 self.halo_slices[halo_slice] = replace(known, decisions=(*known.decisions, index))

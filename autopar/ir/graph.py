@@ -87,7 +87,7 @@ class Loop:
 
     start: int
     stop: int
-    trips: float
+    num_iterations: float
     carries: tuple[tuple[int, int], ...]
     stacks: tuple[int, ...]
     sums: tuple[tuple[int, int], ...] = ()

@@ -45,7 +45,9 @@ def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
         if isinstance(op, Extend):
             value = graph.nodes[op.node].operands[op.operand]
             sent = {program.arrays[array].value for array in halos & defined if array is not None}
-            assert {halo_slice.value for halo_slice in op.slices} <= {value} & sent, f"{op} extends {value} by what is not sent"
+            assert {halo_slice.value for halo_slice in op.slices} <= {value} & sent, (
+                f"{op} extends {value} by what is not sent"
+            )
             continue
         read = [op.operand] if isinstance(op, Communicate) else op.operands
         if not (isinstance(op, Communicate) and op.cause == "region"):  # a region's communication follows its node

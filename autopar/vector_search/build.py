@@ -23,7 +23,7 @@ from autopar.errors import AutoparError, IndexFileError, SearchError, SearchWarn
 from autopar.ir.mesh import MeshShape
 from autopar.vector_search.choose_index import choose
 from autopar.vector_search.data import inputs
-from autopar.vector_search.data.build_request import Asked
+from autopar.vector_search.data.build_request import BuildRequest
 from autopar.vector_search.data.index import Index
 from autopar.vector_search.data.index_file import Saved, read
 from autopar.vector_search.data.placement import Place
@@ -44,11 +44,11 @@ class Kind:
         load: loads an index from a file that its `save` wrote.
     """
 
-    build: Callable[[Asked], Index]
+    build: Callable[[BuildRequest], Index]
     load: Callable[[Saved, Place], Index]
 
 
-def _exact(request: Asked) -> Index:
+def _exact(request: BuildRequest) -> Index:
     request.whole_numbers(exact_index.KIND, {})
     return ExactIndex(request.vectors, request.ids, request.metric, request.place, request.why)
 
@@ -120,7 +120,7 @@ def build(
     with progress_bar(progress) as report:
         report("check vectors", 0.0)
         checked = inputs.checked_vectors(vectors)
-        request = Asked(
+        request = BuildRequest(
             vectors=checked,
             ids=inputs.checked_ids(ids, len(checked)),
             metric=inputs.checked_metric(metric),

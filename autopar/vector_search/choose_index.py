@@ -18,7 +18,7 @@ import numpy as np
 from autopar.api.planned_function import plan_of
 from autopar.errors import BudgetError
 from autopar.vector_search.data import metrics
-from autopar.vector_search.data.build_request import Asked
+from autopar.vector_search.data.build_request import BuildRequest
 from autopar.vector_search.data.metrics import FEW_QUERIES
 from autopar.vector_search.exact import index as exact_index
 from autopar.vector_search.frame.planned_programs import Step
@@ -40,7 +40,7 @@ _MIN_SPEEDUP = 1.5
 _PADDING = 1.25
 
 
-def choose(index: str, request: Asked, missed: Collection[str] = ()) -> tuple[str, str]:
+def choose(index: str, request: BuildRequest, missed: Collection[str] = ()) -> tuple[str, str]:
     """The index kind, and the reason if `index` is `"auto"`.
 
     Args:
@@ -71,7 +71,7 @@ def choose(index: str, request: Asked, missed: Collection[str] = ()) -> tuple[st
     return best, f"predicted times of {batch}: {times}"
 
 
-def _seconds(step: Step, request: Asked) -> float | None:
+def _seconds(step: Step, request: BuildRequest) -> float | None:
     """The predicted time of a search; None if no layout fits the memory budget."""
     try:
         return plan_of(*step, request.place.options).prediction.step_time_s
@@ -79,7 +79,7 @@ def _seconds(step: Step, request: Asked) -> float | None:
         return None
 
 
-def _exact(request: Asked) -> Step:
+def _exact(request: BuildRequest) -> Step:
     num, dim = request.vectors.shape
     tiling = Tiling.of(num, request.place.num_devices)
     blocks = Blocks.of(request.place.batch, request.place.num_devices)
@@ -87,7 +87,7 @@ def _exact(request: Asked) -> Step:
     return search, exact_arguments(tiling, blocks, dim, request.vectors.dtype, request.metric)
 
 
-def _lists(request: Asked) -> Step:
+def _lists(request: BuildRequest) -> Step:
     num, dim = request.vectors.shape
     num_lists = usual_num_lists(num)
     slots = usual_slots(num, num_lists)
@@ -101,7 +101,7 @@ def _lists(request: Asked) -> Step:
     return _of(Lists(IVF, request.metric, num, num_lists, 1, request.place.step_bytes), arrays, request)
 
 
-def _graph(request: Asked) -> Step:
+def _graph(request: BuildRequest) -> Step:
     num = len(request.vectors)
     vectors = _array(request.vectors.shape, request.vectors.dtype)
     edges, entries = _array((num, DEGREE), jnp.int32), _array((NUM_ENTRIES,), jnp.int32)
@@ -109,7 +109,7 @@ def _graph(request: Asked) -> Step:
     return _of(Graph(request.metric, num, DEGREE, WIDTH), Nodes(arrays), request)
 
 
-def _of(method: Method, arrays: Any, request: Asked) -> Step:
+def _of(method: Method, arrays: Any, request: BuildRequest) -> Step:
     num_queries = rounded(min(request.place.batch, AT_ONCE))
     search = Search(num_queries, min(MEASURED_AT, len(request.vectors)), method.usual)
     return step_of(method, search, arrays, request.vectors.shape, request.vectors.dtype)
@@ -119,7 +119,7 @@ def _array(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _terms(vectors: Any, request: Asked) -> Any:
+def _terms(vectors: Any, request: BuildRequest) -> Any:
     return jax.eval_shape(partial(metrics.terms, metric=request.metric), vectors)
 
 

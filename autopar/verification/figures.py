@@ -204,7 +204,7 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
         if axes:
             predicted[use.kind, axes].append((position, use))
     compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
-    for one in collectives(hlo_text, ignore_up_to=0, unknown_trips=round(UNKNOWN_TRIP_COUNT)):
+    for one in collectives(hlo_text, ignore_up_to=0, unknown_trip_counts=round(UNKNOWN_TRIP_COUNT)):
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
         if axes != ():
             compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)

@@ -108,15 +108,15 @@ class _Instruction:
         return re.findall(r"%([\w.\-]+)", data)
 
 
-def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trips: int = 1) -> list[Collective]:
+def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int = 1) -> list[Collective]:
     """The collectives with more than `ignore_up_to` result elements, in the order of the text.
 
     The default leaves out scalars (a loss, a gradient norm) and other values too small to plan for.
 
     Args:
-        unknown_trips: assumed trip count of a loop whose trip count XLA does not know.
+        unknown_trip_counts: assumed trip count of a loop whose trip count XLA does not know.
     """
-    found = (one for _, one in _read(hlo_text, unknown_trips) if one is not None)
+    found = (one for _, one in _read(hlo_text, unknown_trip_counts) if one is not None)
     return [one for one in found if one.num_elements > ignore_up_to]
 
 
@@ -141,7 +141,7 @@ def result_bytes(hlo_text: str, ignore_up_to: int = 64) -> dict[str, float]:
     return total
 
 
-def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Collective | None]]:
+def _read(hlo_text: str, unknown_trip_counts: int = 1) -> list[tuple[_Instruction, Collective | None]]:
     """The instructions in the order of the text, in which operands and callees precede their users."""
     computation, known = "", {}
     for line in hlo_text.splitlines():
@@ -150,7 +150,7 @@ def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Col
         elif parts := _INSTRUCTION.match(line):
             instruction = _Instruction(computation, *parts.groups())
             known[computation, instruction.name] = instruction
-    sources, times = read_sources(hlo_text), _num_times(list(known.values()), unknown_trips)
+    sources, times = read_sources(hlo_text), _num_times(list(known.values()), unknown_trip_counts)
     concatenates: dict[str, _Instruction] = {}  # computation -> its concatenate, or the async-start that calls it
     for one in known.values():
         if one.opcode == "concatenate":
@@ -160,7 +160,7 @@ def _read(hlo_text: str, unknown_trips: int = 1) -> list[tuple[_Instruction, Col
     return [(one, _collective(one, known, sources, times, concatenates)) for one in known.values()]
 
 
-def _num_times(instructions: Sequence[_Instruction], unknown_trips: int) -> dict[str, int]:
+def _num_times(instructions: Sequence[_Instruction], unknown_trip_counts: int) -> dict[str, int]:
     """Executions per step of each computation."""
     times: dict[str, int] = {}
     if all(one.opcode != "while" for one in instructions):  # a fast path for the common case
@@ -169,7 +169,7 @@ def _num_times(instructions: Sequence[_Instruction], unknown_trips: int) -> dict
         here = times.setdefault(instruction.computation, 1)
         if instruction.opcode == "while":
             trip_count = _TRIP_COUNT.search(instruction.rest)
-            here *= int(trip_count[1]) if trip_count else unknown_trips
+            here *= int(trip_count[1]) if trip_count else unknown_trip_counts
         for name in instruction.mentioned:
             times[name] = max(times.get(name, 1), here)
     return times

@@ -32,7 +32,7 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
         reassociate: whether to apply XLA's all-reduce reassociation.
     """
     local, profile = local_program(f, explicit, reassociate=reassociate), f.profile
-    loops = tuple(LoopSpan(loop.start, loop.stop, loop.trips) for loop in f.graph.loops)
+    loops = tuple(LoopSpan(loop.start, loop.stop, loop.num_iterations) for loop in f.graph.loops)
     kernels = fuse(local, profile, f.graph)
     made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)

@@ -16,7 +16,7 @@ from autopar.vector_search.data.progress import Report
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BuildRequest:
     """The checked arguments of one index build.
 
     Args:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.data.build_request import Asked
+from autopar.vector_search.data.build_request import BuildRequest
 from autopar.vector_search.data.centering import centre_for_l2, subtract_centre
 from autopar.vector_search.data.duplicates import Duplicates
 from autopar.vector_search.data.index_file import Saved
@@ -128,7 +128,7 @@ class Graph:
         return found
 
 
-def build(request: Asked) -> ApproximateIndex:
+def build(request: BuildRequest) -> ApproximateIndex:
     """Build a graph index.
 
     Raises:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import SearchError
-from autopar.vector_search.data.build_request import Asked
+from autopar.vector_search.data.build_request import BuildRequest
 from autopar.vector_search.data.centering import centre_for_l2, subtract_centre
 from autopar.vector_search.data.index_file import Saved
 from autopar.vector_search.data.inputs import checked_metric
@@ -130,7 +130,7 @@ class Lists:
         return found
 
 
-def build(request: Asked, kind: str) -> ApproximateIndex:
+def build(request: BuildRequest, kind: str) -> ApproximateIndex:
     """Build an index of inverted lists.
 
     Raises:
