@@ -48,9 +48,11 @@ def _decides(view: NodeView) -> Rule:
 def _constrained(view: NodeView) -> Rule:
     """Split as the program says, where it does; anyhow, where it leaves a dim open."""
     rule = replace(_passes(view), pointwise=False)
-    told = view.params.get("dims", (None,) * len(view.operand_shapes[0]))
+    axes_of_dims = view.params.get("dims", (None,) * len(view.operand_shapes[0]))
     pinned = [
-        (names[0], axes) for names, axes in zip(rule.operands[0], told, strict=True) if names and axes is not None
+        (names[0], axes)
+        for names, axes in zip(rule.operands[0], axes_of_dims, strict=True)
+        if names and axes is not None
     ]
     return replace(rule, pinned=tuple(pinned), pointwise=not pinned)
 
@@ -62,10 +64,10 @@ def _manual(view: NodeView) -> Rule:
     pinned: list[tuple[int, tuple[str, ...]]] = []
     points = 1.0
 
-    def dims(shape: tuple[int, ...], told: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    def dims(shape: tuple[int, ...], axes_of_dims: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
         nonlocal points
         out: list[tuple[int, ...]] = []
-        for size, axes in zip(shape, told, strict=True):
+        for size, axes in zip(shape, axes_of_dims, strict=True):
             out.append((len(factors),) if axes and size > 1 else ())
             if out[-1]:
                 pinned.append((len(factors), axes))

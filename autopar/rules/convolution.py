@@ -1,4 +1,4 @@
-"""The rule of convolutions: `n h w ci, kh kw ci co -> n h w co`, forward and both gradients alike.
+"""The sharding rule of convolutions: `n h w ci, kh kw ci co -> n h w co`, forward and both gradients.
 
 In: `NodeView`. Out: `CONVOLUTION`, part of the table. A spatial dim is a loop over the results' places, or, where the
 kernel has more, as in the gradient with respect to a kernel, a loop over the kernel's, which is summed. Either reads the

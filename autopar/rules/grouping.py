@@ -1,4 +1,4 @@
-"""Groups: nodes that must be split alike, so that the problem stays small.
+"""Group nodes that share one strategy, so that the problem stays small.
 
 In: a graph and one `Rule` per node. Out: `Group`s, each a set of nodes over one common space of
 factors, with the values it reads from outside and the values it defines.
@@ -243,13 +243,13 @@ class _Joiner:
         for value, uses in self.readers.items():
             if value not in self.defined:
                 continue
-            maker, index = self.defined[value]
-            if not self.joinable[maker] or maker in self.ends:
+            producer, index = self.defined[value]
+            if not self.joinable[producer] or producer in self.ends:
                 continue
             for reader, operand in uses:
-                made, read = self.result(maker, index), self.operand(reader, operand)
-                if self.joinable[reader] and self.spans(maker, made) and self.spans(reader, read):
-                    self.join(maker, reader, made, read)
+                made, read = self.result(producer, index), self.operand(reader, operand)
+                if self.joinable[reader] and self.spans(producer, made) and self.spans(reader, read):
+                    self.join(producer, reader, made, read)
 
     def join_siblings(self) -> None:
         state = {self.graph.inputs[position] for position, _ in self.graph.carried}
@@ -273,9 +273,9 @@ class _Joiner:
             for value, (reader, operand), (small, large) in self._crossings(broadcast=False):
                 if (small, large) not in feeds or self.node(reader) != small:
                     continue
-                maker, index = self.defined[value]
-                if self.node(maker) == large and self.join(
-                    maker, reader, self.result(maker, index), self.operand(reader, operand)
+                producer, index = self.defined[value]
+                if self.node(producer) == large and self.join(
+                    producer, reader, self.result(producer, index), self.operand(reader, operand)
                 ):
                     changed = True
 
@@ -285,18 +285,18 @@ class _Joiner:
         for value, uses in self.readers.items():
             if value not in self.defined:
                 continue
-            maker, index = self.defined[value]
-            if not self.joinable[maker]:
+            producer, index = self.defined[value]
+            if not self.joinable[producer]:
                 continue
-            made_spans = self.spans(maker, self.result(maker, index))
+            made_spans = self.spans(producer, self.result(producer, index))
             for reader, operand in uses:
-                if not self.joinable[reader] or self.node(maker) == self.node(reader):
+                if not self.joinable[reader] or self.node(producer) == self.node(reader):
                     continue
                 read_spans = self.spans(reader, self.operand(reader, operand))
                 if broadcast and made_spans and not read_spans:
-                    yield value, (reader, operand), (self.node(maker), self.node(reader))
+                    yield value, (reader, operand), (self.node(producer), self.node(reader))
                 if not broadcast and read_spans and not made_spans:
-                    yield value, (reader, operand), (self.node(reader), self.node(maker))
+                    yield value, (reader, operand), (self.node(reader), self.node(producer))
 
     def members(self) -> list[list[int]]:
         """Nodes of each group, in program order; nodes that touch only small values are left out."""

@@ -118,7 +118,7 @@ def _spans(shape: tuple[int, ...]) -> list[tuple[int, int]]:
     return spans
 
 
-def _beside(view: NodeView, touched: Collection[int]) -> Rule:
+def _untouched_dims(view: NodeView, touched: Collection[int]) -> Rule:
     """All tensors of full rank share the dims not touched; scalars (a padding value, a start) stand apart."""
     rank = len(view.result_shapes[0])
 
@@ -129,21 +129,21 @@ def _beside(view: NodeView, touched: Collection[int]) -> Rule:
 
 
 def _one_dim(view: NodeView, parameter: str) -> Rule:
-    return _beside(view, {view.params[parameter]})
+    return _untouched_dims(view, {view.params[parameter]})
 
 
 def _pad(view: NodeView) -> Rule:
-    return _beside(view, {d for d, amounts in enumerate(view.params["padding_config"]) if any(amounts)})
+    return _untouched_dims(view, {d for d, amounts in enumerate(view.params["padding_config"]) if any(amounts)})
 
 
 def _rev(view: NodeView) -> Rule:
-    return _beside(view, set(view.params["dimensions"]))
+    return _untouched_dims(view, set(view.params["dimensions"]))
 
 
 def _slice(view: NodeView) -> Rule:
     """A dim is free where the result has it as long: nothing of it is cut."""
     pairs = zip(view.operand_shapes[0], view.result_shapes[0], strict=True)
-    return _beside(view, {d for d, (a, b) in enumerate(pairs) if a != b})
+    return _untouched_dims(view, {d for d, (a, b) in enumerate(pairs) if a != b})
 
 
 def _dynamic_slice(view: NodeView) -> Rule:

@@ -1,4 +1,4 @@
-"""What is known of a primitive beside how it may be split.
+"""Declare what is known of a primitive besides its sharding rule.
 
 In: nothing. Out: `Traits`; each family of rules has an entry for each of its primitives, and `table.TRAITS` has all.
 """

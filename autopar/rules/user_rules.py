@@ -1,7 +1,7 @@
 """Rules that users give in one line of text: for their own primitives, Pallas kernels and custom calls.
 
 In: a name and a text such as `"b s d, d f -> b s f"`. Out: entries that `table.rule_for` looks up where the table has
-none. They are the one state that this package keeps between calls, since a name is told once and planned with often.
+none. They are the one state that this package keeps between calls, since a name is registered once and planned with often.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def register_rule(
             is counted of a Pallas kernel or of cuDNN's attention, of anything else 1.
         traits: of a primitive, what it is besides: linear, a library's kernel, ...
 
-    A name told again is replaced; a primitive that autopar has a rule for keeps that one. A rule is held against
+    A name registered again is replaced; a primitive that autopar has a rule for keeps that one. A rule is held against
     shapes when a step is planned.
 
     Raises:
@@ -108,18 +108,21 @@ def registered_rule(view: NodeView) -> Rule | None:
     Raises:
         RuleError: the node has other tensors, dims or sizes than the rule says.
     """
-    told = _registered.get(called(view)) or _registered.get(view.primitive)
-    if told is None:
+    registered = _registered.get(called(view)) or _registered.get(view.primitive)
+    if registered is None:
         return None
-    sizes = _sizes(view, told)
+    sizes = _sizes(view, registered)
     whole = needs_local(view)
     names = [
         [()] * len(term) if whole else term
-        for term in (*told.operands[: len(view.operand_shapes)], *told.results)  # of none, the text has one: empty
+        for term in (
+            *registered.operands[: len(view.operand_shapes)],
+            *registered.results,
+        )  # of none, the text has one: empty
     ]
     points = math.prod(sizes.values())
-    flops, inside = (told.flops_per_point or 1.0, ())
-    if told.flops_per_point is None and "work" in view.params:
+    flops, inside = (registered.flops_per_point or 1.0, ())
+    if registered.flops_per_point is None and "work" in view.params:
         whole_flops, whole_inside = counted(view)
         flops, inside = whole_flops / points, tuple((dtype, each / points) for dtype, each in whole_inside)
     scale = points if whole else 1
@@ -129,19 +132,19 @@ def registered_rule(view: NodeView) -> Rule | None:
         view.operand_shapes,
         view.result_shapes,
         sizes={} if whole else sizes,
-        reduction=told.reduction,
+        reduction=registered.reduction,
         flops_per_point=flops * scale,
         matrix_flops_per_point=tuple((dtype, each * scale) for dtype, each in inside),
-        manual=sizes if told.local is not None else (),
+        manual=sizes if registered.local is not None else (),
     )
 
 
 def needs_local(view: NodeView) -> bool:
     """Whether a rule names loops of a node that XLA would run whole, without the function that runs a part of it."""
-    told = _registered.get(called(view)) or _registered.get(view.primitive)
-    if told is None or told.local is not None or view.primitive not in _WHOLE:
+    registered = _registered.get(called(view)) or _registered.get(view.primitive)
+    if registered is None or registered.local is not None or view.primitive not in _WHOLE:
         return False
-    return any(names for term in (*told.operands, *told.results) for names in term)
+    return any(names for term in (*registered.operands, *registered.results) for names in term)
 
 
 def registered_traits(primitive: str) -> Traits:
@@ -152,8 +155,8 @@ def registered_traits(primitive: str) -> Traits:
 
 def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
     """The function that runs a part of a node, by what the node is `called` and its primitive."""
-    told = _registered.get(name) or _registered.get(primitive)
-    return None if told is None else told.local
+    registered = _registered.get(name) or _registered.get(primitive)
+    return None if registered is None else registered.local
 
 
 # -- reading -------------------------------------------------------------------------------------
@@ -197,14 +200,14 @@ def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, .
     return tuple(sides[0]), tuple(sides[1])
 
 
-def _sizes(view: NodeView, told: _Registered) -> dict[Name, int]:
+def _sizes(view: NodeView, registered: _Registered) -> dict[Name, int]:
     """The size of each loop; one that stands in `(a b)` alone is what the others leave of the dim."""
 
     def refuse(why: str) -> RuleError:
         shapes = f"{_shapes(view.operand_shapes)} -> {_shapes(view.result_shapes)}"
-        return RuleError(f"the rule {told.text!r} of `{called(view)}` does not fit {shapes}: {why}")
+        return RuleError(f"the rule {registered.text!r} of `{called(view)}` does not fit {shapes}: {why}")
 
-    sides = (("operand", told.operands, view.operand_shapes), ("result", told.results, view.result_shapes))
+    sides = (("operand", registered.operands, view.operand_shapes), ("result", registered.results, view.result_shapes))
     dims: list[tuple[tuple[Name, ...], int, str]] = []
     for word, terms, shapes in sides:
         if len(terms) != len(shapes) and not (not shapes and list(terms) == [[]]):
@@ -236,8 +239,15 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def registered_texts() -> tuple[tuple[object, ...], ...]:
-    """All that was told, as plain values: what a plan depends on beside the program."""
+    """All that was registered, as plain values: what a plan depends on beside the program."""
     return tuple(
-        (name, told.text, told.reduction, told.flops_per_point, told.local is not None, repr(told.traits))
-        for name, told in sorted(_registered.items())
+        (
+            name,
+            registered.text,
+            registered.reduction,
+            registered.flops_per_point,
+            registered.local is not None,
+            repr(registered.traits),
+        )
+        for name, registered in sorted(_registered.items())
     )

@@ -74,12 +74,12 @@ class Program:
 
     def of(self, plan: Plan) -> Program:
         """This step in the form that a plan is of: its batch split over time and values computed again as it says."""
-        agains, told = tuple(one.segment for one in plan.rematerialized), plan.microbatches
+        agains, split = tuple(one.segment for one in plan.rematerialized), plan.microbatches
         if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
             return self
         first = self.as_traced
-        if told is not None:
-            first = first.in_microbatches(told.count, own_statistics=told.own_statistics)
+        if split is not None:
+            first = first.in_microbatches(split.count, own_statistics=split.own_statistics)
         same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
         form = next(same, None)
         if form is None:  # of another program, which is for the caller to refuse
@@ -139,8 +139,8 @@ def program_of_call(call: Call, *, carry: Sequence[str] | None, donate: Sequence
     traced = trace(call.function, args, step=call.step, names=call.names, hint=call.hint())
     outputs = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     traced = replace(traced, output_paths=call.output_paths(outputs))
-    asked = None if carry is None else [name for name in carry if name not in call.changed]
-    carried = carried_arguments(args, call.result_of(outputs), call.names, asked, call.changed)
+    requested = None if carry is None else [name for name in carry if name not in call.changed]
+    carried = carried_arguments(args, call.result_of(outputs), call.names, requested, call.changed)
     given = [*call.renewed, *(call.names[i] for i in carried)] if donate is None else donate
     leaves = sorted((*call.updated_from(outputs), *carried_leaves(args, carried)))
     positions = sorted((*carried, *map(call.names.index, call.changed)))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.flow import Flow
-from autopar.pipeline.cut.recompute_aliases import twins_of
+from autopar.pipeline.cut.recompute_aliases import aliases_of
 from autopar.transforms.microbatch.classify import PARTIAL
 
 
@@ -28,13 +28,13 @@ class Homes:
         layers: by unit, its layer; None of what each layer that reads it makes for itself.
         lies: by value that no unit makes, its layer.
         is_chain: whether each layer comes, perhaps through others, from all before it.
-        twins: of values that are computed again (`twins_of`).
+        aliases: of values that are computed again (`aliases_of`).
     """
 
     layers: tuple[int | None, ...]
     lies: dict[int, int]
     is_chain: bool
-    twins: dict[int, int]
+    aliases: dict[int, int]
 
 
 def homes_of(flow: Flow, layer_of: Sequence[int]) -> Homes:
@@ -54,7 +54,7 @@ def labelled(flow: Flow, homes: Homes) -> Trace:
     for unit, layer in zip(flow.units, homes.layers, strict=True):
         layer_of.update(dict.fromkeys(unit.results, layer))
     for unit, layer in zip(flow.units, homes.layers, strict=True):
-        elsewhere = {v: t for v in unit.operands if (t := homes.twins.get(v)) is not None and layer_of[v] != layer}
+        elsewhere = {v: t for v in unit.operands if (t := homes.aliases.get(v)) is not None and layer_of[v] != layer}
         for n in range(unit.start, unit.stop):
             equations[n] = equations[n].reading(elsewhere, layer=layer)
     return replace(flow.trace, equations=tuple(equations))
@@ -72,7 +72,7 @@ class _Homes:
         #: By value that comes from outside the loop, its layer.
         self.lies: dict[int, int] = {}
         self.present = self._present()
-        self.twins = twins_of(flow)
+        self.aliases = aliases_of(flow)
 
     def run(self) -> Homes:
         flow = self.flow
@@ -83,17 +83,17 @@ class _Homes:
         self._outside()
         layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
         is_chain = all(len(found) == layer + 1 for layer, found in enumerate(self.sources))
-        return Homes(layers, self.lies, is_chain, self.twins)
+        return Homes(layers, self.lies, is_chain, self.aliases)
 
     def _sources(self) -> list[frozenset[int]]:
         flow = self.flow
         read: dict[int, set[int]] = defaultdict(set)
         for i in flow.forward:
             for value in flow.units[i].operands:
-                maker = flow.maker.get(value)
-                if maker in self.layer and self.layer[maker] != self.layer[i]:
-                    assert self.layer[maker] < self.layer[i], "a layer reads one with a higher number"
-                    read[self.layer[i]].add(self.layer[maker])
+                producer = flow.producer.get(value)
+                if producer in self.layer and self.layer[producer] != self.layer[i]:
+                    assert self.layer[producer] < self.layer[i], "a layer reads one with a higher number"
+                    read[self.layer[i]].add(self.layer[producer])
         found: list[frozenset[int]] = []
         for layer in range(self.last + 1):
             found.append(frozenset({layer}).union(*(found[one] for one in read[layer])))
@@ -130,15 +130,15 @@ class _Homes:
 
     def _backward(self, i: int) -> int:
         flow, unit = self.flow, self.flow.units[i]
-        again = {self.layer.get(flow.maker.get(self.twins[v], -1)) for v in unit.results if v in self.twins}
+        again = {self.layer.get(flow.producer.get(self.aliases[v], -1)) for v in unit.results if v in self.aliases}
         if len(again) == 1 and None not in again:
             return max(layer for layer in again if layer is not None)
-        read = dict.fromkeys(self.twins.get(v, v) for v in unit.operands)
-        known = [(v, flow.maker.get(v)) for v in read if v not in flow.free_values]
-        before = {self.layer[maker] for _, maker in known if maker in flow.backward and maker in self.layer}
+        read = dict.fromkeys(self.aliases.get(v, v) for v in unit.operands)
+        known = [(v, flow.producer.get(v)) for v in read if v not in flow.free_values]
+        before = {self.layer[producer] for _, producer in known if producer in flow.backward and producer in self.layer}
         may = frozenset(range(self.last + 1)).intersection(*(self.sources[layer] for layer in before))
         most = max(may, default=min(before, default=self.last))
-        held = [(v, self.present[v]) for v, maker in known if maker not in flow.backward and self.present.get(v)]
+        held = [(v, self.present[v]) for v, producer in known if producer not in flow.backward and self.present.get(v)]
         if not held:
             are_terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.operands)
             of_parameter = set[int]() if are_terms else self._renews(unit.results)
@@ -161,7 +161,7 @@ class _Homes:
             for reader in flow.readers.get(value, ()):
                 unit = flow.units[reader]
                 for other in unit.operands:
-                    if other not in flow.maker and flow.graph.values[other].size == size and self.present.get(other):
+                    if other not in flow.producer and flow.graph.values[other].size == size and self.present.get(other):
                         return self.present[other]
                 new = [v for v in unit.results if flow.graph.values[v].size == size and v not in seen]
                 seen.update(new)
@@ -173,7 +173,7 @@ class _Homes:
         flow = self.flow
         for i in sorted(flow.backward - flow.free, reverse=True):
             unit = flow.units[i]
-            if self.twins or any(flow.maker.get(v) in flow.backward - flow.free for v in unit.operands):
+            if self.aliases or any(flow.producer.get(v) in flow.backward - flow.free for v in unit.operands):
                 continue
             readers = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
             held = [self.present[v] for v in unit.operands if self.present.get(v)]
@@ -187,7 +187,7 @@ class _Homes:
         for i in sorted(flow.backward - flow.free, reverse=True):
             unit = flow.units[i]
             own = {v for v in unit.operands if v not in flow.free_values}
-            if any(flow.maker.get(v) not in flow.backward for v in own):
+            if any(flow.producer.get(v) not in flow.backward for v in own):
                 continue
             below = [self.layer[r] for v in unit.results for r in flow.readers.get(v, ()) if r in self.layer]
             if not below or max(below) >= self.layer[i]:
@@ -206,7 +206,7 @@ class _Homes:
         """Go through what is outside to and fro until nothing is found any more."""
         flow = self.flow
         for value, where in self.present.items():
-            if value not in flow.maker:
+            if value not in flow.producer:
                 self.lies[value] = min(where)
         outside = [i for i in range(len(flow.units)) if i not in flow.inside and i not in flow.free]
         carried = [(flow.graph.inputs[a], flow.graph.outputs[b]) for a, b in flow.graph.carried]
@@ -222,7 +222,7 @@ class _Homes:
                 self._try_readers(i)
 
     def _of(self, value: int) -> int | None:
-        return self.lies.get(value, self.layer.get(self.flow.maker.get(value, -1)))
+        return self.lies.get(value, self.layer.get(self.flow.producer.get(value, -1)))
 
     def _try(self, i: int, values: Iterable[int]) -> None:
         """Let a unit stand where most of what it reads lies, and what else it reads lie there."""
@@ -239,7 +239,7 @@ class _Homes:
                 self.layer[i] = max(weight, key=lambda layer: (weight[layer], -layer))
         if i in self.layer:
             for value in self.flow.units[i].operands:
-                if self._of(value) is None and value not in self.flow.maker and value not in self.flow.free_values:
+                if self._of(value) is None and value not in self.flow.producer and value not in self.flow.free_values:
                     self.lies[value] = self.layer[i]
 
     def _try_readers(self, i: int) -> None:

@@ -15,8 +15,8 @@ import numpy as np
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
 from autopar.pipeline.partition.cluster_layers import cluster_layers
 
-#: What of the forward pass must run beside the rest, at the least, for branches to be worth a search.
-_LEAST_BESIDE = 0.05
+#: Branches are searched where at least this part of the forward pass can run concurrently with the rest.
+_LEAST_CONCURRENT = 0.05
 #: Of the largest value, what another must have for branches not to begin or end where it passes, too.
 _LEAST_PASSING = 1e-3
 #: A layer with more than such a part of the forward pass is cut further.
@@ -27,7 +27,7 @@ _FINEST = 24
 class Passing:
     """What a layer makes and others read; bytes of the whole batch."""
 
-    maker: int
+    producer: int
     readers: tuple[int, ...]
     num_bytes: float
 
@@ -49,12 +49,12 @@ class ForkedLayers:
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """Pairs of layers, the first of which the second reads."""
-        return tuple(sorted({(one.maker, reader) for one in self.passing for reader in one.readers}))
+        return tuple(sorted({(one.producer, reader) for one in self.passing for reader in one.readers}))
 
     @property
     def made_bytes(self) -> list[float]:
         """Of what each layer makes and others read."""
-        return [sum(one.num_bytes for one in self.passing if one.maker == layer) for layer in range(len(self.keys))]
+        return [sum(one.num_bytes for one in self.passing if one.producer == layer) for layer in range(len(self.keys))]
 
     def sends(self, stage_of: Sequence[int]) -> dict[tuple[int, int], float]:
         """Bytes that pass between stages, each value once.
@@ -64,7 +64,7 @@ class ForkedLayers:
         """
         found: dict[tuple[int, int], float] = {}
         for one in self.passing:
-            source = stage_of[one.maker]
+            source = stage_of[one.producer]
             for target in {stage_of[reader] for reader in one.readers} - {source}:
                 found[source, target] = found.get((source, target), 0.0) + one.num_bytes
         return found
@@ -77,7 +77,7 @@ def forked_layers(flow: Flow, chain: Chain) -> ForkedLayers | None:
         chain: the forward pass.
     """
     coarse = branch_layers(flow, chain)
-    if max(coarse) == 0 or _beside(coarse, chain.flops, passing_of(flow, coarse)) < _LEAST_BESIDE:
+    if max(coarse) == 0 or _concurrent_share(coarse, chain.flops, passing_of(flow, coarse)) < _LEAST_CONCURRENT:
         return None
     layer_of = _finer(flow, chain, coarse)
     passing = passing_of(flow, layer_of)
@@ -96,12 +96,12 @@ def passing_of(flow: Flow, layer_of: Sequence[int]) -> tuple[Passing, ...]:
     return tuple(found)
 
 
-def _beside(layer_of: Sequence[int], flops: Sequence[float], passing: Sequence[Passing]) -> float:
+def _concurrent_share(layer_of: Sequence[int], flops: Sequence[float], passing: Sequence[Passing]) -> float:
     """The share of the work that is not on the longest way through the layers."""
     work = np.bincount(layer_of, weights=flops)
     longest = np.zeros(len(work))
     for layer in range(len(work)):
-        before = [longest[one.maker] for one in passing if layer in one.readers]
+        before = [longest[one.producer] for one in passing if layer in one.readers]
         longest[layer] = work[layer] + max(before, default=0.0)
     return 1 - float(longest.max() / work.sum()) if work.any() else 0.0
 
@@ -135,9 +135,9 @@ def _keys(flow: Flow, chain: Chain, layer_of: Sequence[int], passing: Sequence[P
         shapes = tuple(flow.graph.values[value].shape for value in (*unit.operands, *unit.results))
         signs[layer].append((names, shapes, flops))
     for one in passing:
-        signs[one.maker].append(("makes", one.num_bytes))
+        signs[one.producer].append(("makes", one.num_bytes))
         for reader in one.readers:
-            signs[reader].append(("reads", one.maker == reader - 1, one.num_bytes))
+            signs[reader].append(("reads", one.producer == reader - 1, one.num_bytes))
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(tuple(sign), len(numbers)) for sign in signs)
 
@@ -214,6 +214,6 @@ def _labels(flow: Flow, units: Sequence[int]) -> list[int | None]:
     """Of each unit of a stretch, its branch; None of what several have led to."""
     label: dict[int, int | None] = {}
     for i in units:
-        read = {label[m] for v in flow.units[i].operands if (m := flow.maker.get(v)) is not None and m in label}
+        read = {label[m] for v in flow.units[i].operands if (m := flow.producer.get(v)) is not None and m in label}
         label[i] = i if not read else next(iter(read)) if len(read) == 1 else None
     return [label[i] for i in units]

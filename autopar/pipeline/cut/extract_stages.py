@@ -230,8 +230,8 @@ class _Cutting:
                 if value not in self.trace.inputs:
                     self.stages[self.stage[value]].sent_outside[value] = None
             for value in stage.inside:
-                maker = self.trace.equations[self.trace.producers[value]]
-                self.stages[self.stage[value]].sent_inside[value] = maker
+                producer = self.trace.equations[self.trace.producers[value]]
+                self.stages[self.stage[value]].sent_inside[value] = producer
 
     def _import_outside(self, s: int, items: Iterable[Item]) -> None:
         for item in items:
@@ -256,10 +256,10 @@ class _Cutting:
             outer = builder.new(builder.avals[value])
             loop.give(reader, "enter_const", outer, value)
             taken.append((Port("inside", value), outer))
-        for value, maker in stage.sent_inside.items():
+        for value, producer in stage.sent_inside.items():
             repeats = (1.0, builder.repeats[value], 1.0)
             buffer, within, last = (builder.new(builder.avals[value], repeat) for repeat in repeats)
-            loop.carry(maker, buffer, within, value, last)
+            loop.carry(producer, buffer, within, value, last)
             taken.append((Port("buffer", value), buffer))
             given.append((Port("inside", value), last))
         builder.add(*stage.before, loop.nest(), *stage.after)
@@ -286,13 +286,13 @@ def _carried(
 ) -> Iterator[tuple[int, int]]:
     result_of, at = dict(whole), {port: i for i, port in enumerate(outputs)}
     for i, port in enumerate(inputs):
-        twin = None
+        alias = None
         if port.kind == "argument" and port.value in result_of:
-            twin = Port("result", result_of[port.value])
+            alias = Port("result", result_of[port.value])
         elif port.kind == "buffer":
-            twin = Port("inside", port.value)
-        if twin in at:
-            yield i, at[twin]
+            alias = Port("inside", port.value)
+        if alias in at:
+            yield i, at[alias]
 
 
 def _path(port: Port, paths: Sequence[str]) -> str:

@@ -45,7 +45,7 @@ class Flow:
         return cls(trace, graph, split, places, tuple(_units(trace, graph)))
 
     @functools.cached_property
-    def maker(self) -> dict[int, int]:
+    def producer(self) -> dict[int, int]:
         """By value, the unit that makes it."""
         return {value: i for i, unit in enumerate(self.units) for value in unit.results}
 

@@ -45,9 +45,9 @@ class _Additions:
             inner, terms = self._terms(value)
             layer, by_layer = self._layer(i), defaultdict[int | None, list[int]](list)
             for term in terms:
-                maker = self.flow.maker.get(term)
-                is_cotangent = maker in self.flow.backward
-                by_layer[self._layer(maker) if maker is not None and is_cotangent else layer].append(term)
+                producer = self.flow.producer.get(term)
+                is_cotangent = producer in self.flow.backward
+                by_layer[self._layer(producer) if producer is not None and is_cotangent else layer].append(term)
             own = by_layer.pop(layer, [])
             if all(len(one) == 1 for one in by_layer.values()) or (not own and len(by_layer) == 1):
                 continue

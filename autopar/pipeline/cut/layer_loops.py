@@ -58,8 +58,8 @@ def stacks_of(trace: Trace, graph: Graph, places: Places) -> Iterator[Stack]:
         for one in loops:  # and what it hands stacks to, or takes them from
             found = places.follow(length, _seeds(trace, outer[one]))
             for other in outer:
-                alike = other not in loops and other not in taken and _length(outer[other]) == length
-                if alike and any(place in found.get(v, ()) for v, place in _seeds(trace, outer[other])):
+                may_match = other not in loops and other not in taken and _length(outer[other]) == length
+                if may_match and any(place in found.get(v, ()) for v, place in _seeds(trace, outer[other])):
                     loops.append(other)
         stack = stack_of(trace, graph, places, loops)
         if sum(work[one] for one in loops) >= least and any(graph.inputs[i] in state for i in stack.dims.inputs):

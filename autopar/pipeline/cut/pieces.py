@@ -175,7 +175,7 @@ class _Taking:
         self.reads: dict[Level | str, dict[Slot, None]] = {}
         self.makes: dict[Level | str, dict[Slot, None]] = {}
         self.slot_of: dict[int, Slot] = {}  # value -> where it lies between pieces
-        self.maker: dict[int, Level | str] = {}
+        self.producer: dict[int, Level | str] = {}
 
     def run(self) -> Pieces:
         layout = self.layout
@@ -210,7 +210,7 @@ class _Taking:
     def _leave(self, leave: int, slot: Slot) -> None:
         """What leaves a trip is given by the piece that makes it."""
         atom = self.equations[leave].operands[0]
-        key = self.maker.get(atom, "forward") if isinstance(atom, int) else "forward"
+        key = self.producer.get(atom, "forward") if isinstance(atom, int) else "forward"
         read = (atom,) if isinstance(atom, int) else ()
         self._put(key, "exit", leave, leave, read, (), "each")
         self.makes[key][slot] = None
@@ -275,10 +275,10 @@ class _Taking:
         self.steps.setdefault(key, []).append((what, start, stop))
         read, _ = self.reads.setdefault(key, {}), self.makes.setdefault(key, {})
         for value in reads:
-            if self.maker.get(value) != key and value in self.slot_of:
+            if self.producer.get(value) != key and value in self.slot_of:
                 read[self.slot_of[value]] = None
         for value in makes:
-            self.maker[value] = key
+            self.producer[value] = key
             self.slot_of[value] = Slot(kind, value)
 
     # -- what passes between pieces ----------------------------------------------------------
@@ -292,8 +292,10 @@ class _Taking:
 
     def _piece(self, key: Level | str, wanted: set[Slot]) -> Piece:
         gives = dict(self.makes[key])
-        gives.update({slot: None for v, at in self.maker.items() if at == key and (slot := self.slot_of[v]) in wanted})
+        gives.update(
+            {slot: None for v, at in self.producer.items() if at == key and (slot := self.slot_of[v]) in wanted}
+        )
         name = key if isinstance(key, str) else f"{'after' if key[0] else 'before'} {key[1]}"
         made = self.layout.trace.outputs
-        outputs = tuple(i for i, v in enumerate(made) if isinstance(v, int) and self.maker.get(v) == key)
+        outputs = tuple(i for i, v in enumerate(made) if isinstance(v, int) and self.producer.get(v) == key)
         return Piece(name, tuple(self.steps[key]), tuple(self.reads[key]), tuple(gives), outputs)

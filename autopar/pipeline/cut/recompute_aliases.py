@@ -1,8 +1,8 @@
 """What the backward pass computes again, and what that was in the forward pass.
 
 In: a step's flow. Out: of each value that the backward pass makes by the same operations from the same values as the
-forward pass has made another, that other one: its twin. A layer that reads what is computed again in another one may
-read the twin, which it was given in the forward pass: so layers compute again each for itself, however many of them the
+forward pass has made another, that other one: its alias. A layer that reads what is computed again in another one may
+read the alias, which it was given in the forward pass: so layers compute again each for itself, however many of them the
 program has in one `jax.checkpoint`.
 """
 
@@ -15,8 +15,8 @@ from autopar.frontend.equations import Equation, Item, LiteralOperand, items_of
 from autopar.pipeline.cut.flow import Flow
 
 
-def twins_of(flow: Flow) -> dict[int, int]:
-    """The twins, by value of the backward pass."""
+def aliases_of(flow: Flow) -> dict[int, int]:
+    """The aliases, by value of the backward pass."""
     if not any(region.kind == "barrier" for region in flow.trace.regions):
         return {}  # nothing is computed again
     names = _Names()

@@ -176,12 +176,12 @@ class Cuttable:
 
     def _label(self, layer_of: Sequence[int]) -> _Labelled:
         """The step whose equations know their layers, before it has microbatches."""
-        coarse, coarsely = self._joined(layer_of)
+        coarse, coarsely = self._with_whole_loops(layer_of)
         flow = coarse.flow
         homes = homes_of(flow, coarsely)
         trace, graph, places = labelled(flow, homes), flow.graph, coarse.places
         summed = added_where_made(flow, trace)
-        if homes.twins or summed is not trace:  # it reads other values now
+        if homes.aliases or summed is not trace:  # it reads other values now
             trace = summed
             graph = graph_of(trace, graph.carried)
             places = Places(graph)
@@ -190,7 +190,7 @@ class Cuttable:
         free = frozenset(flow.graph.inputs) & flow.free_values
         return _Labelled(coarse.cut, trace, graph, places, split, free, homes)
 
-    def _joined(self, layer_of: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
+    def _with_whole_loops(self, layer_of: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
         """The step with those trips of a loop in one that are in one layer, and the layer of each unit of that."""
         if not self.stacks:
             return self, layer_of
@@ -269,8 +269,8 @@ class Layers:
 
 def edges_of(stages: Sequence[StageProgram]) -> tuple[tuple[int, int], ...]:
     """Which stage feeds which in each microbatch, as a schedule takes it: cotangents run the other way."""
-    makers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
-    between = {(makers[port], s) for s, stage in enumerate(stages) for port in stage.inputs if port.kind == "inside"}
+    producers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
+    between = {(producers[port], s) for s, stage in enumerate(stages) for port in stage.inputs if port.kind == "inside"}
     return tuple(sorted({(min(pair), max(pair)) for pair in between}))
 
 

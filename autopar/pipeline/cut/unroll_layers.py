@@ -1,4 +1,4 @@
-"""Loops over layers, cut between trips.
+"""Unroll loops over layers into several loops, cut at layer boundaries.
 
 In: a trace, a `Stack` of it, and at which trips it is cut. Out: `Unstacked`: the same step, in which each loop of n trips
 is several of fewer, one after another, and what is stacked for them is in as many parts: slices of parameters come in,
@@ -120,7 +120,7 @@ class _LayerSlices:
         part = lax.slice_in_dim(lax.reshape(whole, shape), *bounds, axis=at)
         return lax.reshape(part, self.local(whole.shape, place, bounds))
 
-    def joined(self, slices: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
+    def assembled(self, slices: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
         """The whole, of this shape, from all slices."""
         apart, at = self._apart(shape, place)
         shapes = [(*apart[:at], stop - start, *apart[at + 1 :]) for start, stop in self.bounds]
@@ -222,8 +222,8 @@ class _Unstacking:
             lambda values: resized(equation.source, values, whole, shapes),
         )
         found = [self.builder.avals[one] for one in made if isinstance(one, int)]
-        alike = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in types.values()]
-        return made if alike else None
+        same_types = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in types.values()]
+        return made if same_types else None
 
     def _combined(self, kind: str, terms: Sequence[Atom]) -> Atom:
         total = terms[0]
@@ -243,7 +243,7 @@ class _Unstacking:
         order = reversed(self.bounds) if nest.source.params["reverse"] else iter(self.bounds)
         for bounds in order:
             self._stand_at_layer(bounds[0])
-            last = self._trips(nest, bounds, carry, stacks)
+            last = self._iterations(nest, bounds, carry, stacks)
             for one, term in zip(terms, last, strict=True):
                 one.append(term)
             carry = [start if is_sum else end for start, is_sum, end in zip(carry, adds, last, strict=True)]
@@ -257,7 +257,7 @@ class _Unstacking:
             else:
                 (self.wholes[result],) = self._write("join", in_order, lambda values: [lax.concatenate(values, 0)])
 
-    def _trips(
+    def _iterations(
         self, nest: Nest, bounds: tuple[int, int], carry: Sequence[Atom], stacks: dict[int, list[Atom]]
     ) -> list[Atom]:
         """Write some of a loop's trips; what they hand on."""
@@ -318,7 +318,7 @@ class _Unstacking:
             place, shape = self.dims.of(atom), self.trace.avals[atom].shape
             assert place is not None
             (self.wholes[atom],) = self._write(
-                ("join", place, shape), self.parts[atom], lambda values: [self.slices.joined(values, place, shape)]
+                ("join", place, shape), self.parts[atom], lambda values: [self.slices.assembled(values, place, shape)]
             )
         return self.wholes[atom]
 

@@ -143,7 +143,7 @@ class BranchSearch:
     def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
         """The seconds to transfer activations and gradients where a chain of these layers is cut."""
         across = [
-            sum(one.num_bytes for one in self.layers.passing if one.maker < boundary <= one.readers[-1]) / count
+            sum(one.num_bytes for one in self.layers.passing if one.producer < boundary <= one.readers[-1]) / count
             for boundary in range(len(self.layers.keys))
         ]
 

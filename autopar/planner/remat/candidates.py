@@ -130,7 +130,7 @@ def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tupl
     steps: dict[int, Step] = {}
     for value in site.fixed if site.is_loop else ():
         producers[value] = -1 - value
-        steps[-1 - value] = Step(site.trips * numbers.num_bytes[value], float("inf"), ())
+        steps[-1 - value] = Step(site.num_iterations * numbers.num_bytes[value], float("inf"), ())
     for value in () if site.is_loop else _gathered(graph, site, segment, numbers):
         producers[value] = -1 - value
         steps[-1 - value] = Step(numbers.held[value], site.repeat * numbers.seconds[value], ())
@@ -140,7 +140,7 @@ def _steps(graph: Graph, site: Site, segment: Segment, numbers: Numbers) -> tupl
         reads = {producers[v] for v in node.operands if v is not None and v in producers}
         steps[n] = Step(
             _kept_bytes(graph, site, node.results, numbers),
-            float("inf") if n in segment.fixed else site.repeat * site.trips * seconds,
+            float("inf") if n in segment.fixed else site.repeat * site.num_iterations * seconds,
             tuple(sorted(reads)),
         )
     needed = dict.fromkeys(producers[v] for v in site.read if v in producers)
@@ -161,7 +161,7 @@ def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], numbers: Numbe
     """Bytes to keep an equation's results. Results that stay inside kernels cannot be kept: kernels of the backward pass
     compute them again in any case."""
     if site.is_loop:
-        return site.trips * sum(numbers.num_bytes[v] for v in results)
+        return site.num_iterations * sum(numbers.num_bytes[v] for v in results)
     large = [v for v in results if graph.values[v].size > SMALL_SIZE]
     kept = [numbers.held.get(v) or numbers.num_bytes[v] for v in large if v in numbers.stored]
     return float("inf") if large and not kept else sum(kept)
@@ -250,7 +250,7 @@ def _onward(following: Sequence[Node], made: set[int], kept: int, numbers: Numbe
 
 def _held(graph: Graph, site: Site, made: set[int], numbers: Numbers) -> float:
     if site.is_loop:
-        return site.trips * sum(numbers.num_bytes[v] for v in made if v in site.read)
+        return site.num_iterations * sum(numbers.num_bytes[v] for v in made if v in site.read)
     return sum(numbers.held.get(v, 0.0) for v in made)
 
 

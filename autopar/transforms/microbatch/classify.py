@@ -89,7 +89,7 @@ class _Classifier:
         self.batch = _batch_or_none(places) if alone else places.batch()
         self.words = Refusals(graph, places, self.batch, own_statistics)
         self.items = list(units_of(trace, graph))
-        self.maker = {value: i for i, item in enumerate(self.items) for value in item.results}
+        self.producer = {value: i for i, item in enumerate(self.items) for value in item.results}
         self.sides: dict[str, set[int]] = {"before": set(), "inside": set(), "after": set()}
         self.kinds: dict[int, Kind] = {}
         self.factors: dict[int, Factor] = {}
@@ -210,9 +210,9 @@ class _Classifier:
             value = waiting.pop()
             if value in self.early:
                 continue
-            if value in self.of_state or value not in self.maker:
+            if value in self.of_state or value not in self.producer:
                 return False
-            i = self.maker[value]
+            i = self.producer[value]
             item = self.items[i]
             if any(self.graph.nodes[n].effect for n in range(item.start, item.stop)):
                 return False
@@ -230,7 +230,7 @@ class _Classifier:
         if self.kinds.get(value) in PARTIAL:
             self.own.add(value)
             return
-        i = self.maker[value]
+        i = self.producer[value]
         item = self.items[i]
         if self._has_batch(item) or item.region is not None:
             raise _BlockedError(node, self.words.feedback(node, value))
@@ -249,7 +249,7 @@ class _Classifier:
             if kind in PARTIAL:
                 self.own.add(value)
                 continue
-            i = self.maker[value]
+            i = self.producer[value]
             self._bring(self.items[i].operands)
             self.sides["after"].discard(i)
             self.sides["inside"].add(i)
@@ -298,10 +298,10 @@ class _Classifier:
             for enter, leave in zip(carries, ends, strict=True):
                 value = equations[enter].results[0]
                 if value not in self.batch.places:
-                    found[value] = _joined(enter, [found[value], self._operand_kind(leave, 0, of)])
+                    found[value] = _either_kind(enter, [found[value], self._operand_kind(leave, 0, of)])
         for n in range(*region.exit):
             kinds: list[Kind] = [self._operand_kind(n, i, of) for i in range(len(equations[n].operands))]
-            kind = self._kind(n, of) if self.batch.touches(self.graph.nodes[n]) else _joined(n, kinds)
+            kind = self._kind(n, of) if self.batch.touches(self.graph.nodes[n]) else _either_kind(n, kinds)
             if equations[n].piece == "predicate" and kind not in ("same", "zero", "own"):
                 raise _BlockedError(n, "how often a loop runs depends on the examples")
             found.update(dict.fromkeys(equations[n].results, kind))
@@ -320,7 +320,7 @@ class _Classifier:
         partial = [i for i, kind in enumerate(kinds) if kind in PARTIAL]
         if partial:
             if equation.piece is not None:
-                return _joined(n, kinds)
+                return _either_kind(n, kinds)
             if not adds_up(equation, kinds):
                 raise _BlockedError(n, self.words.feedback(n, self._value(n, partial[0])))
             return "sum"
@@ -360,7 +360,7 @@ class _Classifier:
             """Items from a term to a value that nothing else reads."""
             found: list[int] = []
             while self.kinds.get(value) != "sum" or value in self.own:
-                i = self.maker.get(value)
+                i = self.producer.get(value)
                 if i is None or i not in self.sides["after"] - self.sides["inside"] or readers[value] != 1:
                     return None
                 item = self.items[i]
@@ -414,8 +414,8 @@ class _Classifier:
 
     def _meets_layers(self, item: Unit) -> bool:
         """Whether a unit reads terms that two layers make."""
-        makers = (self.items[self.maker[v]] for v in item.operands if self.kinds.get(v) == "sum")
-        return len({self.trace.equations[maker.start].layer for maker in makers}) > 1
+        producers = (self.items[self.producer[v]] for v in item.operands if self.kinds.get(v) == "sum")
+        return len({self.trace.equations[producer.start].layer for producer in producers}) > 1
 
     # -- refusals ----------------------------------------------------------------------------
 
@@ -441,7 +441,7 @@ def _batch_or_none(places: Places) -> Batch:
         return Batch(1, (), {})
 
 
-def _joined(node: int, kinds: Sequence[Kind]) -> Kind:
+def _either_kind(node: int, kinds: Sequence[Kind]) -> Kind:
     """What a value is that may be one or the other."""
     found = set(kinds) - {"zero"}
     if not found:

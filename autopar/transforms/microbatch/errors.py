@@ -31,14 +31,14 @@ class Refusals:
         return f"`{node.primitive}`{module} {self._line(n)} ({node.phase})"
 
     def _line(self, n: int) -> str:
-        """Where it stands; of what a library's jitted function does, where something beside it stands."""
+        """Where it stands; of what a library's jitted function does, where something adjacent it stands."""
         if self.graph.nodes[n].source:
             return f"at {self.graph.nodes[n].source}"
         waiting, seen = [n], {n}
         for one in waiting:
             node = self.graph.nodes[one]
-            beside = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.graph.touching[v])
-            for other in beside:
+            adjacent = (m for v in (*node.operands, *node.results) if v is not None for m, _ in self.graph.touching[v])
+            for other in adjacent:
                 if other not in seen:
                     if self.graph.nodes[other].source:
                         return f"near {self.graph.nodes[other].source}"

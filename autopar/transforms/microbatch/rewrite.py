@@ -231,11 +231,11 @@ class _Rewriting:
         n = self.trace.producers.get(value)
         if n is None and value in self.builder.constants:
             return value
-        maker = None if n is None else self.trace.equations[n]
-        if maker is not None and maker.piece is None and not maker.reads:
+        producer = None if n is None else self.trace.equations[n]
+        if producer is not None and producer.piece is None and not producer.reads:
             # What is made from nothing is made inside too, rather than kept.
-            self.loop.body.append(again := self.builder.copy(maker, {}, times=self.m))
-            self.entered.update(zip(maker.results, again.results, strict=True))
+            self.loop.body.append(again := self.builder.copy(producer, {}, times=self.m))
+            self.entered.update(zip(producer.results, again.results, strict=True))
             return self.entered[value]
         self.entered[value] = self._enter("enter_const", value, equation, self.trace.avals[value])
         return self.entered[value]
@@ -282,7 +282,7 @@ class _Rewriting:
             aval = self.trace.avals[value]
             stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)))
             self.loop.stack(equation, made, stack)
-            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.joined(x, aval.shape))
+            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.assembled(x, aval.shape))
         elif kind in PARTIAL:
             self._accumulate(value, kind, equation)
         else:  # the same in each: that of the last

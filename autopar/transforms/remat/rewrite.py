@@ -48,12 +48,12 @@ class _Body:
     fresh: list[int] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
     #: Equations of the backward pass, by what they make alone.
-    makers: dict[int, Equation] = field(default_factory=dict)
+    producers: dict[int, Equation] = field(default_factory=dict)
     last: int | None = None
 
 
 class _Rewriting:
-    """Writes the equations anew; the one mutable object of this module."""
+    """Writes the equations reread; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, agains: Sequence[RematSegment]) -> None:
         self.trace, self.builder = trace, TraceBuilder(trace)
@@ -74,7 +74,7 @@ class _Rewriting:
                 self.holding[max(trace.producers[v] for v in held)].extend(held)
 
     def run(self) -> Trace:
-        """The whole trace anew."""
+        """The whole trace reread."""
         self._add_pieces()
         body = _Body(made=dict.fromkeys((*self.trace.inputs, *self.builder.constants), False))
         self._span(0, len(self.trace.equations), body)
@@ -154,7 +154,7 @@ class _Rewriting:
 
     def _note(self, equation: Equation, body: _Body) -> None:
         if len(equation.results) == 1 and equation.phase == "backward":
-            body.makers[equation.results[0]] = equation
+            body.producers[equation.results[0]] = equation
         for value in equation.results:
             body.made[value] = equation.phase == "backward"
             if math.prod(getattr(self.avals[value], "shape", ())) > _FEW:
@@ -169,8 +169,8 @@ class _Rewriting:
         body.forward = dict(body.renamed) if body.forward is None else body.forward
         here, like = self.here.get(id(again), {}), following[0]
         sources = [self.trace.equations[n] for n in again.nodes]
-        anew = (*again.regathered, *again.kept)
-        read = dict.fromkeys((*_read_of_others(sources), *anew))
+        reread = (*again.regathered, *again.kept)
+        read = dict.fromkeys((*_read_of_others(sources), *reread))
         now = {v: body.renamed.get(here.get(v, v), here.get(v, v)) for v in read}
         made = [*body.older, *body.fresh] if again.prompt else body.older
         body.older, body.fresh = ([] if again.prompt else body.fresh), []
@@ -181,7 +181,7 @@ class _Rewriting:
         gradients = dict.fromkeys(source for source, _ in made_from.values())
         barred = self._barrier(dict.fromkeys((*now.values(), *gradients)), like, body)
         known = {v: barred.get(at, at) for v, at in now.items()}
-        renewed = {now[v] for v in anew}
+        renewed = {now[v] for v in reread}
         for equation in sources:
             stack = equation.name_stack.extend("rematted_computation")
             clone = self.builder.copy(equation, known, phase=like.phase, name_stack=stack)
@@ -211,15 +211,15 @@ class _Rewriting:
         return self.trace.users.get(value, (-1,))[-1] >= n or value in self.returned
 
     def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
-        """What a value was before it was laid out anew, and the equations that do that: part of the kernels that read it."""
+        """What a value was before it was laid out reread, and the equations that do that: part of the kernels that read it."""
         chain: list[Equation] = []
-        while (maker := body.makers.get(value)) is not None and traits_of(maker.primitive).lays_out:
-            source = maker.operands[0]
+        while (producer := body.producers.get(value)) is not None and traits_of(producer.primitive).lays_out:
+            source = producer.operands[0]
             if not isinstance(source, int) or not body.made.get(source, False) or source in self.accumulated:
                 break
             if math.prod(self.avals[source].shape) <= _FEW:
                 break
-            chain.insert(0, maker)
+            chain.insert(0, producer)
             value = source
         return value, chain
 

@@ -25,7 +25,7 @@ class Site:
         read: values of the body, and inputs, that the backward pass reads, with the first equation there that does; for
             a loop, the first of the backward loop's body.
         start: of the backward pass, in the step; in a loop, of the backward loop's body.
-        trips: how often the body runs, and each time holds its values until the backward pass.
+        num_iterations: how often the body runs, and each time holds its values until the backward pass.
         repeat: how often all this is done: once for each microbatch.
     """
 
@@ -33,12 +33,12 @@ class Site:
     fixed: frozenset[int]
     read: dict[int, int]
     start: int
-    trips: float = 1.0
+    num_iterations: float = 1.0
     repeat: float = 1.0
 
     @property
     def is_loop(self) -> bool:
-        return self.trips > 1
+        return self.num_iterations > 1
 
 
 def sites_of(trace: Trace) -> tuple[Site, ...]:
@@ -79,7 +79,7 @@ def _whole(trace: Trace) -> Site | None:
 
 
 def _loops(trace: Trace, repeat: float) -> Iterator[Site]:
-    """Forward loops whose stacks a later loop of as many trips takes apart."""
+    """Forward loops whose stacks a later loop of as many num_iterations takes apart."""
     equations = trace.equations
     scans = [region for region in trace.regions if region.kind == "scan" and region.source is not trace.microbatches]
     for forward in scans:

@@ -1,4 +1,4 @@
-"""A dim that is cut into equal parts becomes two dims, so that what stands beside the parts can be split.
+"""Split a dim that is cut into equal parts in two, so that the dim within the parts can be sharded.
 
 In: a trace.
 Out: the trace with such dims as two, and how to undo it.

@@ -191,12 +191,12 @@ def _nodes(loops: Loops, loop: Loop, cuts: dict[int, int]) -> set[int]:
     outputs = {v for v in loops.graph.outputs if v is not None}
     for value in {v for v, _ in loop.places}:
         num_bytes = loops.graph.values[value].num_bytes
-        maker, uses = loops.graph.producers.get(value), loops.graph.users.get(value, ())
-        if maker in free:
+        producer, uses = loops.graph.producers.get(value), loops.graph.users.get(value, ())
+        if producer in free:
             continue
         ends = {n if n in inside else None for n, _ in uses if n not in free}
         ends |= {None} if value in outputs else set()
-        network.value(maker if maker in inside else None, ends, num_bytes)
+        network.value(producer if producer in inside else None, ends, num_bytes)
     return network.chosen()
 
 
@@ -213,9 +213,9 @@ class _Network:
     def gain(self, node: int, num_bytes: float) -> None:
         self.arcs.append((self.SOURCE, self._id(node), num_bytes))
 
-    def value(self, maker: int | None, readers: set[int | None], num_bytes: float) -> None:
-        """Where maker and readers do not see a value alike, it is reshaped, once."""
-        made = self._id(maker)
+    def value(self, producer: int | None, readers: set[int | None], num_bytes: float) -> None:
+        """Where producer and readers do not see a value alike, it is reshaped, once."""
+        made = self._id(producer)
         forth, back = self.count, self.count + 1
         self.count += 2
         self.arcs += [(made, forth, num_bytes), (back, made, num_bytes)]

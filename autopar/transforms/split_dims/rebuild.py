@@ -93,7 +93,7 @@ def _split(source: Any, operands: Sequence[Any], before: Sequence[Form], after: 
 
 
 def _concatenate(source: Any, operands: Sequence[Any], before: Sequence[Form], after: Sequence[Form]) -> Sequence[Any]:
-    """Parts are joined outermost, and the outer of the two dims then moved to its place: joined at its place, parts
+    """Parts are concatenated outermost, and the outer of the two dims then moved to its place: concatenated at its place, parts
     that are one long along it cost more by XLA's estimate, and no transpose is saved."""
     dim = source.params["dimension"]
     place, *inner = _places(after[0], dim)
@@ -104,8 +104,8 @@ def _concatenate(source: Any, operands: Sequence[Any], before: Sequence[Form], a
         _seen_as(operand, (1, *shape_of((*form[:dim], (part,), *form[dim + 1 :]))))
         for operand, form in zip(operands, before, strict=True)
     ]
-    (joined,) = _with(source, parts, dimension=0)
-    return [jax.lax.transpose(joined, [*range(1, place + 1), 0, *range(place + 1, joined.ndim)])]
+    (concatenated,) = _with(source, parts, dimension=0)
+    return [jax.lax.transpose(concatenated, [*range(1, place + 1), 0, *range(place + 1, concatenated.ndim)])]
 
 
 def _slice(source: Any, operands: Sequence[Any], before: Sequence[Form], after: Sequence[Form]) -> Sequence[Any]:
