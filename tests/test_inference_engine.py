@@ -332,7 +332,7 @@ def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
     options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1)
     large = opened(folder, options=options, num_pages=14)
     alone = opened(tmp_path / "small", options=options, num_pages=14)
-    small = opened(tmp_path / "small", options=options, shares_pages_with=large)
+    small = opened(tmp_path / "small", options=options, pages_of=large)
     assert small.pool is large.pool
     given = prompts(6, seed=13, longest=60)
     expected = [[g.tokens for g in Engine(each.runner).generate(given, max_tokens=40)] for each in (large, alone)]
@@ -341,4 +341,4 @@ def test_two_models_share_one_pool(folder: Path, tmp_path: Path) -> None:
     assert is_idle(large)
     assert is_idle(small)
     with pytest.raises(InferenceError, match="cannot share pages: in layer 1"):
-        opened(folder, options=options, shares_pages_with=alone)
+        opened(folder, options=options, pages_of=alone)

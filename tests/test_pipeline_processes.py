@@ -91,5 +91,5 @@ def test_a_stack_in_unequal_parts_of_several_processes_is_refused() -> None:
         Rows(0, start, stop): SimpleNamespace(shape=(stop - start, 3), dtype="float32", is_fully_addressable=start > 0)
         for start, stop in ((0, 1), (1, 3))
     }
-    with pytest.raises(ProcessError, match=r"layers 0:1, 1:3\) lies in unequal parts .* divides its layers"):
+    with pytest.raises(ProcessError, match=r"layers 0:1, 1:3\) is in unequal parts .* divides its layers"):
         as_arrays({"kernels": StackedLeaf(parts)})

@@ -208,7 +208,9 @@ def test_a_saved_plan_needs_the_function_again(tmp_path: Path) -> None:
     assert isinstance(loaded, autopar.Plan)
     assert loaded.regions == plan.regions != ()
     autopar.register_rule("shifted_elsewhere", "rows . -> rows .")
-    with pytest.raises(RuleError, match=r"runs `shifted_elsewhere` on local shards, but no local function is registered"):
+    with pytest.raises(
+        RuleError, match=r"runs `shifted_elsewhere` on local shards, but no local function is registered"
+    ):
         autopar.parallelize(other, plan=loaded)(np.zeros(ROWS.shape, np.float32))
 
 

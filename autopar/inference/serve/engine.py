@@ -85,7 +85,7 @@ class Serving(TypedDict, total=False):
             folder of a small model with the same tokenizer; or a `Proposer`. It is disabled while it does not pay.
         attention: an attention backend (`paged_attention.BACKENDS`); by default the fastest correct one, measured at the
             start.
-        shares_pages_with: the engine of another model on the same mesh, whose pages this model shares. Its pages must have the same
+        pages_of: the engine of another model on the same mesh, whose pages this model shares. Its pages must have the same
             shape and dtype, and it must have at least as many layers.
         progress: called with a stage's name and the fraction done.
     """
@@ -99,7 +99,7 @@ class Serving(TypedDict, total=False):
     shares_prefixes: bool
     propose: Propose
     attention: str | None
-    shares_pages_with: Engine | None
+    pages_of: Engine | None
     cache: bool | str | os.PathLike[str]
     progress: Progress | None
 
@@ -110,7 +110,7 @@ class Engine:
     Args:
         runner: the programs and weights on the devices. tokenizer: one of the package `tokenizers`; None for tokens only.
         stop_tokens: the default stop tokens of requests.
-        shares_pages_with: the engine of another model that shares its pages; `runner` must use its memory.
+        pages_of: the engine of another model that shares its pages; `runner` must use its memory.
         num_pages: the number of pages to use; by default all.
         proposer: the source of draft tokens. policy: decides when to speculate.
     """
@@ -120,7 +120,7 @@ class Engine:
         runner: Runner,
         tokenizer: Any = None,
         stop_tokens: Iterable[int] = (),
-        shares_pages_with: Engine | None = None,
+        pages_of: Engine | None = None,
         *,
         num_pages: int | None = None,
         shares_prefixes: bool = True,
@@ -130,16 +130,14 @@ class Engine:
         self.runner, self.tokenizer = runner, tokenizer
         self.proposer = proposer
         self.stop_tokens = frozenset(stop_tokens)
-        self.pool = (
-            shares_pages_with.pool if shares_pages_with is not None else PagePool(num_pages or runner.layout.num_pages)
-        )
+        self.pool = pages_of.pool if pages_of is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
         self._scheduler = Scheduler(cache, served.options, proposer, policy)
         self._generations: dict[str, Generation] = {}
         self._in_flight: deque[DispatchedIteration] = deque()
-        self._lock = shares_pages_with._lock if shares_pages_with is not None else threading.RLock()
-        self._engines = shares_pages_with._engines if shares_pages_with is not None else []  # all that share the pages
+        self._lock = pages_of._lock if pages_of is not None else threading.RLock()
+        self._engines = pages_of._engines if pages_of is not None else []  # all that share the pages
         self._engines.append(self)
         self._names = itertools.count()
         self._broken: BaseException | None = None
@@ -200,9 +198,7 @@ class Engine:
         stop_tokens: Iterable[int],
         serving: Serving,
     ) -> Engine:
-        propose, shares_pages_with, progress = (
-            serving.get(name) for name in ("propose", "shares_pages_with", "progress")
-        )
+        propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
         attention = serving.get("attention")
         served = served_of(
             config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
@@ -210,10 +206,10 @@ class Engine:
         place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
         place["cache"] = serving.get("cache", True)
         setup = make_proposer(propose, served, place)
-        reserved = setup.held_bytes + (shares_pages_with.held_bytes if shares_pages_with is not None else 0)
-        shared = shares_pages_with.runner.layout if shares_pages_with is not None else None
+        reserved = setup.held_bytes + (pages_of.held_bytes if pages_of is not None else 0)
+        shared = pages_of.runner.layout if pages_of is not None else None
         arguments = (served, attention, load, place, serving.get("num_pages"), progress, reserved, shared)
-        memory = shares_pages_with.runner.memory if shares_pages_with is not None else None
+        memory = pages_of.runner.memory if pages_of is not None else None
         model = open_model(*arguments)
         try:
             runner = _warm_runner(model, memory)
@@ -228,7 +224,7 @@ class Engine:
             runner,
             tokenizer,
             stop_tokens,
-            shares_pages_with,
+            pages_of,
             shares_prefixes=shares,
             proposer=setup.proposer,
             policy=policy,

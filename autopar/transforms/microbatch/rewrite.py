@@ -282,7 +282,7 @@ class _Rewriting:
             aval = self.trace.avals[value]
             stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)))
             self.loop.stack(equation, made, stack)
-            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.assembled(x, aval.shape))
+            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.merged(x, aval.shape))
         elif kind in PARTIAL:
             self._accumulate(value, kind, equation)
         else:  # the same in each: that of the last

@@ -46,7 +46,7 @@ class Cut:
         """The whole, with a dim that counts the parts."""
         return lax.reshape(whole, self._loops(whole.shape)[0])
 
-    def assembled(self, stack: Any, shape: Sequence[int]) -> Any:
+    def merged(self, stack: Any, shape: Sequence[int]) -> Any:
         """The whole, of this shape, from its parts."""
         loops, at = self._loops(shape)
         apart = lax.reshape(stack, (self.m, *loops[:at], *loops[at + 1 :]))
