@@ -86,7 +86,7 @@ _SPLIT = (
 _GPUS = ("8 GPUs", "8 GPUs, batch of 8", "16 GPUs, batch of 8", "2 hosts", "8 hosts", "8 GPUs, 40 % of the memory")
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
-    "dispatch_overhead": Benchmark(("gpt2_small",), VIRTUAL_DEVICES),
+    "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "first_start": Benchmark(("unet",), VIRTUAL_DEVICES, sources=("zoo/diffusion.py", "zoo/training.py")),
     "inference": Benchmark(
         tuple(_SERVED),
