@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -284,6 +288,24 @@ def test_a_state_that_the_user_drops_is_not_kept() -> None:
     assert all(array() is None for array in dropped)
     step({"a": kept, "b": ones(), "c": ones()}, ones())
     assert kept.is_deleted(), "it is still known as autopar's"
+
+
+def test_a_process_ends_quietly_while_its_state_is_alive() -> None:
+    program = """
+import jax.numpy as jnp, autopar
+step = autopar.parallelize(cache=False)(lambda state, x: ({k: v - x for k, v in state.items()}, x.mean()))
+state, _ = step({"a": jnp.ones(4), "b": jnp.ones(4)}, jnp.ones(4))
+state, _ = step(state, jnp.ones(4))
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert "Exception ignored" not in done.stderr
 
 
 def test_two_steps_that_take_turns_donate_one_state() -> None:

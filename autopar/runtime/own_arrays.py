@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -137,9 +138,9 @@ class OwnArguments:
         others, own = self._pairs
         return same and not any(map(operator.is_, others(leaves), own(leaves)))
 
-    def _drop(self, largest: weakref.ref[Any]) -> None:
+    def _drop(self, largest: weakref.ref[Any], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         returned = self._returned
-        if returned is not None and returned[0] is largest:
+        if returned is not None and returned[0] is largest and not is_finalizing():  # then modules are gone
             self.mark_returned()
 
 

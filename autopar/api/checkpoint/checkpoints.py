@@ -12,6 +12,7 @@ import json
 import logging
 import operator
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -165,8 +166,10 @@ class Checkpoints:
         try:
             writer = self._writer or _store().Writer(self._folder, self._keep)
             self._writer = writer
-            digests = checkpoint_state.parts_started(tree, leaves, once=True)
-            writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests))
+            # A thread digests the arrays while orbax copies them; both are done before the step may donate them.
+            with ThreadPoolExecutor(1) as thread:
+                digests = thread.submit(checkpoint_state.parts_started, tree, leaves, once=True)
+                writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests.result()))
         except Exception as error:
             raise self._not_written(number, error) from error
         if wait:
@@ -206,8 +209,7 @@ class Checkpoints:
         Each device reads its own shards: the state is never whole on one host, unless the plan replicates it.
 
         Args:
-            create_state: as for `step.init`; only its shapes are used. Or the state itself, as arrays or
-                `jax.ShapeDtypeStruct`s.
+            create_state: as for `step.init`, of which only shapes are used; or the state, as arrays or their structs.
             create_args: its arguments.
             at: the number of a checkpoint; by default the latest.
             step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
@@ -216,8 +218,7 @@ class Checkpoints:
             The state, bit by bit as it was saved, in the pytree of `create_state`.
 
         Raises:
-            CheckpointError: there is no such checkpoint, it is damaged, or it holds another program's state: then the message
-                names what differs.
+            CheckpointError: there is none, it is damaged, or it holds another program's state; naming what differs.
         """
         number = self._existing(at)
         target = self._step.abstract_state(create_state, *create_args, **step_args)
