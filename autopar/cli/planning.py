@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli.options import parse_hardware, parse_pin
 from autopar.cli.target import load_target
 from autopar.cli.terminal import progress, use_cpu_only
+from autopar.errors import TargetError
 
 if TYPE_CHECKING:
     from autopar.pipeline.plan import AnyPlan
@@ -49,6 +50,16 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
         "pin": pins or None,
         "cache": options.cache or not options.no_cache,
     }
+
+
+def refuse_several_kinds(options: argparse.Namespace, command: str) -> None:
+    """Refuse `--hardware NAME=N,NAME=N`, which is for pipelines.
+
+    Raises:
+        TargetError: it was given.
+    """
+    if "=" in (options.hardware or ""):
+        raise TargetError(f"--hardware {options.hardware!r}: `{command}` plans devices of one kind: give one name")
 
 
 def how_to_plan(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,6 +7,7 @@ Out: read by `run.step` and the reports; saved as JSON like every plan.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
@@ -30,34 +31,28 @@ from autopar.plans.validate import check_plan, check_positions, check_sharding
 FORMAT = "autopar-pipeline-plan"
 
 
-def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
-    """Remove the search times, which files no longer have."""
-    body = without("search_time_s", of="outcome")(body)
-    of_stage = without("solve_time_s", of="outcome")
+def _in_stages(body: dict[str, Any], migrate: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """Migrate the plans of the stages; what is no stage is the decoder's business."""
     stages = body.get("stages")
     if not isinstance(stages, list):
         return body
     known = [isinstance(stage, dict) and isinstance(stage.get("plan"), dict) for stage in stages]
     return body | {
         "stages": [
-            stage | {"plan": of_stage(stage["plan"])} if is_one else stage
+            stage | {"plan": migrate(stage["plan"])} if is_one else stage
             for stage, is_one in zip(stages, known, strict=True)
         ]
     }
+
+
+def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
+    """Drop the times of the search, in the stages too."""
+    return _in_stages(without("search_time_s", of="outcome")(body), without("solve_time_s", of="outcome"))
 
 
 def _sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
-    """Fields are renamed, those of the stages' plans too."""
-    body, stages = renamed_in_7(body), body.get("stages")
-    if not isinstance(stages, list):
-        return body
-    known = [isinstance(stage, dict) and isinstance(stage.get("plan"), dict) for stage in stages]
-    return body | {
-        "stages": [
-            stage | {"plan": renamed_in_7(stage["plan"])} if is_one else stage
-            for stage, is_one in zip(stages, known, strict=True)
-        ]
-    }
+    """Rename fields, in the stages too."""
+    return _in_stages(renamed_in_7(body), renamed_in_7)
 
 
 MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_to_seventh)

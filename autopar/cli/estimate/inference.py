@@ -10,9 +10,8 @@ from typing import Any
 
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
-from autopar.cli.planning import planning
+from autopar.cli.planning import planning, refuse_several_kinds
 from autopar.cli.terminal import output, progress
-from autopar.errors import TargetError
 
 #: By option: the field of `PaperInference`.
 _FIELDS = {
@@ -62,10 +61,7 @@ def add_command(added: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan, print, and save the plan of a decode iteration."""
     check_output(options)
-    if "=" in (options.hardware or ""):
-        raise TargetError(
-            f"--hardware {options.hardware!r}: `estimate inference` plans devices of one kind: give one name"
-        )
+    refuse_several_kinds(options, "estimate inference")
     more = planning(options)
     from autopar.inference.estimate.estimate import PaperInference, inference_on_paper
     from autopar.inference.estimate.tables import inference_json, render_inference

@@ -11,9 +11,9 @@ from typing import Any
 
 from autopar.cli import options as shared
 from autopar.cli.files import check_output
-from autopar.cli.planning import planning
+from autopar.cli.planning import planning, refuse_several_kinds
 from autopar.cli.terminal import output, progress
-from autopar.errors import BudgetError, SearchError, TargetError
+from autopar.errors import BudgetError, SearchError
 
 #: Options that are fields of `SearchSpec`.
 _FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
@@ -56,10 +56,7 @@ def add_command(added: Any) -> None:
 def run(options: argparse.Namespace) -> None:
     """Plan, print, and save the plan of a batch of queries."""
     check_output(options)
-    if "=" in (options.hardware or ""):
-        raise TargetError(
-            f"--hardware {options.hardware!r}: `estimate search` plans devices of one kind: give one name"
-        )
+    refuse_several_kinds(options, "estimate search")
     case, more = _case(options), planning(options)
     from autopar.vector_search.estimate.estimate import estimate_search
     from autopar.vector_search.estimate.sizes import PARTS, SearchSpec
