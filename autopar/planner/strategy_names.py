@@ -65,7 +65,7 @@ class _Work:
     """What each mesh axis splits in the forward pass.
 
     Args:
-        f, choices, inputs: as for `strategy_words`.
+        f, choices, inputs: as for `strategy_text`.
     """
 
     def __init__(self, f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> None:

@@ -83,7 +83,7 @@ def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
         run,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        donate_argnums=donated_arguments(plan, trace),
+        donate_argnums=tuple(donated_arguments(plan, trace)),
         **jit_options(plan, mesh),
     )
 
@@ -167,16 +167,16 @@ def is_auto(sharding: Any) -> bool:
     return not isinstance(sharding, NamedSharding) or set(sharding.mesh.axis_types) <= {AxisType.Auto}
 
 
-def donated_arguments(plan: Plan, trace: Trace) -> tuple[int, ...]:
-    """The positions of the arguments whose leaves are all donated."""
+def donated_arguments(plan: Plan, trace: Trace) -> dict[int, range]:
+    """By the position of each argument whose leaves are all donated, the positions of these leaves."""
     donated = set(plan.donated)
-    arguments, offset = [], 0
+    found, start = dict[int, range](), 0
     for position, child in enumerate(trace.in_tree.children()):
-        leaves = set(range(offset, offset + child.num_leaves))
-        if leaves and leaves <= donated:
-            arguments.append(position)
-        offset += child.num_leaves
-    return tuple(arguments)
+        leaves = range(start, start + child.num_leaves)
+        if leaves and donated.issuperset(leaves):
+            found[position] = leaves
+        start = leaves.stop
+    return found
 
 
 def lower(jitted: Any, args: Sequence[Any], mesh: Mesh) -> jax.stages.Lowered:

@@ -37,12 +37,8 @@ class JittedStep:
         check_mesh(plan.mesh, mesh)
         self._replay = Replay(plan, trace, mesh)
         self.in_tree, self.out_tree = trace.in_tree, trace.out_tree
-        whole, start, donated = set(donated_arguments(plan, trace)), 0, list[int]()
-        for n, child in enumerate(self.in_tree.children()):
-            stop = start + child.num_leaves
-            donated += range(start, stop) if n in whole else ()
-            start = stop
-        others = sorted(set(range(start)) - set(donated))
+        donated = [position for leaves in donated_arguments(plan, trace).values() for position in leaves]
+        others = sorted(set(range(self.in_tree.num_leaves)) - set(donated))
         structs = jax.tree.leaves(trace.arguments)
         self.own_arguments = OwnArguments(self.in_tree, structs, donated, dict(plan.carried), may_take=may_take)
         self._order = np.argsort([*donated, *others]).tolist()

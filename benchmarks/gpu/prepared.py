@@ -111,7 +111,7 @@ def _with_a_copy(plan: Plan, trace: Trace) -> jax.stages.Lowered:
         return jitted(*args), jax.device_put(min(leaves, key=lambda leaf: leaf.size), jax.memory.Space.Host)
 
     return execute.lower_for(
-        "cuda", jax.jit(both, donate_argnums=execute.donated_arguments(plan, trace)), trace.arguments
+        "cuda", jax.jit(both, donate_argnums=tuple(execute.donated_arguments(plan, trace))), trace.arguments
     )
 
 

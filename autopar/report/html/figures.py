@@ -93,15 +93,7 @@ def memory_curve(use: MemoryUse, time: StepTime) -> Element:
         style = f"left:{percent(start, num_parts)};width:{percent(parts, num_parts)}"
         phases.append(el("span", phase if wide else "", class_=f"phase {phase}", style=style, title=phase))
         start += parts
-    loops = [
-        el(
-            "span",
-            f"x{count} iterations",
-            class_="loop",
-            style=f"left:{percent(a, num_parts)};width:{percent(b - a, num_parts)}",
-        )
-        for a, b, count in use.loops
-    ]
+    loops = loop_marks(use.loops, num_parts)
     at = use.over_step.index(max(use.over_step)) + 0.5
     where = percent(at, num_parts)
     marks: list[Child] = [
@@ -131,6 +123,23 @@ def memory_curve(use: MemoryUse, time: StepTime) -> Element:
         el("p", _budget_words(use), class_="under"),
         class_="figure",
     )
+
+
+def loop_marks(loops: Sequence[tuple[int, int, int]], whole: float, remark: str = "") -> list[Element]:
+    """Each loop over its part of an axis, with its trip count.
+
+    Args:
+        loops: start, end and trip count. whole: the length of the axis.
+    """
+    return [
+        el(
+            "span",
+            f"x{count} iterations{remark}",
+            class_="loop",
+            style=f"left:{percent(start, whole)};width:{percent(end - start, whole)}",
+        )
+        for start, end, count in loops
+    ]
 
 
 def _bands(use: MemoryUse, top: float) -> Iterable[Element]:

@@ -15,7 +15,7 @@ from autopar.pipeline.draw.palette import LOOKS, label, phases_of, shade
 from autopar.pipeline.draw.text import owners
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.step_trace import StepTrace
-from autopar.report.html.figures import kind_class, ticks_of_time
+from autopar.report.html.figures import kind_class, loop_marks, ticks_of_time
 from autopar.report.html.markup import Element, el, percent, svg
 from autopar.system.units import human_bytes, human_seconds
 
@@ -76,15 +76,7 @@ def step_tracks(trace: StepTrace, step_time_s: float, name: str) -> tuple[Elemen
         for kind in dict.fromkeys(kind for kind, _ in trace.kinds)
     ]
     hatched = el("li", el("span", class_="swatch hidden plain"), "hidden by kernels") if trace.kinds else None
-    loops = [
-        el(
-            "span",
-            f"x{count} iterations, drawn as one",
-            class_="loop",
-            style=f"left:{percent(a, whole)};width:{percent(b - a, whole)}",
-        )
-        for a, b, count in trace.loops
-    ]
+    loops = loop_marks(trace.loops, whole, ", drawn as one")
     figure = el(
         "div",
         *(_track(row, "", slices, whole, f"{name}-{row}") for row, slices in rows.items() if slices),
