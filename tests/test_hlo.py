@@ -8,6 +8,7 @@ from autopar.errors import VerifyError
 from autopar.ir.mesh import MeshShape
 from autopar.xla_compiler import hlo_collectives as hlo
 from autopar.xla_compiler import hlo_metadata as hlo_places
+from autopar.xla_compiler.hlo_text import parse_module
 
 MESH = MeshShape(("data", "model"), (2, 4))
 
@@ -110,3 +111,57 @@ def test_older_metadata_has_the_source_line() -> None:
     )
     (one,) = hlo.collectives("ENTRY %main (a: f32[512]) -> f32[512] {\n" + line + "\n}\n")
     assert (one.source, one.groups, one.group_size(8)) == ("a.py:7", (), 8)
+
+
+# -- the parser -------------------------------------------------------------------------------
+
+
+def test_shapes_operands_and_attributes_are_parsed() -> None:
+    module = parse_module(PROGRAM)
+    assert (module.name, module.entry, module.num_partitions, module.is_scheduled) == ("jit_run", "main", 1, True)
+    start = module.main.by_name["all-reduce-start"]
+    assert start.shape.leaves == (*start.shape.elements[0].leaves, *start.shape.elements[1].leaves)
+    assert start.shape.num_bytes == 2 * (128 * 64 * 4 + 32 * 2)
+    assert [operand.name for operand in start.operands] == ["a", "b"]
+    assert start.callees == ("add",)
+    loop = module.main.by_name["loop"]
+    assert loop.trip_count == 12
+    assert {one.name for one in module.called(loop)} == {"body", "condition"}
+    assert module.main.root.name == "loss"
+    assert [one.name for one in module.main.parameters] == ["a", "b"]
+    assert {one.name for one in module.main.users["a"]} == {"all-reduce-start", "scattered", "pieces", "start"}
+
+
+def test_newer_notations_are_parsed() -> None:
+    text = """\
+HloModule m, num_partitions=4, is_scheduled=true
+
+ENTRY %main (a: bf16[8,4]) -> (f8e4m3fn[8,4], s4[3]) {
+  %a = bf16[8,4]{0,1:T(8,128)S(5)} parameter(0), metadata={op_name="f(\\"x\\", {y)"}
+  %pair = (f8e4m3fn[8,4]{1,0}, /*index=1*/s4[3]{0}) custom-call(%a), custom_call_target="odd, {name(", custom_call_has_side_effect=true
+  %first = f8e4m3fn[8,4]{1,0} negate(%pair#0)
+  ROOT %out = (f8e4m3fn[8,4]{1,0}, s4[3]{0}) tuple(%first, %pair#1)
+}
+"""
+    module = parse_module(text)
+    main = module.main
+    assert main.by_name["a"].shape.memory_space == 5
+    assert main.by_name["a"].shape.minor_to_major == (0, 1)
+    call = main.by_name["pair"]
+    assert call.custom_call_target == "odd, {name("
+    assert call.shape.num_bytes == 32 + 1.5
+    assert main.shape_of(main.root.operands[1]).dtype == "s4"
+    assert module.num_partitions == 4
+
+
+@pytest.mark.parametrize(
+    "text", ["", "hello", "HloModule m\n\n%f (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n"]
+)
+def test_a_text_that_is_no_module_is_an_error(text: str) -> None:
+    with pytest.raises(VerifyError, match="no HLO module"):
+        parse_module(text)
+
+
+def test_a_damaged_line_is_named() -> None:
+    with pytest.raises(VerifyError, match=r"line 2 .*f32\[512"):
+        parse_module("ENTRY %main (a: f32[512]) -> f32[512] {\n  ROOT %r = f32[512 broken\n}\n")

@@ -7,13 +7,13 @@ while a `-start` lists operands and results.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.xla_compiler.hlo_metadata import Groups, read_groups, read_sources
+from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, parse_module
 
 KINDS = (
     "all-reduce",
@@ -25,12 +25,8 @@ KINDS = (
     "collective-broadcast",
 )
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\((.*)$")
 _KIND = re.compile(rf"({'|'.join(KINDS)})(-done)?")
-_ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c64|c128)\[([\d,]*)\]")
 _GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)=(.+?)(?:, (?!device_ids=)[a-z_]+=|$)")
-_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +89,6 @@ class Collective:
         return len(self.groups[0]) if self.groups else num_devices
 
 
-@dataclass(frozen=True, slots=True)
-class _Instruction:
-    computation: str
-    name: str
-    shape: str
-    opcode: str
-    rest: str
-
-    @property
-    def mentioned(self) -> list[str]:
-        """Operands and called computations in order, without control dependencies."""
-        data = re.sub(r"control-predecessors=\{[^}]*\}", "", self.rest.split(", metadata=")[0])
-        return re.findall(r"%([\w.\-]+)", data)
-
-
 def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int = 1) -> list[Collective]:
     """The collectives with more than `ignore_up_to` result elements, in the order of the text.
 
@@ -116,8 +97,22 @@ def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int 
     Args:
         unknown_trip_counts: assumed trip count of a loop whose trip count XLA does not know.
     """
-    found = (one for _, one in _read(hlo_text, unknown_trip_counts) if one is not None)
-    return [one for one in found if one.num_elements > ignore_up_to]
+    if not any(kind in hlo_text for kind in KINDS):  # a fast path: most programs of one device have none
+        return []
+    module, sources = parse_module(hlo_text), read_sources(hlo_text)
+    times = _num_times(module, unknown_trip_counts)
+    starts = {
+        one.callees[0]: (computation, one)
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode == "async-start" and one.callees
+    }
+    found = (
+        _collective(module, computation, one, sources, times.get(computation.name, 1), starts)
+        for computation in module.computations.values()
+        for one in computation.instructions
+    )
+    return [one for one in found if one is not None and one.num_elements > ignore_up_to]
 
 
 def has_loops(hlo_text: str) -> bool:
@@ -141,112 +136,85 @@ def result_bytes(hlo_text: str, ignore_up_to: int = 64) -> dict[str, float]:
     return total
 
 
-def _read(hlo_text: str, unknown_trip_counts: int = 1) -> list[tuple[_Instruction, Collective | None]]:
-    """The instructions in the order of the text, in which operands and callees precede their users."""
-    computation, known = "", {}
-    for line in hlo_text.splitlines():
-        if header := _COMPUTATION.match(line):
-            computation = header[1]
-        elif parts := _INSTRUCTION.match(line):
-            instruction = _Instruction(computation, *parts.groups())
-            known[computation, instruction.name] = instruction
-    sources, times = read_sources(hlo_text), _num_times(list(known.values()), unknown_trip_counts)
-    concatenates: dict[str, _Instruction] = {}  # computation -> its concatenate, or the async-start that calls it
-    for one in known.values():
-        if one.opcode == "concatenate":
-            concatenates[one.computation] = one
-        elif one.opcode == "async-start":
-            concatenates[one.mentioned[-1]] = one
-    return [(one, _collective(one, known, sources, times, concatenates)) for one in known.values()]
+def groups_of(one: Instruction) -> tuple[str, Groups]:
+    """Replica groups, or the source-target pairs of a permute: as XLA wrote them, and as device numbers."""
+    found = _GROUPS.search(one.attributes)
+    return (found[1], read_groups(found[1])) if found else ("", ())
 
 
-def _num_times(instructions: Sequence[_Instruction], unknown_trip_counts: int) -> dict[str, int]:
-    """Executions per step of each computation."""
-    times: dict[str, int] = {}
-    if all(one.opcode != "while" for one in instructions):  # a fast path for the common case
-        return times
-    for instruction in reversed(instructions):  # callers come after their callees
-        here = times.setdefault(instruction.computation, 1)
-        if instruction.opcode == "while":
-            trip_count = _TRIP_COUNT.search(instruction.rest)
-            here *= int(trip_count[1]) if trip_count else unknown_trip_counts
-        for name in instruction.mentioned:
-            times[name] = max(times.get(name, 1), here)
-    return times
-
-
-def _collective(
-    instruction: _Instruction,
-    known: Mapping[tuple[str, str], _Instruction],
-    sources: Mapping[int, tuple[str, str]],
-    times: Mapping[str, int],
-    concatenates: Mapping[str, _Instruction],
-) -> Collective | None:
-    kind = _KIND.fullmatch(instruction.opcode)
-    if kind is None:
-        return None
-    # A `-done` has the shape of the result; its `-start` has groups and metadata.
-    issued = known[instruction.computation, instruction.mentioned[0]] if kind[2] else instruction
-    groups = _GROUPS.search(issued.rest)
-    source, library_source = _source(issued.rest, sources)
-    op_name = re.search(r'op_name="([^"]*)"', issued.rest)
-    arrays = [(dtype, _size(dims)) for dtype, dims in _ARRAY.findall(instruction.shape)]
-    return Collective(
-        kind=kind[1],
-        name=issued.name,
-        op_name=op_name[1] if op_name else "",
-        source=source,
-        library_source=library_source,
-        replica_groups=groups[1] if groups else "",
-        groups=read_groups(groups[1]) if groups else (),
-        dtypes=tuple(sorted({dtype for dtype, _ in arrays})),
-        num_elements=sum(size for _, size in arrays),
-        result_bytes=tuple(size * _bits(dtype) / 8 for dtype, size in arrays),
-        num_times=times.get(instruction.computation, 1),
-        concatenated_bytes=_concatenated(issued, known, concatenates) if len(arrays) == 1 else (),
-    )
-
-
-def _concatenated(
-    issued: _Instruction, known: Mapping[tuple[str, str], _Instruction], concatenates: Mapping[str, _Instruction]
-) -> tuple[float, ...]:
-    """Bytes of the parts of a concatenated operand; XLA's combiner emits a fusion with the concatenate alone."""
-    operand = known.get((issued.computation, issued.mentioned[0])) if issued.mentioned else None
-    if operand is not None and operand.opcode == "parameter" and issued.computation in concatenates:
-        caller = concatenates[issued.computation]  # XLA may wrap an async collective in a computation
-        operands, index = caller.mentioned, int(operand.rest.split(")")[0])
-        # A loop's body has another caller, with one operand: the tuple of carried values.
-        operand = known.get((caller.computation, operands[index])) if index < len(operands) else None
-    while operand is not None and operand.opcode in ("bitcast", "copy", "reshape"):
-        operand = known.get((operand.computation, operand.mentioned[0]))
-    if operand is not None and operand.opcode == "fusion":
-        operand = next((concatenates[name] for name in operand.mentioned if name in concatenates), None)
-    if operand is None or operand.opcode != "concatenate":
-        return ()
-    sizes = [_num_bytes(known.get((operand.computation, name))) for name in operand.mentioned]
-    return tuple(sizes) if all(sizes) and len(sizes) > 1 else ()
-
-
-def _num_bytes(instruction: _Instruction | None) -> float:
-    arrays = _ARRAY.findall(instruction.shape) if instruction else []
-    return sum(_size(dims) * _bits(dtype) / 8 for dtype, dims in arrays)
-
-
-def _source(rest: str, sources: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
-    """The source lines of an instruction, from its own metadata (JAX up to 0.8) or from the table of stack frames."""
-    if frame := re.search(r"stack_frame_id=(\d+)", rest):
+def source_of(one: Instruction, sources: Mapping[int, tuple[str, str]]) -> tuple[str, str]:
+    """The source lines of an instruction (see `read_sources`), from its own metadata where it has no stack frame."""
+    if frame := re.search(r"stack_frame_id=(\d+)", one.attributes):
         return sources.get(int(frame[1]), ("", ""))
-    place = re.search(r'source_file="([^"]*)" source_line=(\d+)', rest)
+    place = re.search(r'source_file="([^"]*)" source_line=(\d+)', one.attributes)
     line = f"{place[1]}:{place[2]}" if place else ""
     return line, line
 
 
-def _size(dims: str) -> int:
-    """Number of elements of an array with dims `32,64`; a scalar has an empty text."""
-    return math.prod(int(size) for size in dims.split(",") if size)
+def _num_times(module: Module, unknown_trip_counts: int) -> dict[str, int]:
+    """Executions per step of each computation."""
+    times = {module.entry: 1}
+    for computation in reversed(module.computations.values()):  # callers come after their callees
+        for one in computation.instructions:
+            here = times.get(computation.name, 1)
+            if one.opcode == "while":
+                here *= unknown_trip_counts if one.trip_count is None else one.trip_count
+            for callee in one.callees:
+                times[callee] = max(times.get(callee, 1), here)
+    return times
 
 
-def _bits(dtype: str) -> int:
-    """Bits of an element: the first number in the dtype's name, 8 for `pred`."""
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 8
+def _collective(
+    module: Module,
+    computation: Computation,
+    one: Instruction,
+    sources: Mapping[int, tuple[str, str]],
+    num_times: int,
+    starts: Mapping[str, tuple[Computation, Instruction]],
+) -> Collective | None:
+    kind = _KIND.fullmatch(one.opcode)
+    if kind is None:
+        return None
+    # A `-done` has the shape of the result; its `-start` has groups and metadata.
+    issued = computation.by_name[one.operands[0].name] if kind[2] else one
+    text, groups = groups_of(issued)
+    source, library_source = source_of(issued, sources)
+    arrays = one.shape.leaves
+    return Collective(
+        kind=kind[1],
+        name=issued.name,
+        op_name=issued.op_name,
+        source=source,
+        library_source=library_source,
+        replica_groups=text,
+        groups=groups,
+        dtypes=tuple(sorted({array.dtype for array in arrays})),
+        num_elements=one.shape.num_elements,
+        result_bytes=tuple(array.num_bytes for array in arrays),
+        num_times=num_times,
+        concatenated_bytes=_concatenated(module, computation, issued, starts) if len(arrays) == 1 else (),
+    )
+
+
+def _concatenated(
+    module: Module,
+    computation: Computation,
+    issued: Instruction,
+    starts: Mapping[str, tuple[Computation, Instruction]],
+) -> tuple[float, ...]:
+    """Bytes of the parts of a concatenated operand; XLA's combiner emits a fusion with the concatenate alone."""
+    if not issued.operands:
+        return ()
+    operand = computation.by_name.get(issued.operands[0].name)
+    if operand is not None and operand.opcode == "parameter" and computation.name in starts:
+        computation, start = starts[computation.name]  # XLA may wrap an async collective in a computation
+        operand = computation.by_name.get(start.operands[int(operand.literal)].name)
+    while operand is not None and operand.opcode in ("bitcast", "copy", "reshape"):
+        operand = computation.by_name.get(operand.operands[0].name)
+    if operand is not None and operand.opcode == "fusion":
+        computation = module.called(operand)[0]
+        operand = next((one for one in computation.instructions if one.opcode == "concatenate"), None)
+    if operand is None or operand.opcode != "concatenate":
+        return ()
+    sizes = [computation.shape_of(part).num_bytes for part in operand.operands]
+    return tuple(sizes) if all(sizes) and len(sizes) > 1 else ()
