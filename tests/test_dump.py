@@ -44,9 +44,26 @@ def test_another_plan_differs_where_it_does(tmp_path: Path) -> None:
     assert differing.isdisjoint({"02-jaxpr.txt", "03-graph.txt"})
 
 
-def test_microbatches_and_recomputation_are_in_it(tmp_path: Path) -> None:
+def test_microbatches_and_rematerialization_are_in_it(tmp_path: Path) -> None:
     plan, files = dumped(tmp_path, num_microbatches=2)
     assert plan.num_microbatches == 2 and "enter_carry" in files["02-jaxpr.txt"]
+    assert "(rematerialization" not in files["07-explicit-program.txt"]
+
+    def step(params: list[jax.Array], x: jax.Array) -> list[jax.Array]:
+        def loss(params: list[jax.Array]) -> jax.Array:
+            h = x
+            for w in params:
+                h = jax.checkpoint(lambda w, h: jnp.tanh(h @ w))(w, h)
+            return (h * h).sum()
+
+        return [w - 0.1 * g for w, g in zip(params, jax.grad(loss)(params), strict=True)]
+
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 2
+    x = jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    autopar.plan(step, weights, x, mesh="2x2", hardware="h100-sxm", dump=tmp_path / "checkpoint")
+    text = (tmp_path / "checkpoint" / "07-explicit-program.txt").read_text()
+    again = [line for line in text.splitlines() if "(rematerialization" in line]
+    assert sum(" tanh " in line or " dot_general " in line for line in again) >= 2
 
 
 def test_a_kept_plan_is_made_again_to_be_written(tmp_path: Path) -> None:

@@ -100,7 +100,8 @@ class _Builder:
         for kind, axes, num_bytes, times in node.params.get("collectives", ()):
             one = Communicate(kind, "program", n, None, None, axes, num_bytes, times * node.repeat)
             self.ops.append(one)
-        self.ops.append(Compute(n, operands))
+        cause = "rematerialization" if node.rematerialized else "program"
+        self.ops.append(Compute(n, operands, cause, node.repeat))
         for value in node.results:
             self._define(value)
         for one in self.after.get(n, ()):

@@ -51,6 +51,10 @@ def substituted(atoms: Sequence[Atom], substitution: Substitution) -> tuple[Atom
     return tuple(of(atom) if isinstance(atom, int) else atom for atom in atoms)
 
 
+#: The scope in which `jax.checkpoint` computes forward values again.
+REMATERIALIZED = "rematted_computation"
+
+
 @dataclass(frozen=True, slots=True)
 class Equation:
     """One primitive application, or one piece of a region. Operands and results are positions in `Trace.avals`.
@@ -87,6 +91,11 @@ class Equation:
     @property
     def effects(self) -> bool:
         return bool(self.source.effects) and self.piece is None
+
+    @property
+    def is_rematerialized(self) -> bool:
+        """Whether `jax.checkpoint`, or a plan, has it compute a forward value again; both mark the name stack."""
+        return any(getattr(scope, "name", None) == REMATERIALIZED for scope in self.name_stack.stack)
 
     def reading(self, substitution: Substitution, **changes: Any) -> Equation:
         """A copy with replaced operands, and with `changes` to other fields."""

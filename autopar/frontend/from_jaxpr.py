@@ -67,6 +67,7 @@ def _node(equation: Equation) -> Node:
         source=_source(_Traceback(equation)),
         effect=equation.effects,
         repeat=equation.repeat,
+        rematerialized=equation.is_rematerialized,
     )
 
 

@@ -33,10 +33,18 @@ class Array:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """A node of the graph, with the arrays that it reads (None for a literal)."""
+    """A node of the graph.
+
+    Args:
+        operands: arrays that it reads; None for a literal.
+        cause: `rematerialization` where it computes a forward value again in the backward pass, else `program`.
+        num_times: number of runs per step.
+    """
 
     node: int
     operands: tuple[int | None, ...]
+    cause: Literal["program", "rematerialization"] = "program"
+    num_times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,7 @@ class Extend:
     """A kernel that extends one dim of a node's operand by its halo, and slices it to what the device reads.
 
     Args:
-        strips: halo slices concatenated with the device's own part.
+        slices: halo slices concatenated with the device's own part.
         window: the part that the device reads; operations with equal windows are one kernel.
         shape: shape that the device reads.
         num_times: number of runs per step.

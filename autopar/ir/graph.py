@@ -60,6 +60,7 @@ class Node:
         source: `file.py:12 (function)` in the user's code, or "".
         effect: whether it has a side effect (a print, a callback).
         repeat: number of runs per step.
+        rematerialized: whether it computes a forward value again in the backward pass.
     """
 
     primitive: str
@@ -71,6 +72,7 @@ class Node:
     source: str = ""
     effect: bool = False
     repeat: float = 1.0
+    rematerialized: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Loop:
 
     Args:
         start, stop: its nodes [start, stop), which include the entry nodes; its exit nodes follow.
-        trips: trip count.
+        num_iterations: trip count.
         carries: entry node and exit node of each value carried between iterations.
         stacks: exit nodes of stacked outputs.
         sums: carries that start as zeros and that each iteration adds to.

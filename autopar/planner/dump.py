@@ -168,7 +168,9 @@ def _explicit(passes: _Passes) -> Iterator[str]:
         if isinstance(op, Compute):
             node = graph.nodes[op.node]
             results = ", ".join(made(explicit.made.get(value)) for value in node.results) or "()"
-            yield f"{results} = {node.primitive} {', '.join(map(array, op.operands))}"
+            times = f" x{op.num_times:g}" if op.num_times != 1 else ""
+            again = f"  (rematerialization{times})" if op.cause == "rematerialization" else ""
+            yield f"{results} = {node.primitive} {', '.join(map(array, op.operands))}{again}"
         elif isinstance(op, Extend):
             size = f"to {'x'.join(map(str, op.shape))} elements, {human_bytes(op.num_bytes)}"
             yield f"EXTEND operand {op.operand} of n{op.node} {size}"

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.frontend.accumulators import sums_of
-from autopar.frontend.equations import Atom, Equation, Nest, Piece, Region, substituted
+from autopar.frontend.equations import REMATERIALIZED, Atom, Equation, Nest, Piece, Region, substituted
 from autopar.frontend.trace import Rewritten, Trace
 from autopar.frontend.trace_builder import TraceBuilder, piece_of
 from autopar.jax_interop import compat as jax_compat
@@ -183,7 +183,7 @@ class _Rewriting:
         known = {v: barred.get(at, at) for v, at in now.items()}
         renewed = {now[v] for v in reread}
         for equation in sources:
-            stack = equation.name_stack.extend("rematted_computation")
+            stack = equation.name_stack.extend(REMATERIALIZED)
             clone = self.builder.copy(equation, known, phase=like.phase, name_stack=stack)
             known.update(zip(equation.results, clone.results, strict=True))
             self._append(clone, body)
