@@ -14,10 +14,10 @@ from typing import Any
 
 from autopar.errors import PlotError
 from autopar.pipeline.draw.file import write_drawing
-from autopar.pipeline.draw.perfetto import named, slice_of, trace_of
 from autopar.plans.plan import Plan
 from autopar.plans.step_trace import StepTrace
 from autopar.report.breakdown import MemoryUse, memory_use
+from autopar.system.chrome_trace import named, slice_of, trace_of
 
 _KERNELS, _COLLECTIVES = 0, 1
 

@@ -2,7 +2,7 @@
 
 In: `PipelineTimeline`s.
 Out: the trace as JSON types, in Chrome's trace event format: a process per timeline, a thread per submesh, a slice per
-task, with times in microseconds from the start of the step. Other traces use the same events (`named`, `slice_of`).
+task, with times in microseconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from autopar.pipeline.draw.palette import label
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.system.chrome_trace import named, slice_of, trace_of
 
 
 def perfetto_trace(*timelines: PipelineTimeline) -> dict[str, Any]:
@@ -32,25 +33,3 @@ def perfetto_trace(*timelines: PipelineTimeline) -> dict[str, Any]:
                 for span in timeline.on(submesh)
             ]
     return trace_of(events)
-
-
-def trace_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """A complete trace."""
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def slice_of(
-    name: str, kind: str, place: tuple[int, int], times_us: tuple[float, float], about: dict[str, Any]
-) -> dict[str, Any]:
-    """A slice: something that runs for a while.
-
-    Args:
-        place: process and thread.
-        times_us: start and duration.
-    """
-    where = {"pid": place[0], "tid": place[1], "ts": times_us[0], "dur": times_us[1]}
-    return {"ph": "X", "name": name, "cat": kind, **where, "args": about}
-
-
-def named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": name}}

@@ -1,0 +1,238 @@
+"""Count the bytes and the operations of a kernel from its fused computation.
+
+In: a computation of an HLO fusion. Out: `FusedWork`. Work is counted by demand, from the roots backwards: an operand
+behind a slice or a gather is read only where the slice needs it, and an update in place writes only the update.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, Operand, Shape
+
+#: Opcodes that only rename, describe or index data: the kernel computes nothing for them.
+FREE = frozenset(
+    [
+        "parameter",
+        "constant",
+        "bitcast",
+        "reshape",
+        "tuple",
+        "get-tuple-element",
+        "broadcast",
+        "iota",
+        "slice",
+        "dynamic-slice",
+        "gather",
+        "pad",
+        "concatenate",
+        "transpose",
+        "copy",
+        "reverse",
+        "dynamic-update-slice",
+        "partition-id",
+        "replica-id",
+        "after-all",
+        "opt-barrier",
+        "domain",
+    ]
+)
+_PARTIAL = frozenset(("slice", "dynamic-slice", "gather"))
+_WHOLE = frozenset(("dot", "convolution", "sort", "reduce-window", "select-and-scatter", "scan"))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedWork:
+    """The work of one kernel on one device.
+
+    Args:
+        read_bytes: bytes of each parameter that the kernel reads.
+        written_bytes: bytes that it writes.
+        operations: (opcode, dtype) -> number of elements computed.
+        num_elements: elements that run in parallel: of the largest root, or of a reduction's operand.
+        is_transpose: whether it moves a dim to or from the contiguous position.
+        is_column_reduction: whether it reduces a dim that is not the contiguous one.
+        is_scatter: whether it scatters, by atomic updates.
+        dots: the matmuls in it.
+        heavy: its other instructions that a formula of their own prices, e.g. a sort.
+    """
+
+    read_bytes: tuple[float, ...]
+    written_bytes: float
+    operations: Mapping[tuple[str, str], float]
+    num_elements: float
+    is_transpose: bool = False
+    is_column_reduction: bool = False
+    is_scatter: bool = False
+    dots: tuple[tuple[Computation, Instruction], ...] = ()
+    heavy: tuple[tuple[Computation, Instruction], ...] = ()
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(self.read_bytes) + self.written_bytes
+
+
+def fused_work(module: Module, computation: Computation) -> FusedWork:
+    """Count the work of a fusion's computation, nested fusions included."""
+    counter = _Counter(module)
+    demanded = {one.name: float(one.shape.num_elements) for one in _roots(computation)}
+    reads = counter.count(computation, demanded)
+    return FusedWork(
+        read_bytes=tuple(reads),
+        written_bytes=sum(_written(computation, one) for one in _roots(computation)),
+        operations=dict(counter.operations),
+        num_elements=max((counter.parallel, *demanded.values()), default=0.0),
+        is_transpose=counter.is_transpose,
+        is_column_reduction=counter.is_column_reduction,
+        is_scatter=counter.is_scatter,
+        dots=tuple(counter.dots),
+        heavy=tuple(counter.heavy),
+    )
+
+
+class _Counter:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.operations: dict[tuple[str, str], float] = defaultdict(float)
+        self.parallel = 0.0
+        self.is_transpose = self.is_column_reduction = self.is_scatter = False
+        self.dots: list[tuple[Computation, Instruction]] = []
+        self.heavy: list[tuple[Computation, Instruction]] = []
+
+    def count(self, computation: Computation, demanded: Mapping[str, float]) -> list[float]:
+        """Add a computation's work; bytes read of each of its parameters.
+
+        Args:
+            demanded: elements demanded of the instructions whose results leave the computation.
+        """
+        demand: dict[str, float] = defaultdict(float, demanded)
+        in_place = {name for one in _roots(computation) for name in _updated(computation, one)}
+        for one in reversed(computation.instructions):
+            elements = min(demand[one.name], float(one.shape.num_elements))
+            if elements <= 0:
+                continue  # nothing needs it
+            if one.opcode != "tuple":
+                self._note(computation, one, elements)
+            for index, operand in enumerate(one.operands):
+                wanted = self._wanted(computation, one, index, elements, in_place)
+                demand[operand.name] += wanted
+        return [
+            min(demand[parameter.name], float(parameter.shape.num_elements)) * _itemsize(parameter.shape)
+            for parameter in computation.parameters
+        ]
+
+    def _wanted(
+        self, computation: Computation, one: Instruction, index: int, elements: float, in_place: set[str]
+    ) -> float:
+        """Elements that an instruction needs of an operand, to compute some elements of its result."""
+        operand = computation.shape_of(one.operands[index])
+        size, whole = float(operand.num_elements), float(one.shape.num_elements)
+        part = elements / whole if whole else 0.0
+        if one.opcode == "fusion":
+            inner = self.module.called(one)[0]
+            nested = _Counter(self.module)
+            roots = _roots(inner)
+            itemsize = _itemsize(inner.parameters[index].shape) or 1.0
+            return nested.count(inner, {r.name: part * r.shape.num_elements for r in roots})[index] / itemsize
+        if one.opcode == "tuple":
+            return 0.0  # its elements are roots, or read one by one
+        if one.opcode in ("dynamic-update-slice", "scatter"):
+            if index == 0:
+                updated = float(computation.shape_of(one.operands[1 if one.opcode != "scatter" else -1]).num_elements)
+                return 0.0 if one.name in in_place else max(0.0, elements - updated)
+            return min(size, elements) if one.opcode == "dynamic-update-slice" else size
+        if one.opcode in _PARTIAL:
+            return min(size, elements) if index == 0 else size
+        if one.opcode in ("concatenate", "pad"):
+            return size * min(1.0, part)
+        if one.opcode == "reduce":
+            return size * min(1.0, part) if size > whole else min(size, elements)
+        if one.opcode in _WHOLE:
+            return size
+        return min(size, elements)
+
+    def _note(self, computation: Computation, one: Instruction, elements: float) -> None:
+        """Record an instruction's operations and what makes its kernel slow."""
+        if one.opcode == "fusion":
+            inner = self.module.called(one)[0]
+            whole = float(one.shape.num_elements) or 1.0
+            self.count(inner, {r.name: elements / whole * r.shape.num_elements for r in _roots(inner)})
+        elif one.opcode == "dot":
+            self.dots.append((computation, one))
+        elif one.opcode in ("sort", "convolution", "reduce-window", "select-and-scatter", "fft", "custom-call", "scan"):
+            self.heavy.append((computation, one))
+        elif one.opcode == "reduce":
+            operand = computation.shape_of(one.operands[0])
+            reduced = operand.num_elements * elements / max(1.0, float(one.shape.leaves[0].num_elements))
+            for body in self.module.called(one):
+                for step in body.instructions:
+                    if step.opcode not in FREE:
+                        self.operations[step.opcode, _dtype(step.shape)] += reduced
+            self.parallel = max(self.parallel, reduced)
+            contiguous = next((dim for dim in operand.minor_to_major if operand.dims[dim] > 1), None)
+            self.is_column_reduction |= contiguous is not None and contiguous not in one.numbers("dimensions")
+        elif one.opcode == "scatter":
+            self.is_scatter = True
+            updates = float(computation.shape_of(one.operands[-1]).num_elements)
+            self.operations["add", _dtype(one.shape)] += updates
+            self.parallel = max(self.parallel, updates)
+        elif one.opcode in ("transpose", "copy"):
+            self.is_transpose |= moves_contiguous_dim(computation, one)
+        elif one.opcode not in FREE:
+            self.operations[one.opcode, _dtype(one.shape)] += elements
+
+
+def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:
+    """Whether a transpose or a copy changes which dim is contiguous in memory."""
+    operand = computation.shape_of(one.operands[0])
+    if not operand.minor_to_major or not one.shape.minor_to_major:
+        return False
+    permutation = one.numbers("dimensions") or tuple(range(len(one.shape.dims)))
+    after = [permutation[dim] for dim in one.shape.minor_to_major if one.shape.dims[dim] > 1]
+    before = [dim for dim in operand.minor_to_major if operand.dims[dim] > 1]
+    return bool(before) and before[0] != after[0]
+
+
+def _roots(computation: Computation) -> tuple[Instruction, ...]:
+    """The instructions whose results leave the computation."""
+    root = computation.root
+    if root.opcode != "tuple":
+        return (root,)
+    return tuple(dict.fromkeys(computation.by_name[operand.name] for operand in root.operands))
+
+
+def _behind(computation: Computation, one: Instruction) -> Instruction:
+    """The instruction whose data this one passes on unchanged."""
+    while one.opcode in ("bitcast", "reshape") and one.operands:
+        one = computation.by_name[one.operands[0].name]
+    return one
+
+
+def _updated(computation: Computation, root: Instruction) -> Iterator[str]:
+    """Updates in place that end in a root: the buffer that they update is the result's."""
+    source = _behind(computation, root)
+    if source.opcode in ("dynamic-update-slice", "scatter"):
+        yield source.name
+
+
+def _written(computation: Computation, root: Instruction) -> float:
+    """Bytes that a root writes; those of an update in place are the update's, read and written for a scatter."""
+    source = _behind(computation, root)
+    if source.opcode == "dynamic-update-slice":
+        return computation.shape_of(source.operands[1]).num_bytes
+    if source.opcode == "scatter":
+        count = (len(source.operands) - 1) // 2
+        updates: Iterable[Operand] = source.operands[-count:] if count else ()
+        return 2.0 * sum(computation.shape_of(update).num_bytes for update in updates)
+    return 0.0 if source.opcode == "parameter" and source is not root else root.shape.num_bytes
+
+
+def _dtype(shape: Shape) -> str:
+    return shape.leaves[0].dtype
+
+
+def _itemsize(shape: Shape) -> float:
+    elements = shape.num_elements
+    return shape.num_bytes / elements if elements else 0.0
