@@ -47,7 +47,7 @@ def test_elementwise_reads_and_writes_everything_once() -> None:
     assert found.written_bytes == MB
     assert found.operations == {("add", "f32"): 2**20, ("exponential", "f32"): 2**20}
     assert found.num_elements == 2**20
-    assert not (found.is_transpose or found.is_column_reduction or found.is_scatter)
+    assert not (found.is_transpose or found.is_column_reduction or found.is_gather or found.scattered)
 
 
 def test_a_slice_reads_what_it_takes() -> None:
@@ -86,13 +86,14 @@ def test_a_gather_reads_rows_and_a_scatter_updates_them() -> None:
         "  %table = f32[50257,1024]{1,0} parameter(0)\n  %ids = s32[1024,1]{1,0} parameter(1)\n"
         "  ROOT %g = f32[1024,1024]{1,0} gather(%table, %ids), offset_dims={1}, slice_sizes={1,1024}"
     )
+    assert gathered.is_gather
     assert gathered.read_bytes == (MB, 4096)
     scattered = work(
         "  %table = f32[50257,1024]{1,0} parameter(0)\n  %ids = s32[1024,1]{1,0} parameter(1)\n"
         "  %rows = f32[1024,1024]{1,0} parameter(2)\n"
         "  ROOT %s = f32[50257,1024]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, to_apply=%add"
     )
-    assert scattered.is_scatter
+    assert scattered.scattered == 2**20
     assert scattered.read_bytes == (0, 4096, MB)
     assert scattered.written_bytes == 2 * MB
 
@@ -177,7 +178,6 @@ def test_convolutions_and_their_gradients_have_equal_flops(target: str, result: 
     )
     assert isinstance(found, Convolution)
     assert found.flops == 2.0 * 64 * 56 * 56 * 128 * 256 * 9
-    assert found.gemm.flops == pytest.approx(found.flops, rel=1e-3)
 
 
 def test_a_depthwise_convolution() -> None:
@@ -189,7 +189,7 @@ def test_a_depthwise_convolution() -> None:
     )
     assert isinstance(found, Convolution)
     assert found.flops == 2.0 * 8 * 32 * 32 * 64 * 9
-    assert found.gemm.batch == 64
+    assert found.groups == 64
 
 
 SCORES = '"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["8","32","4096","4096"],"tuple_shapes":[]}'

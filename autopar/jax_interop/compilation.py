@@ -47,6 +47,19 @@ def kept_inputs(lowered: jax.stages.Lowered) -> tuple[int, ...]:
     return tuple(sorted(inner.compile_args["kept_var_idx"]))
 
 
+def lowered_for(lowered: jax.stages.Lowered) -> tuple[tuple[str, ...], int]:
+    """The platforms that a program is lowered for, and the number of devices that run it."""
+    inner: Any = lowered._lowering
+    return tuple(inner._platforms), int(inner.compile_args["num_devices"])
+
+
+def compiled_platforms(compiled: jax.stages.Compiled) -> set[str]:
+    """The platforms of the devices that a compiled program runs on; empty where its executable does not say."""
+    executable: Any = compiled.runtime_executable()
+    devices = getattr(executable, "local_devices", list)
+    return {device.platform for device in devices()}
+
+
 def compile_module(module: bytes, devices: Sequence[Any], more: Mapping[str, Any] | None = None) -> Any:
     """Compile for real or absent devices with the options of `jax.jit`.
 

@@ -6,6 +6,8 @@ behind a slice or a gather is read only where the slice needs it, and an update 
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -54,7 +56,8 @@ class FusedWork:
         num_elements: elements that run in parallel: of the largest root, or of a reduction's operand.
         is_transpose: whether it moves a dim to or from the contiguous position.
         is_column_reduction: whether it reduces a dim that is not the contiguous one.
-        is_scatter: whether it scatters, by atomic updates.
+        is_gather: whether it reads rows by index.
+        scattered: elements that it updates by index.
         dots: the matmuls in it.
         heavy: its other instructions that a formula of their own prices, e.g. a sort.
     """
@@ -65,7 +68,8 @@ class FusedWork:
     num_elements: float
     is_transpose: bool = False
     is_column_reduction: bool = False
-    is_scatter: bool = False
+    is_gather: bool = False
+    scattered: float = 0.0
     dots: tuple[tuple[Computation, Instruction], ...] = ()
     heavy: tuple[tuple[Computation, Instruction], ...] = ()
 
@@ -86,7 +90,8 @@ def fused_work(module: Module, computation: Computation) -> FusedWork:
         num_elements=max((counter.parallel, *demanded.values()), default=0.0),
         is_transpose=counter.is_transpose,
         is_column_reduction=counter.is_column_reduction,
-        is_scatter=counter.is_scatter,
+        is_gather=counter.is_gather,
+        scattered=counter.scattered,
         dots=tuple(counter.dots),
         heavy=tuple(counter.heavy),
     )
@@ -97,7 +102,8 @@ class _Counter:
         self.module = module
         self.operations: dict[tuple[str, str], float] = defaultdict(float)
         self.parallel = 0.0
-        self.is_transpose = self.is_column_reduction = self.is_scatter = False
+        self.is_transpose = self.is_column_reduction = self.is_gather = False
+        self.scattered = 0.0
         self.dots: list[tuple[Computation, Instruction]] = []
         self.heavy: list[tuple[Computation, Instruction]] = []
 
@@ -161,27 +167,43 @@ class _Counter:
             self.count(inner, {r.name: elements / whole * r.shape.num_elements for r in _roots(inner)})
         elif one.opcode == "dot":
             self.dots.append((computation, one))
-        elif one.opcode in ("sort", "convolution", "reduce-window", "select-and-scatter", "fft", "custom-call", "scan"):
+        elif one.opcode in ("sort", "convolution", "fft", "custom-call"):
             self.heavy.append((computation, one))
+        elif one.opcode in ("reduce-window", "select-and-scatter"):
+            self._note_window(computation, one, elements)
         elif one.opcode == "reduce":
-            operand = computation.shape_of(one.operands[0])
-            reduced = operand.num_elements * elements / max(1.0, float(one.shape.leaves[0].num_elements))
-            for body in self.module.called(one):
-                for step in body.instructions:
-                    if step.opcode not in FREE:
-                        self.operations[step.opcode, _dtype(step.shape)] += reduced
-            self.parallel = max(self.parallel, reduced)
-            contiguous = next((dim for dim in operand.minor_to_major if operand.dims[dim] > 1), None)
-            self.is_column_reduction |= contiguous is not None and contiguous not in one.numbers("dimensions")
+            self._note_reduction(computation, one, elements)
         elif one.opcode == "scatter":
-            self.is_scatter = True
             updates = float(computation.shape_of(one.operands[-1]).num_elements)
-            self.operations["add", _dtype(one.shape)] += updates
+            self.scattered += updates
             self.parallel = max(self.parallel, updates)
+        elif one.opcode == "gather":
+            self.is_gather = True
         elif one.opcode in ("transpose", "copy"):
             self.is_transpose |= moves_contiguous_dim(computation, one)
         elif one.opcode not in FREE:
             self.operations[one.opcode, _dtype(one.shape)] += elements
+
+    def _note_reduction(self, computation: Computation, one: Instruction, elements: float) -> None:
+        operand = computation.shape_of(one.operands[0])
+        reduced = operand.num_elements * elements / max(1.0, float(one.shape.leaves[0].num_elements))
+        self._note_body(one, reduced)
+        self.parallel = max(self.parallel, reduced)
+        contiguous = next((dim for dim in operand.minor_to_major if operand.dims[dim] > 1), None)
+        self.is_column_reduction |= contiguous is not None and contiguous not in one.numbers("dimensions")
+
+    def _note_window(self, computation: Computation, one: Instruction, elements: float) -> None:
+        size = re.search(r"size=([\dx]+)", one.attributes)
+        window = math.prod(int(length) for length in size[1].split("x")) if size else 1
+        source = computation.shape_of(one.operands[-2]).num_elements if one.opcode == "select-and-scatter" else elements
+        self._note_body(one, window * float(source))
+
+    def _note_body(self, one: Instruction, times: float) -> None:
+        """Add the operations of the computation that an instruction applies to pairs of elements."""
+        for body in self.module.called(one):
+            for step in body.instructions:
+                if step.opcode not in FREE:
+                    self.operations[step.opcode, _dtype(step.shape)] += times
 
 
 def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Shape
 
@@ -33,18 +34,32 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """A convolution, or one of its gradients, as the matmul that it is.
+    """A convolution, or one of its gradients.
 
     Args:
-        pass_: `forward`, `input` or `filter` (the gradients).
-        gemm: matmul of the same FLOPs; its k is not always whole, so it is rounded up.
-        num_bytes: bytes of operands and result.
+        direction: which of the three convolutions of a train step.
+        positions: batch x spatial positions of the forward convolution's output.
+        input_features, output_features: features of the forward convolution, of all groups.
+        window_elements: product of the window's sizes.
+        dtype, out_dtype: dtypes of the operands and of the result.
+        num_bytes: bytes of operands and result; `read_bytes` of its first operand alone.
     """
 
-    pass_: str
-    gemm: Gemm
-    flops: float
+    direction: Literal["forward", "input_gradient", "filter_gradient"]
+    positions: int
+    input_features: int
+    output_features: int
+    window_elements: int
+    groups: int
+    dtype: str
+    out_dtype: str
     num_bytes: float
+    read_bytes: float
+
+    @property
+    def flops(self) -> float:
+        features = self.input_features // self.groups * self.output_features
+        return 2.0 * self.positions * features * self.window_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,26 +141,27 @@ def convolution(call: Instruction, operands: tuple[Shape, ...]) -> Convolution |
     result = call.shape.leaves[0]
     if labels is None or len(operands) < 2:
         return None
-    pass_ = next((name for word, name in _PASSES.items() if word in call.custom_call_target), "forward")
-    image, kernel, out = {
-        "forward": (operands[0], operands[1], result),
-        "input": (result, operands[1], operands[0]),
-        "filter": (operands[0], result, operands[1]),
-    }[pass_]
+    direction = next((name for word, name in _GRADIENTS.items() if word in call.custom_call_target), "forward")
+    kernel, out = {
+        "forward": (operands[1], result),
+        "input_gradient": (operands[1], operands[0]),
+        "filter_gradient": (result, operands[1]),
+    }[direction]
     features = kernel.dims[labels[2].index("o")]
     groups = int(call.attribute("feature_group_count") or 1) * int(call.attribute("batch_group_count") or 1)
-    flops = 2.0 * out.num_elements * kernel.num_elements / features
-    into, channels = out.num_elements // max(1, out.dims[labels[3].index("f")]), kernel.dims[labels[2].index("i")]
-    m, n = {
-        "forward": (into, features // groups),
-        "input": (image.num_elements // max(1, image.dims[labels[1].index("f")]), channels),
-        "filter": (features // groups, kernel.num_elements // features),
-    }[pass_]
-    m, n = max(1, m), max(1, n)
-    k = max(1, math.ceil(flops / (2.0 * groups * m * n)))
-    dtypes = (operands[0].dtype, operands[1].dtype, result.dtype)
-    moved = sum(shape.num_bytes for shape in operands) + _result_bytes(call)
-    return Convolution(pass_, Gemm(groups, m, n, k, *dtypes), flops, moved)
+    channels = kernel.dims[labels[2].index("i")]
+    return Convolution(
+        direction=direction,
+        positions=out.num_elements // max(1, features),
+        input_features=channels * groups,
+        output_features=features,
+        window_elements=kernel.num_elements // max(1, channels * features),
+        groups=groups,
+        dtype=operands[0].dtype,
+        out_dtype=result.dtype,
+        num_bytes=sum(shape.num_bytes for shape in operands) + _result_bytes(call),
+        read_bytes=operands[0].num_bytes,
+    )
 
 
 def _cublas(call: Instruction, operands: tuple[Shape, ...]) -> Gemm | None:
@@ -255,7 +271,10 @@ def _dtype(call: Instruction, operands: tuple[Shape, ...]) -> str:
     return operands[0].dtype if operands else call.shape.leaves[0].dtype
 
 
-_PASSES = {"BackwardInput": "input", "BackwardFilter": "filter"}
+_GRADIENTS: dict[str, Literal["input_gradient", "filter_gradient"]] = {
+    "BackwardInput": "input_gradient",
+    "BackwardFilter": "filter_gradient",
+}
 _ESTIMATE = re.compile(r'"?(flops|bytes_accessed)"?\s*[:=]\s*"?([\d.e+]+)')
 
 #: Pattern of a custom call's target, or an opcode -> its reader. FLOPs of factorizations: Golub and Van Loan, Matrix

@@ -1,0 +1,375 @@
+"""Price every instruction of a compiled program by a device's rates.
+
+In: a module, `ReplayRates`, how the devices are wired. Out: a `KernelPrice` or a `TransferPrice` per instruction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.xla_compiler.hlo_collectives import KINDS, groups_of, source_of
+from autopar.xla_compiler.hlo_metadata import Groups
+from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, Shape
+from autopar.xla_replay.collective_time import PermutePattern, collective_s
+from autopar.xla_replay.fused_work import FusedWork, fused_work, moves_contiguous_dim
+from autopar.xla_replay.gemm_time import gemm_s, peak_flops_per_s
+from autopar.xla_replay.kernel_time import (
+    KernelWork,
+    attention_s,
+    cached_bytes,
+    convolution_s,
+    custom_call_s,
+    fusion_s,
+    host_transfer_s,
+)
+from autopar.xla_replay.library_calls import Attention, Convolution, Gemm, LibraryCall, dot_gemm, library_call
+from autopar.xla_replay.price import KernelPrice, TransferPrice
+from autopar.xla_replay.rates import ReplayRates
+
+_HOST_SPACE = 5
+#: Kernels up to this many launches long are bound by latency.
+_SHORT = 2.0
+_LIBRARY = ("custom-call", "convolution", "sort", "fft", "cholesky", "triangular-solve")
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCost:
+    """FLOPs and bytes of a custom call that its HLO does not state, e.g. of a Pallas kernel."""
+
+    flops: float
+    num_bytes: float | None = None
+
+
+@dataclass
+class DevicePrices:
+    """The prices of one device kind in one topology.
+
+    Args:
+        devices_per_domain: devices that NVLink connects.
+        sources: of each stack frame, two source lines (`hlo_metadata.read_sources`).
+        custom_kernels: custom call's target, or a part of its `op_name` -> its cost.
+    """
+
+    rates: ReplayRates
+    devices_per_domain: int
+    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    custom_kernels: Mapping[str, KernelCost] = field(default_factory=dict)
+    _known: dict[tuple[str, str], KernelPrice | TransferPrice] = field(default_factory=dict)
+    _touched: dict[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def of(self, module: Module, computation: Computation, one: Instruction) -> KernelPrice | TransferPrice:
+        """The price of one run of an instruction."""
+        key = (computation.name, one.name)
+        if key not in self._known:
+            self._known[key] = self._price(module, computation, one)
+        return self._known[key]
+
+    def host_round_trip(self) -> KernelPrice:
+        """The price of a decision that the host takes: it copies a predicate, and launches what follows."""
+        return KernelPrice("host", 2 * self.rates.host.launch_s)
+
+    def source(self, one: Instruction) -> str:
+        """The line of the user's code that an instruction comes from; empty where unknown."""
+        return source_of(one, self.sources)[0]
+
+    def _price(self, module: Module, computation: Computation, one: Instruction) -> KernelPrice | TransferPrice:
+        opcode = one.opcode.removesuffix("-start")
+        if opcode in KINDS:
+            return self._collective(module, computation, one, opcode)
+        if opcode == "fusion":
+            inner = module.called(one)[0]
+            if (sent := _sends(module, inner)) is not None:
+                return self._collective(module, *sent, sent[1].opcode)
+            host = self._host_bytes(computation, one)
+            return self._host_copy(host) if host else self._fusion(module, computation, one, inner)
+        if opcode == "copy":
+            host = self._host_bytes(computation, one)
+            return self._host_copy(host) if host else self._copy(computation, one)
+        if opcode in _LIBRARY:
+            return self._library(computation, one, library_call(computation, one))
+        if opcode == "dot":
+            gemm = dot_gemm(computation, one)
+            moved = sum(computation.shape_of(operand).num_bytes for operand in one.operands) + one.shape.num_bytes
+            return self._kernel("gemm", self._gemm(gemm), gemm.flops, moved, gemm.lhs_dtype)
+        if opcode in ("send", "recv"):
+            return self._peer(one)
+        return self._elementwise(module, computation, one)
+
+    # -- kernels -----------------------------------------------------------------------------
+
+    def _fusion(self, module: Module, computation: Computation, one: Instruction, inner: Computation) -> KernelPrice:
+        work = fused_work(module, inner)
+        notes: tuple[str, ...] = ()
+        gemms = [dot_gemm(*dot) for dot in work.dots]
+        fused = self._fused_s(work, self._cached(module, computation, one, work))
+        seconds, flops, dtype = sum(map(self._gemm, gemms)), sum(gemm.flops for gemm in gemms), "f32"
+        for within, heavy in work.heavy:
+            price = self._library(within, heavy, library_call(within, heavy))
+            seconds, flops, notes = seconds + price.seconds, flops + price.flops, (*notes, *price.notes)
+        if gemms:
+            dtype = gemms[0].lhs_dtype
+        kind = "gemm" if gemms else _fusion_kind(work)
+        return self._kernel(kind, max(seconds, fused), flops, work.num_bytes, dtype, notes)
+
+    def _fused_s(self, work: FusedWork, cached: float = 0.0) -> float:
+        return fusion_s(
+            self.rates,
+            KernelWork(
+                bytes_read=sum(work.read_bytes),
+                bytes_written=work.written_bytes,
+                operations=work.operations,
+                num_elements=work.num_elements,
+                cached_bytes=cached,
+                transpose=work.is_transpose,
+                column_reduction=work.is_column_reduction,
+                gather=work.is_gather,
+                scatter_updates=work.scattered,
+            ),
+        )
+
+    def _copy(self, computation: Computation, one: Instruction) -> KernelPrice:
+        moved = one.shape.num_bytes
+        work = KernelWork(
+            moved, moved, num_elements=one.shape.num_elements, transpose=moves_contiguous_dim(computation, one)
+        )
+        return self._kernel("copy", fusion_s(self.rates, work), 0.0, 2 * moved, "f32")
+
+    def _elementwise(self, module: Module, computation: Computation, one: Instruction) -> KernelPrice:
+        """An instruction outside a fusion, as the fusion of itself."""
+        alone = Computation(one.name, (*_parameters(computation, one), one))
+        work = fused_work(module, alone)
+        return self._kernel(_fusion_kind(work), self._fused_s(work), 0.0, work.num_bytes, "f32")
+
+    def _gemm(self, gemm: Gemm) -> float:
+        return gemm_s(
+            self.rates,
+            batch=gemm.batch,
+            m=gemm.m,
+            n=gemm.n,
+            k=gemm.k,
+            lhs_dtype=gemm.lhs_dtype,
+            rhs_dtype=gemm.rhs_dtype,
+            out_dtype=gemm.out_dtype,
+        )
+
+    def _library(self, computation: Computation, one: Instruction, call: LibraryCall) -> KernelPrice:
+        if isinstance(call, Gemm):
+            moved = sum(computation.shape_of(operand).num_bytes for operand in one.operands[:2])
+            moved += one.shape.leaves[0].num_bytes
+            return self._kernel("gemm", self._gemm(call), call.flops, moved, call.lhs_dtype)
+        if isinstance(call, Convolution):
+            seconds = convolution_s(
+                self.rates,
+                output_positions=call.positions,
+                input_features=call.input_features,
+                output_features=call.output_features,
+                window_elements=call.window_elements,
+                dtype=call.dtype,
+                out_dtype=call.out_dtype,
+                groups=call.groups,
+                direction=call.direction,
+                input_bytes=call.read_bytes,
+            )
+            return self._kernel("convolution", seconds, call.flops, call.num_bytes, call.dtype)
+        if isinstance(call, Attention):
+            seconds = attention_s(
+                self.rates,
+                flops=call.flops,
+                num_bytes=call.num_bytes,
+                head_dim=call.head_dim,
+                sequence=call.keys,
+                dtype=call.dtype,
+                backward=call.is_backward,
+            )
+            return self._kernel("attention", seconds, call.flops, call.num_bytes, call.dtype)
+        given = next(
+            (cost for name, cost in self.custom_kernels.items() if name == call.target or name in one.op_name), None
+        )
+        flops, moved = call.flops, call.num_bytes
+        if given is not None:
+            flops, moved = given.flops, moved if given.num_bytes is None else given.num_bytes
+        notes: tuple[str, ...] = ()
+        if flops is None:
+            notes = (
+                f"custom call {call.target!r}: its FLOPs are unknown, so only its bytes are counted; pass"
+                f" custom_kernels={{{call.target!r}: KernelCost(flops)}}",
+            )
+        seconds = custom_call_s(self.rates, flops=flops or 0.0, num_bytes=moved, dtype=call.dtype)
+        seconds += max(0.0, call.num_steps - 1) * self.rates.kernels.launch_s
+        return self._kernel("custom-call", seconds, flops or 0.0, moved, call.dtype, notes, is_known=flops is not None)
+
+    def _kernel(
+        self,
+        kind: str,
+        seconds: float,
+        flops: float,
+        num_bytes: float,
+        dtype: str,
+        notes: tuple[str, ...] = (),
+        *,
+        is_known: bool = True,
+    ) -> KernelPrice:
+        device, launch = self.rates.device, self.rates.kernels.launch_s
+        if not is_known:
+            bound = "unknown"
+        elif seconds < _SHORT * launch:
+            bound = "latency"
+        else:
+            compute = flops / peak_flops_per_s(self.rates, dtype) if flops else 0.0
+            memory = num_bytes / (device.hbm_bytes_per_s * device.hbm_efficiency)
+            # A kernel far from both limits computes outside the matrix units.
+            bound = "FLOPs" if compute > memory or seconds > 2 * max(compute, memory) + launch else "memory"
+        gap = self.rates.kernels.gap_s if seconds > 0 else 0.0
+        return KernelPrice(kind, seconds + gap, bound, flops, num_bytes, notes)
+
+    def _cached(self, module: Module, computation: Computation, one: Instruction, work: FusedWork) -> float:
+        """Bytes of the operands that the L2 cache still holds from the kernels before."""
+        if computation.name not in self._touched:
+            self._touched[computation.name] = _touched_bytes(computation)
+        touched, total = self._touched[computation.name], 0.0
+        here = touched.get(one.name, (0.0, 0.0))[0]
+        for operand, read in zip(one.operands, work.read_bytes, strict=False):
+            produced = touched.get(_producer(computation, operand.name))
+            size = computation.shape_of(operand).num_bytes
+            if produced is not None and size:
+                total += min(read, cached_bytes(self.rates, size, here - produced[1] + size))
+        return total
+
+    # -- transfers ---------------------------------------------------------------------------
+
+    def _collective(self, module: Module, computation: Computation, one: Instruction, kind: str) -> TransferPrice:
+        _, groups = groups_of(one)
+        is_permute = kind == "collective-permute"
+        everyone = (tuple(range(module.num_partitions)),)
+        local, domains = self._extent(groups or everyone, is_permute)
+        operands = sum(computation.shape_of(operand).num_bytes for operand in one.operands)
+        size = 1 if is_permute else len((groups or everyone)[0])
+        payload = operands * size if kind == "all-gather" else operands
+        seconds = collective_s(
+            self.rates,
+            kind,
+            payload,
+            devices_per_domain=local,
+            num_domains=domains,
+            pattern=_pattern(groups) if is_permute else "shift",
+        )
+        link = self.rates.link
+        return TransferPrice(
+            kind=kind,
+            stream="permutes" if is_permute else "collectives",
+            link="network" if domains > 1 else "nvlink",
+            seconds=seconds,
+            slows_by=min(0.5, getattr(link,"num_sms",16) / self.rates.device.num_sms),
+            num_bytes=_sent(kind, payload, size),
+        )
+
+    def _extent(self, groups: Groups, is_permute: bool) -> tuple[int, int]:
+        """Devices per domain, and domains, of the widest group."""
+        if is_permute:
+            crosses = any(self._domain(source) != self._domain(target) for source, target in groups)
+            return 1 if crosses else 2, 2 if crosses else 1
+        widest = (1, 1)
+        for group in groups:
+            members: dict[int, int] = defaultdict(int)
+            for device in group:
+                members[self._domain(device)] += 1
+            # Domains with unequal shares of the group wait for the one with the fewest network cards.
+            widest = max(widest, (len(members), min(members.values())), key=lambda found: (found[0], -found[1]))
+        return widest[1], widest[0]
+
+    def _domain(self, device: int) -> int:
+        return device // self.devices_per_domain
+
+    def _peer(self, one: Instruction) -> TransferPrice:
+        payload = sum(leaf.num_bytes for leaf in one.shape.leaves[:1])
+        seconds = collective_s(
+            self.rates, "collective-permute", payload, devices_per_domain=2, num_domains=1, pattern="one-way"
+        )
+        slows_by = self.rates.getattr(link,"num_sms",16) / self.rates.device.num_sms
+        return TransferPrice(one.opcode, "permutes", "nvlink", seconds, slows_by, payload)
+
+    def _host_bytes(self, computation: Computation, one: Instruction) -> float:
+        """Bytes that an instruction moves between device and host memory; 0 if it touches device memory only."""
+        operands = [computation.shape_of(operand) for operand in one.operands]
+        results = one.shape.leaves
+        if not any(_on_host(shape) for shape in (*operands, *results)):
+            return 0.0
+        read = sum(shape.num_bytes for shape in operands if _on_host(shape))
+        written = sum(shape.num_bytes for shape in results if not _on_host(shape))
+        # A slice of a host array moves the slice; a slice written into a host array moves what is written.
+        return min(read, written) if read and written else max(read, sum(leaf.num_bytes for leaf in results))
+
+    def _host_copy(self, num_bytes: float) -> TransferPrice:
+        return TransferPrice(
+            "host-copy", "host copies", "host", host_transfer_s(self.rates, num_bytes), num_bytes=num_bytes
+        )
+
+
+def _on_host(shape: Shape) -> bool:
+    return any(leaf.memory_space == _HOST_SPACE for leaf in shape.leaves)
+
+
+def _sends(module: Module, inner: Computation) -> tuple[Computation, Instruction] | None:
+    """The collective in a fusion, of XLA's own collective kernels."""
+    for one in inner.instructions:
+        if one.opcode in KINDS:
+            return inner, one
+        if one.opcode == "fusion" and (found := _sends(module, module.called(one)[0])) is not None:
+            return found
+    return None
+
+
+def _fusion_kind(work: FusedWork) -> str:
+    if work.scattered:
+        return "scatter"
+    if work.is_gather:
+        return "gather"
+    return "transpose" if work.is_transpose else "column reduction" if work.is_column_reduction else "fusion"
+
+
+def _pattern(pairs: Groups) -> PermutePattern:
+    """Whether devices exchange, pass on, or only send or receive."""
+    sent = {pair for pair in pairs if pair[0] != pair[1]}
+    if sent and all((target, source) in sent for source, target in sent):
+        return "exchange"
+    return "shift" if {source for source, _ in sent} & {target for _, target in sent} else "one-way"
+
+
+def _sent(kind: str, payload: float, size: int) -> float:
+    """Bytes that one device sends in a ring."""
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload
+    return (2 if kind == "all-reduce" else 1) * (size - 1) / size * payload
+
+
+def _parameters(computation: Computation, one: Instruction) -> tuple[Instruction, ...]:
+    """The operands of an instruction as parameters, for a computation of itself alone."""
+    found: dict[str, Instruction] = {}
+    for operand in one.operands:
+        source = computation.by_name[operand.name]
+        number = str(len(found))
+        found.setdefault(
+            operand.name, Instruction(one.name, operand.name, "parameter", source.shape, (), number, source.attributes)
+        )
+    return tuple(found.values())
+
+
+def _touched_bytes(computation: Computation) -> dict[str, tuple[float, float]]:
+    """For each instruction of a schedule, the bytes that kernels had moved before it and after it."""
+    total, found = 0.0, dict[str, tuple[float, float]]()
+    for one in computation.instructions:
+        before = total
+        if one.opcode not in ("parameter", "constant", "tuple", "get-tuple-element", "bitcast"):
+            total += one.shape.num_bytes + sum(computation.shape_of(operand).num_bytes for operand in one.operands)
+            found[one.name] = (before, total)
+    return found
+
+
+def _producer(computation: Computation, name: str) -> str:
+    """The instruction that wrote a buffer."""
+    one = computation.by_name[name]
+    while one.opcode in ("bitcast", "get-tuple-element") and one.operands:
+        one = computation.by_name[one.operands[0].name]
+    return one.name
