@@ -21,7 +21,7 @@ from typing import Any
 from jax._src.interpreters import mlir  # noqa: TID251 - a context to read a module in, nothing else
 from jaxlib.mlir import ir
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.xla_compiler.compiler import FLAGS, Arguments, CompiledStep, Compiler
 from autopar.xla_compiler.gpu_target import target_text, topology_text
 

@@ -23,7 +23,7 @@ from unittest import mock
 
 import autopar
 from autopar.api import make_plan
-from autopar.cost import hardware_profile as hardware
+from autopar.hardware import profile as hardware
 from autopar.planner import candidate, mesh_search, one_mesh, reshard_to_fit
 from autopar.plans.plan import Plan
 from autopar.solve.exact_search import PROVEN

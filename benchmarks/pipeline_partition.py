@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.hardware_profile import HardwareProfile, load
+from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner

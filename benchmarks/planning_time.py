@@ -11,7 +11,7 @@ import resource
 import time
 
 import autopar
-from autopar.cost import hardware_profile as hardware
+from autopar.hardware import profile as hardware
 from autopar.plans.plan import Plan
 from benchmarks.absent_gpus import absent_mesh
 from benchmarks.models import gpt2_small_target

@@ -26,8 +26,8 @@ from typing import Any
 
 from fit_xla_tables import ACCURACY, plugin, write_section
 
-from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.cost.kernel_time import column_blocks
+from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.device_program import Buffer, DeviceProgram, Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.xla_compiler.hlo_metadata import mesh_axes, read_groups

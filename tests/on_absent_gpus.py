@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from autopar.cost.hardware_profile import load
+from autopar.hardware.profile import load
 from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for

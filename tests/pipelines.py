@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.cost.hardware_profile import load
 from autopar.frontend.equations import LiteralOperand
+from autopar.hardware.profile import load
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.run.executor import Pipeline, PlannedStage

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.cost import hardware_profile as hardware
 from autopar.cost.all_reduce import (
     ALGORITHMS,
     BACKENDS,
@@ -20,7 +19,8 @@ from autopar.cost.all_reduce import (
 from autopar.cost.all_reduce_steps import SCHEDULES, Schedule, double_tree, double_tree_parents, run
 from autopar.cost.collective_entry import link_of
 from autopar.cost.collectives import all_reduce_choice, collective_time, workers_of
-from autopar.cost.hardware_profile import LinkProfile
+from autopar.hardware import profile as hardware
+from autopar.hardware.profile import LinkProfile
 from autopar.ir.mesh import parse_mesh
 
 HOST, NETWORK = LinkProfile(1e11, 1e-6), LinkProfile(1e10, 1e-5)

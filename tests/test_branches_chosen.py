@@ -14,8 +14,8 @@ import pytest
 from pipelines import tanh_layers
 
 import autopar
-from autopar.cost.hardware_profile import load
 from autopar.errors import PlanFileError
+from autopar.hardware.profile import load
 from autopar.pipeline.cut.branches import forked_layers
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.schedule.dag import NAMES, side_by_side

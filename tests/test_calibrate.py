@@ -19,9 +19,9 @@ from autopar.calibration.calibration import Calibration, Machine, describe, fit_
 from autopar.calibration.fit import Sample, fit
 from autopar.calibration.probes import collective_points, ring
 from autopar.cli.main import main
-from autopar.cost import hardware_profile as hardware
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.errors import HardwareError
+from autopar.hardware import profile as hardware
 from autopar.ir.mesh import parse_mesh
 from benchmarks.gpu.calibration import TINY as TINY_OF_A_DRY_RUN
 

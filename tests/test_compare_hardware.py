@@ -20,8 +20,8 @@ from autopar.comparison import least_devices
 from autopar.comparison.by_hardware import Compared, Comparison, compare, profiles_of
 from autopar.comparison.by_hardware_text import comparison_json, render_comparison
 from autopar.comparison.least_devices import Fit, fits, meshes_of, numbers_of_devices, state_of
-from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.errors import HardwareError
+from autopar.hardware.profile import HardwareProfile, load
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.mesh_search import Found, search_meshes
 from autopar.planner.request import PlanRequest

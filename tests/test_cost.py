@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autopar.cost import hardware_profile as hardware
 from autopar.cost.collective_entry import link_of
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.cost.resharding_matrix import EACH_S, ReshardingTimes
 from autopar.cost.resharding_paths import Move, resharding_moves
+from autopar.hardware import profile as hardware
 from autopar.ir.mesh import MeshShape, factorisations, parse_mesh
 from autopar.ir.sharding import TensorSharding
 

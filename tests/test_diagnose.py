@@ -17,11 +17,11 @@ from test_verify import StandIn, compiled_step
 import autopar
 from autopar.cli.main import main
 from autopar.cost.collectives import collective_time
-from autopar.cost.hardware_profile import load
 from autopar.diagnosis.hand_sharded import read_hand_sharded
 from autopar.diagnosis.sharding_changes import Group, Pins, Priced, groups_of, search
 from autopar.diagnosis.unintended_collectives import extras, origins_of
 from autopar.errors import HardwareError, MeshError, StepSignatureError, TraceError, VerifyError
+from autopar.hardware.profile import load
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.plans.records import Role, TensorPlan

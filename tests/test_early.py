@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.cost.hardware_profile import load
+from autopar.hardware.profile import load
 from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh

@@ -10,10 +10,10 @@ import programs
 import pytest
 from any_choice import AnyChoice
 
-from autopar.cost.hardware_profile import load
 from autopar.cost.resharding_matrix import EACH_S
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
+from autopar.hardware.profile import load
 from autopar.ir.explicit_program import Communicate, Compute, ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh

@@ -20,8 +20,8 @@ import pytest
 from jax.sharding import NamedSharding
 from test_rules_forced import ONE_DEVICE_ONLY, SAMPLES, Case, Forced
 
-from autopar.cost.hardware_profile import load
 from autopar.cost.resharding_paths import Move, resharding_moves
+from autopar.hardware.profile import load
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat

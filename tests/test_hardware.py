@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import hardware_profile as hardware
 from autopar.errors import HardwareError
+from autopar.hardware import profile as hardware
+from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 
 FOLDER = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
 NAMES = (
@@ -209,6 +210,11 @@ def test_a_profile_of_before_has_what_is_derived(name: str, tmp_path: Path):
     assert [found.operations[one] for one in ("default", "add", "div", "tanh", "exp_bfloat16")] == [1, 1, 4, 10, 10]
     assert set(found.operations) == set(hardware.OPERATIONS)
     assert "default counts of the rules" in found.sources["operations"]
+
+
+def test_the_default_counts_are_those_of_the_rules():
+    counts = FLOPS_PER_ELEMENT | {"default": 1.0, "integer_pow": 1.0, "random_bits": FLOPS_PER_ELEMENT["threefry2x32"]}
+    assert {name: counts[name.removesuffix("_bfloat16")] for name in hardware.OPERATIONS} == hardware.OPERATIONS
 
 
 def _without(text: str, key: str) -> str:

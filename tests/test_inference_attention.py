@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost.hardware_profile import load
 from autopar.errors import InferenceError
+from autopar.hardware.profile import load
 from autopar.inference.kernels import paged_attention
 from autopar.inference.kernels import paged_attention_pallas as paged_kernel
 from autopar.inference.kernels import select_backend as choose_attention

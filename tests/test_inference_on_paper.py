@@ -14,8 +14,8 @@ import pytest
 
 from autopar.api.planned_function import Planned
 from autopar.cli.main import main
-from autopar.cost.hardware_profile import load
 from autopar.errors import BudgetError, InferenceError
+from autopar.hardware.profile import load
 from autopar.inference.estimate.estimate import InferenceOnPaper, PaperInference, choose, inference_on_paper, verdict
 from autopar.inference.estimate.layout_text import describe_layout
 from autopar.inference.kv_cache.page_pool import PagePool

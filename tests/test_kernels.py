@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.hardware_profile import known_names, load
 from autopar.cost.kernel_time import collective_seconds, column_blocks, cycles, fusion_seconds, gemm_seconds, op_seconds
-from autopar.cost.xla_latency_estimator import EstimatorProfile
 from autopar.errors import HardwareError
+from autopar.hardware.profile import known_names, load
+from autopar.hardware.xla_estimator import EstimatorProfile
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh
 

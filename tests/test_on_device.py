@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
 import autopar
-from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.cost.kernel_time import op_seconds
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
+from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.device_program import Buffer, DeviceProgram, Op, OpKind, peak_of_temporaries
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
-from autopar.cost.hardware_profile import load
+from autopar.hardware.profile import load
 from autopar.planner import overlap_search as overlap
 from autopar.planner.candidate import Candidate
 from autopar.planner.memory_budget import MemoryBudget

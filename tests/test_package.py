@@ -19,7 +19,7 @@ from scripts import architecture
 
 PACKAGE = Path(autopar.__file__).parent
 #: What plans, prices and explains: importable where JAX is not.
-WITHOUT_JAX = ("solve", "rules", "cost", "ir", "formulate", "plans", "report", "system")
+WITHOUT_JAX = ("solve", "hardware", "rules", "cost", "ir", "formulate", "plans", "report", "system")
 BLOCKED = """
 import importlib, pkgutil, sys
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from pipelines import tanh_layers
 
-from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
+from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers

@@ -24,7 +24,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cost import hardware_profile as hardware
+from autopar.hardware import profile as hardware
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.cache.key import key_of
 from autopar.solve.ilp import Ilp
@@ -171,7 +171,7 @@ def test_lines_may_move_and_are_told_as_they_are_now(tmp_path: Path, request: py
 def test_a_key_is_the_same_in_every_process(tmp_path: Path) -> None:
     text = (
         "import programs; from autopar.planner.cache.key import key_of; from autopar.transforms.program import program_of;"
-        "from autopar.cost.hardware_profile import load;"
+        "from autopar.hardware.profile import load;"
         "p = programs.PROGRAMS['bert_layers']();"
         "program = program_of(p.step, p.abstract_args(), carry=None, donate=None);"
         "print(key_of(program, {'hardware': load('h100-sxm'), 'pin': {'b': 1, 'a': (2, None)}}).name)"

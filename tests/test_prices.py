@@ -18,9 +18,9 @@ from jax.experimental import pallas as pl
 
 import autopar
 from autopar.api.measure_step import model_flops
-from autopar.cost.hardware_profile import MATRIX_DTYPES, HardwareProfile, known_names, load
 from autopar.cost.kernel_time import op_seconds
 from autopar.frontend.kernel_flops import counted_work
+from autopar.hardware.profile import MATRIX_DTYPES, HardwareProfile, known_names, load
 from autopar.ir.device_program import Op
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop.compat import primitive_of

@@ -148,7 +148,7 @@ def test_what_is_priced_inside_a_host_stays_inside_one() -> None:
     from dataclasses import replace
 
     from autopar.cost.collectives import workers_of
-    from autopar.cost.hardware_profile import load
+    from autopar.hardware.profile import load
 
     for per_host in (2, 4):
         profile = replace(load("h100-sxm"), devices_per_host=per_host)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.cost.hardware_profile import load
+from autopar.hardware.profile import load
 from autopar.ir.mesh import parse_mesh
 from autopar.jax_interop.compilation import module_bytes
 from autopar.solve.problem import Edge, Problem

@@ -17,9 +17,9 @@ import pytest
 
 import autopar
 from autopar import errors
-from autopar.cost.hardware_profile import load
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
+from autopar.hardware.profile import load
 from autopar.ir.mesh import parse_mesh
 from autopar.ir.verifier import check
 from autopar.planner.remat.candidates import remat_levels

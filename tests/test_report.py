@@ -17,8 +17,8 @@ from autopar.api import measure_step
 from autopar.api.call_clock import REMEMBERED, Calls
 from autopar.api.measure_step import model_flops, report_on
 from autopar.api.step_report import StepReport
-from autopar.cost.hardware_profile import load
 from autopar.errors import StepSignatureError
+from autopar.hardware.profile import load
 from autopar.transforms.program import program_of
 
 # -- timing -----------------------------------------------------------------------------------

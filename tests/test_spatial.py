@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cost.hardware_profile import HardwareProfile, load
+from autopar.hardware.profile import HardwareProfile, load
 from autopar.jax_interop.compilation import module_bytes
 from autopar.pipeline.plan_files import load_plan
 from autopar.plans.plan import Plan

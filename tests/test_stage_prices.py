@@ -7,7 +7,7 @@ from functools import cache, partial
 
 import pytest
 
-from autopar.cost.hardware_profile import LinkProfile, load
+from autopar.hardware.profile import LinkProfile, load
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.cut.stage_programs import Cuttable

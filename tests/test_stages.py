@@ -19,7 +19,6 @@ from pipelines import tanh_layers
 import autopar
 from autopar.api.make_plan import cluster_of
 from autopar.cli.main import main
-from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
 from autopar.errors import (
     AutoparError,
     BudgetError,
@@ -30,6 +29,7 @@ from autopar.errors import (
     ScheduleError,
     StepSignatureError,
 )
+from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.pipeline.draw.svg import timeline_svg
 
 OPTIONS: dict[str, Any] = {"stages": 2, "num_microbatches": 4, "schedule": "1f1b", "hardware": "cpu-host"}

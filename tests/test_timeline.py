@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.hardware_profile import load
+from autopar.hardware.profile import load
 from autopar.ir.device_program import Buffer, DeviceProgram, Op
 from autopar.ir.mesh import parse_mesh
 from autopar.xla_model.collective_combiner import CollectiveCombiner

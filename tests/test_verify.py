@@ -23,8 +23,8 @@ from test_plan import make_plan
 
 import autopar
 from autopar.cli.main import main
-from autopar.cost.hardware_profile import load
 from autopar.errors import HardwareError, MeshError, VerifyError
+from autopar.hardware.profile import load
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse

@@ -15,7 +15,6 @@ from typing import Any, Literal, overload
 
 import jax
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import (
     AutoparError,
     BudgetError,
@@ -26,6 +25,7 @@ from autopar.errors import (
     PlanMismatchError,
 )
 from autopar.frontend.sharding_metadata import Rules
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.partition.problem import Partitioner

@@ -13,7 +13,7 @@ import jax
 from autopar.api.call_clock import Calls
 from autopar.api.measure_step import FAR_OFF, device_peak_bytes, model_flops, of_another_machine, wait
 from autopar.api.step_report import StepReport
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.transforms.program import Program

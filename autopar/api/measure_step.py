@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 
 from autopar.api.call_clock import Calls
 from autopar.api.step_report import StepReport, Suspect
-from autopar.cost.hardware_profile import HardwareProfile, load
 from autopar.formulate.model_flops import model_flops
+from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.graph import Graph
 from autopar.plans.plan import Plan
 from autopar.runtime.jitted_step import JittedStep

@@ -22,11 +22,11 @@ from autopar.api.measure_step import FEWEST_STEPS, measure, wait
 from autopar.api.prepared_step import Prepared, built, prepared_of
 from autopar.api.step_plans import StepPlans
 from autopar.api.step_report import StepReport
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import StepSignatureError
 from autopar.frontend.call import Call, opened
 from autopar.frontend.state import abstract_of, new_state, state_arguments, state_like
 from autopar.frontend.step import Step
+from autopar.hardware.profile import HardwareProfile
 from autopar.jax_interop.compat import is_traced, placed_struct, shape_struct
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.plan_files import load_plan

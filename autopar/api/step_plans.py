@@ -16,10 +16,10 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api import make_plan as plan_step
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import PlanMismatchError
 from autopar.frontend.call import Call, Results
 from autopar.frontend.step import Step
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.jax_interop.compilation_cache import compiled_kept_in
 from autopar.pipeline.plan import AnyPlan, PipelinePlan

@@ -21,8 +21,8 @@ import jaxlib.version
 from autopar.calibration.calibration import Calibration, Machine, fit_all, write
 from autopar.calibration.measure import measure
 from autopar.calibration.probes import CPU_SIZES, GPU_SIZES, Sizes
-from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import HardwareError
+from autopar.hardware.profile import HardwareProfile, detect, load
 from autopar.version import __version__
 
 #: Default time budget of a calibration.

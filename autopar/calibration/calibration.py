@@ -16,9 +16,8 @@ from typing import Any
 
 from autopar.calibration.fit import Fit, Sample, fit
 from autopar.cost.collectives import KINDS
-from autopar.cost.hardware_profile import MATRIX_DTYPES, HardwareProfile
 from autopar.errors import HardwareError
-from autopar.rules.elementwise import FLOPS_PER_ELEMENT
+from autopar.hardware.profile import MATRIX_DTYPES, OPERATIONS, HardwareProfile
 
 #: Collectives that the profile prices by the link's full bandwidth; an all-to-all has an efficiency of its own.
 _ON_THE_LINK = tuple(kind for kind in KINDS if kind != "all-to-all")
@@ -135,12 +134,12 @@ def _operations(calibration: Calibration) -> dict[str, Any]:
     """The base's FLOPs per element, scaled so that tanh counts as in the fit of the vector rate."""
     base, block = calibration.base, _Block(calibration, "operations")
     is_fitted = calibration.rate("memory", "flops") is not None
-    scale = FLOPS_PER_ELEMENT["tanh"] / base.operations["tanh"] if is_fitted else 1.0
+    scale = OPERATIONS["tanh"] / base.operations["tanh"] if is_fitted else 1.0
     for name, count in base.operations.items():
         block.add(name, None, float(f"{count * scale:.4g}"))
     table = block.done([])
     if scale != 1.0:
-        table["source"] += f"; all times {scale:.4g}, so that a tanh counts {FLOPS_PER_ELEMENT['tanh']:g} as in the fit"
+        table["source"] += f"; all times {scale:.4g}, so that a tanh counts {OPERATIONS['tanh']:g} as in the fit"
     return table
 
 

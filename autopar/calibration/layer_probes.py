@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from autopar.calibration.probes import Point, Sizes, program
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 
 _MOST_UNROLLED = 16
 

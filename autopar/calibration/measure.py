@@ -33,7 +33,7 @@ from autopar.calibration.probes import (
     reduction_points,
     wide_matmul_points,
 )
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 
 Progress = Callable[[str, float], None]
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 
 #: The profile's name of a dtype -> the timed dtype.
 DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "float64", "int8")} | {"float8": "float8_e4m3fn"}

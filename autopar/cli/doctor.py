@@ -91,7 +91,7 @@ def _devices() -> Finding:
     except Exception as error:  # whatever a plugin of JAX raises
         line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return Finding("devices", "broken", f"JAX finds none: {line}", "check the driver, JAX_PLATFORMS and XLA_FLAGS")
-    from autopar.cost.hardware_profile import detect
+    from autopar.hardware.profile import detect
 
     kind, kind_of_platform = devices[0].device_kind, devices[0].platform
     text = f"{len(devices)} x {kind} ({kind_of_platform}), {jax.process_count()} process(es)"

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.comparison.least_devices import MAX_DEVICES, Fit, Refused, TrainingState, fits, plan_on, state_of
-from autopar.cost.hardware_profile import HardwareProfile, known_names, load
 from autopar.errors import AutoparError, HardwareError, MeshError
+from autopar.hardware.profile import HardwareProfile, known_names, load
 from autopar.planner.request import Progress
 from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of

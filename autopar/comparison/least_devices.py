@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, MicrobatchError, TimeLimitError
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import DEFAULT_AXIS_NAMES, MeshShape
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.mesh_search import search_meshes
@@ -213,7 +213,7 @@ def plan_on(
 def numbers_of_devices(profile: HardwareProfile, most: int) -> tuple[int, ...]:
     """Candidate numbers of devices: 1, 2, 4, ... devices of one host, then 1, 2, 4, ... whole hosts.
 
-    >>> from autopar.cost.hardware_profile import load
+    >>> from autopar.hardware.profile import load
     >>> numbers_of_devices(load("h100-sxm"), 40)
     (1, 2, 4, 8, 16, 32)
     """
@@ -226,7 +226,7 @@ def numbers_of_devices(profile: HardwareProfile, most: int) -> tuple[int, ...]:
 def meshes_of(number: int, profile: HardwareProfile) -> tuple[MeshShape, ...]:
     """Candidate meshes of `number` devices: one axis; for several hosts also hosts x devices per host.
 
-    >>> from autopar.cost.hardware_profile import load
+    >>> from autopar.hardware.profile import load
     >>> [str(mesh) for mesh in meshes_of(32, load("h100-sxm"))]
     ['4x8', '32']
     """

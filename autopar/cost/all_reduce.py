@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.cost.hardware_profile import LinkProfile
+from autopar.hardware.profile import LinkProfile
 
 
 @dataclass(frozen=True, slots=True)

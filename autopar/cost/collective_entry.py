@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile, LinkProfile
+from autopar.hardware.profile import HardwareProfile, LinkProfile
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding_changes import Change
 

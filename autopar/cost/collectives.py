@@ -22,8 +22,8 @@ from types import MappingProxyType
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Load, Workers, backend_of, cheapest_all_reduce
 from autopar.cost.collective_entry import Call, Collective
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.user_collectives import registered, registered_for
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 
 

@@ -8,7 +8,7 @@ halo slice includes the corners of the earlier ones.
 from __future__ import annotations
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.explicit_program import Extend, HaloSlice
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape

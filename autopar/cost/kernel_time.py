@@ -38,9 +38,9 @@ from functools import lru_cache
 from operator import truediv
 
 from autopar.cost.collectives import collective_time
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.user_collectives import registered
-from autopar.cost.xla_latency_estimator import CollectiveFit, EstimatorProfile, GemmFit
+from autopar.hardware.profile import HardwareProfile
+from autopar.hardware.xla_estimator import CollectiveFit, EstimatorProfile, GemmFit
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape
 

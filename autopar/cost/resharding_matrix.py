@@ -17,9 +17,9 @@ from typing import Literal
 import numpy as np
 
 from autopar.cost.collectives import cheaper_than_built_in, collective_time
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_paths import divisibility, resharding_steps
 from autopar.cost.user_collectives import registered
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.ir.sharding_changes import Change

@@ -15,8 +15,8 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.cost.collective_entry import Call, Collective
-from autopar.cost.hardware_profile import LinkProfile
 from autopar.errors import CollectiveError
+from autopar.hardware.profile import LinkProfile
 from autopar.ir.sharding_changes import CHANGES, Change
 
 #: Changes that a user's collective can make, with the dim arguments of its function.

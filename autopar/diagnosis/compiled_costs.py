@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import jax
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.diagnosis.hand_sharded import HandSharded
 from autopar.diagnosis.unintended_collectives import Extra, extras, missing_time
+from autopar.hardware.profile import HardwareProfile
 from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.diagnosis.compiled_costs import CompiledCosts
 from autopar.diagnosis.diagnosis import Change, Cost, Diagnosis
 from autopar.diagnosis.hand_sharded import HandSharded, read_hand_sharded
@@ -23,6 +22,7 @@ from autopar.diagnosis.rows import Place, TensorChange, places, tensor_changes
 from autopar.diagnosis.sharding_changes import LEAST_SHARE, Repin, groups_of, search
 from autopar.diagnosis.unintended_collectives import Extra, origins_of
 from autopar.errors import StepSignatureError
+from autopar.hardware.profile import HardwareProfile, detect, load
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.diagnosis.hand_sharded import HandSharded
 from autopar.diagnosis.sharding_changes import Pins, Priced
 from autopar.errors import BudgetError, TimeLimitError
+from autopar.hardware.profile import HardwareProfile
 from autopar.planner.planner import plan_program
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan

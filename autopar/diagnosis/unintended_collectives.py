@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.collectives import KINDS, collective, collective_time
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.frontend.flat_jaxpr import module_path
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.system.name_patterns import collapse

@@ -1,7 +1,7 @@
 """Hardware profiles: the constants of a device and of its links, by name or from a file."""
 
-from autopar.cost.hardware_profile import HardwareProfile as HardwareProfile
-from autopar.cost.hardware_profile import LinkProfile as LinkProfile
-from autopar.cost.hardware_profile import known_names as known_names
-from autopar.cost.hardware_profile import load as load
+from autopar.hardware.profile import HardwareProfile as HardwareProfile
+from autopar.hardware.profile import LinkProfile as LinkProfile
+from autopar.hardware.profile import known_names as known_names
+from autopar.hardware.profile import load as load
 from autopar.ir.mesh import MeshShape as MeshShape

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from autopar.cost.collectives import cheaper_than_built_in, collective_time
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.resharding_paths import Move, resharding_moves
 from autopar.cost.user_collectives import registered
@@ -23,6 +22,7 @@ from autopar.formulate.decisions import Decision, Flow, decisions_of
 from autopar.formulate.held_tensors import held_arguments, held_tensors, usages_of
 from autopar.formulate.prices import Prices
 from autopar.formulate.sharding_lists import ShardingLists, Shardings
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Stored
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape

@@ -12,12 +12,12 @@ import numpy as np
 
 from autopar.cost.collectives import collective_time
 from autopar.cost.halo import extension_time
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
 from autopar.formulate.group_communication import Sent, sends_itself, sent_by
 from autopar.formulate.sharding_lists import ShardingLists
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.explicit_program import Extend, HaloSlice
 from autopar.solve.problem import Edge
 

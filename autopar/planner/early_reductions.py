@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.collectives import collective
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_unestimated, op_seconds
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.formulate.model_flops import model_flops
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.plans.records import Efficiency, TensorPlan
 

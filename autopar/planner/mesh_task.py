@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.planner.candidate import Planning

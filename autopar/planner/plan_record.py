@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.formulate.formulation import Formulation
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.cost import hardware_profile as hardware_profiles
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import MeshError, PlanMismatchError
 from autopar.frontend.sharding_metadata import Rules
+from autopar.hardware import profile as hardware_profiles
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape, factorisations, mesh_of
 from autopar.ir.sharding import TensorSharding
 from autopar.planner.memory_budget import MemoryBudget

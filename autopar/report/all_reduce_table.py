@@ -22,8 +22,8 @@ from rich.text import Text
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Workers, available, backend_of
 from autopar.cost.all_reduce_steps import seconds_by_messages
 from autopar.cost.collectives import all_reduce_choice, workers_of
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import PlotError
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.system.units import human_bytes, human_seconds
 

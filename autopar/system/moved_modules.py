@@ -15,7 +15,7 @@ from typing import Any
 
 MOVED = {
     "autopar.compiler": "autopar.xla_compiler.compiler",
-    "autopar.cost.hardware": "autopar.cost.hardware_profile",
+    "autopar.cost.hardware": "autopar.hardware.profile",
     "autopar.mesh": "autopar.ir.mesh",
     "autopar.pipeline.schedules": "autopar.pipeline.schedule",
     "autopar.pipeline.schedules.kind": "autopar.pipeline.schedule.kind",

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import AutoparError, IndexFileError, SearchError, SearchWarning
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.vector_search.choose_index import choose
 from autopar.vector_search.data import inputs

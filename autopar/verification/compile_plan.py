@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.jax_interop.compat import raw_struct
 from autopar.jax_interop.compilation import kept_inputs, module_bytes
 from autopar.plans.plan import Plan

@@ -17,9 +17,9 @@ import jax
 
 from autopar.api.make_plan import plan_program
 from autopar.api.parallelize import ParallelStep, parallelize
-from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import BudgetError, TimeLimitError, VerifyError
 from autopar.frontend.step import Step
+from autopar.hardware.profile import HardwareProfile, detect, load
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.planner.memory_budget import MemoryBudget

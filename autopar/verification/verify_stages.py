@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run.step import stage_programs
 from autopar.pipeline.schedule.in_flight import peak_held

@@ -22,8 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import VerifyError
+from autopar.hardware.profile import HardwareProfile
 from autopar.system.source_paths import PACKAGE
 from autopar.xla_compiler.gpu_target import require_wheels, target_text, topology_text
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import HardwareError, MeshError, VerifyError
+from autopar.hardware.profile import HardwareProfile
 
 #: Keys of a profile's `xla_target` that are not fields of XLA's device description.
 _PLACED_ELSEWHERE = ("source", "date", "platform_name", "dnn_version", "active_links")

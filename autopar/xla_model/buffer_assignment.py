@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import cycles
 from autopar.formulate.formulation import Formulation
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, OpKind
 from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph

@@ -7,7 +7,7 @@ xla/service/gpu/model/gpu_performance_model_base.cc.
 
 from __future__ import annotations
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.xla_model.gemm_fusion import fuse_into_gemms
 from autopar.xla_model.kernels import Fused, Kernels

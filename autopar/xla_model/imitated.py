@@ -2,7 +2,7 @@
 
 In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` compares each pass with XLA's own on each
 release, and fails on a release that has no patch in `CHECKED`. XLA's cost models of kernels and collectives are in
-`cost/kernel_time` and `cost/xla_latency_estimator`: the solver needs them before a program exists.
+`cost/kernel_time`, its constants `hardware/xla_estimator`: the solver needs them before a program exists.
 """
 
 from __future__ import annotations

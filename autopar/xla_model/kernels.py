@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import column_blocks
+from autopar.hardware.profile import HardwareProfile
 from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction, LocalProgram
 

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_small
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Op
 from autopar.ir.mesh import MeshShape
 from autopar.xla_model.collective_combiner import Task

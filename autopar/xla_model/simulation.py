@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import is_unestimated, op_seconds
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.ir.mesh import MeshShape
 from autopar.xla_model.collective_combiner import CollectiveCombiner, Task

@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.kernel_time import bounds, op_seconds
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, buffers_at_peak, live_temporaries
 from autopar.ir.graph import Graph, Phase
 from autopar.ir.mesh import MeshShape

@@ -12,7 +12,7 @@ from typing import Any
 from autopar.calibration.calibrate import calibrated
 from autopar.calibration.calibration import profile_table, to_json
 from autopar.calibration.probes import Sizes
-from autopar.cost.hardware_profile import load
+from autopar.hardware.profile import load
 from benchmarks.gpu.setting import Record, Setting
 
 TINY = Sizes(

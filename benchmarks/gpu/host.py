@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from autopar.cost.hardware_profile import detect
 from autopar.errors import HardwareError
+from autopar.hardware.profile import detect
 from benchmarks.machine import machine, versions
 
 

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.cost.hardware_profile import load
 from autopar.errors import AutoparError
 from autopar.frontend.trace import Trace
+from autopar.hardware.profile import load
 from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute

@@ -26,7 +26,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile, LinkProfile, load
+from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.plan import PipelinePlan

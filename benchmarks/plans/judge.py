@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.verification.figures import sent_by
 from autopar.xla_compiler.compiler import CompiledStep

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import autopar
-from autopar.cost import hardware_profile as hardware
+from autopar.hardware import profile as hardware
 from autopar.jax_interop.compilation import module_bytes
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options

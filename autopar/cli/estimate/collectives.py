@@ -15,7 +15,7 @@ from autopar.cli import options as shared
 from autopar.cli.terminal import output
 
 if TYPE_CHECKING:
-    from autopar.cost.hardware_profile import HardwareProfile
+    from autopar.hardware.profile import HardwareProfile
     from autopar.ir.mesh import MeshShape
 
 _EXAMPLES = "estimate collectives --mesh 2x8 --hardware h100-sxm --plot all-reduce.png"
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _mesh_and_hardware(options: argparse.Namespace) -> tuple[MeshShape, HardwareProfile]:
     """Those that were given; else of the visible devices."""
-    from autopar.cost import hardware_profile as hardware
+    from autopar.hardware import profile as hardware
     from autopar.ir.mesh import parse_mesh
 
     if options.hardware and (options.devices or options.mesh):

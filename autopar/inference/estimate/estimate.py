@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from autopar.api.planned_function import plan_of
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, InferenceError, MeshError
+from autopar.hardware.profile import HardwareProfile
 from autopar.inference.estimate.figures import ReplicaFigures, figures_of
 from autopar.inference.kv_cache.device_pages import page_bytes
 from autopar.inference.model.config import DecoderConfig

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.schedule.steady_state import num_chunks, steady_state
 from autopar.inference.serve.layout import Layout, PlanOnly, Served

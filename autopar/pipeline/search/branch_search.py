@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.branches import ForkedLayers
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
 from autopar.pipeline.partition.branches import Branches, on_part

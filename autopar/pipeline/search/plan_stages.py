@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.branches import forked_layers

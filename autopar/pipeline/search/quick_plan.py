@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.errors import TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.planner.candidate import Candidate
 from autopar.planner.mesh_search import distinct_meshes

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
-from autopar.cost.hardware_profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.cut.stage_programs import Layers, StageProgram

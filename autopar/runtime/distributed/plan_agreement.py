@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from autopar.cost.hardware_profile import HardwareProfile, detect, load
 from autopar.errors import ProcessError
 from autopar.frontend.equations import LiteralOperand
+from autopar.hardware.profile import HardwareProfile, detect, load
 from autopar.plans.json_codec import decoder, encode
 from autopar.plans.records import Placement, ProgramSignature
 from autopar.runtime.distributed.device_order import devices_per_host

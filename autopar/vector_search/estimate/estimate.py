@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.api.make_plan import plan
-from autopar.cost.hardware_profile import HardwareProfile
 from autopar.errors import BudgetError, SearchError
+from autopar.hardware.profile import HardwareProfile
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.request import Progress, requested_meshes, requested_profile
 from autopar.plans.plan import Plan

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.xla_latency_estimator import EstimatorProfile, read_estimator
 from autopar.errors import HardwareError
-from autopar.rules.elementwise import FLOPS_PER_ELEMENT
+from autopar.hardware.xla_estimator import EstimatorProfile, read_estimator
 from autopar.system.source_paths import PACKAGE
 
 #: Dtypes whose matrix rate a profile must state; `float8` stands for every 8-bit float.
@@ -26,35 +25,36 @@ MATRIX_DTYPES = ("bfloat16", "float16", "float32", "float64", "int8", "float8")
 #: Dtypes that run on the matrix units of another dtype.
 _RUNS_AS = {"uint8": "int8", "int4": "int8", "uint4": "int8", "complex64": "float32", "complex128": "float64"}
 
-#: Primitives for which a profile states operations per element, at its vector rate; `default` covers all others.
-OPERATIONS = [
-    "default",
-    "add",
-    "mul",
-    "div",
-    "exp",
-    "exp_bfloat16",
-    "exp2",
-    "expm1",
-    "log",
-    "log_bfloat16",
-    "log1p",
-    "logistic",
-    "pow",
-    "integer_pow",
-    "rsqrt",
-    "sqrt",
-    "cbrt",
-    "tanh",
-    "atan2",
-    "sin",
-    "cos",
-    "tan",
-    "erf",
-    "erfc",
-    "erf_inv",
-    "random_bits",
-]
+#: Primitives for which a profile states operations per element, at its vector rate; `default` covers all others. The
+#: values are those of a profile without `[operations]`: the counts of the sharding rules.
+OPERATIONS = {
+    "default": 1.0,
+    "add": 1.0,
+    "mul": 1.0,
+    "div": 4.0,
+    "exp": 10.0,
+    "exp_bfloat16": 10.0,
+    "exp2": 10.0,
+    "expm1": 10.0,
+    "log": 10.0,
+    "log_bfloat16": 10.0,
+    "log1p": 10.0,
+    "logistic": 10.0,
+    "pow": 10.0,
+    "integer_pow": 1.0,
+    "rsqrt": 4.0,
+    "sqrt": 4.0,
+    "cbrt": 4.0,
+    "tanh": 10.0,
+    "atan2": 10.0,
+    "sin": 10.0,
+    "cos": 10.0,
+    "tan": 10.0,
+    "erf": 10.0,
+    "erfc": 10.0,
+    "erf_inv": 10.0,
+    "random_bits": 60.0,
+}
 #: Bytes of L1 cache per core in XLA's performance model (openxla/xla, gpu_performance_model_base.cc).
 _NEAR_BYTES_OF_CORE = 2048
 _COUNTS_AS = {"sub": "add", "add_any": "add", "threefry2x32": "random_bits"}
@@ -303,17 +303,11 @@ def _profile(read: _Reader) -> HardwareProfile:
     )
 
 
-def _operations(read: _Reader) -> tuple[dict[str, float], str]:
-    """The operations per element and their source; by default the counts of the rules, to which calibration fits the
-    vector rate."""
+def _operations(read: _Reader) -> tuple[Mapping[str, float], str]:
+    """The operations per element and their source."""
     if "operations" in read.table:
         return {name: read.positive(f"operations.{name}") for name in OPERATIONS}, read.source("operations")
-    counted = {name: FLOPS_PER_ELEMENT.get(name.removesuffix("_bfloat16"), 1.0) for name in OPERATIONS}
-    counted["random_bits"] = FLOPS_PER_ELEMENT["threefry2x32"]
-    return (
-        counted,
-        "default counts of the rules: 1 per element, 4 for a division, 10 for a transcendental function",
-    )
+    return OPERATIONS, "default counts of the rules: 1 per element, 4 for a division, 10 for a transcendental function"
 
 
 def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:
