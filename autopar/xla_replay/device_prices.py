@@ -34,14 +34,6 @@ _SHORT = 2.0
 _LIBRARY = ("custom-call", "convolution", "sort", "fft", "cholesky", "triangular-solve")
 
 
-@dataclass(frozen=True, slots=True)
-class KernelCost:
-    """FLOPs and bytes of a custom call that its HLO does not state, e.g. of a Pallas kernel."""
-
-    flops: float
-    num_bytes: float | None = None
-
-
 @dataclass
 class DevicePrices:
     """The prices of one device kind in one topology.
@@ -49,13 +41,13 @@ class DevicePrices:
     Args:
         devices_per_domain: devices that NVLink connects.
         sources: of each stack frame, two source lines (`hlo_metadata.read_sources`).
-        custom_kernels: custom call's target, or a part of its `op_name` -> its cost.
+        custom_kernels: target of a custom call, or a part of its `op_name` -> what it computes.
     """
 
     rates: ReplayRates
     devices_per_domain: int
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    custom_kernels: Mapping[str, KernelCost] = field(default_factory=dict)
+    custom_kernels: Mapping[str, LibraryCall] = field(default_factory=dict)
     _known: dict[tuple[str, str], KernelPrice | TransferPrice] = field(default_factory=dict)
     _touched: dict[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
 
@@ -88,7 +80,8 @@ class DevicePrices:
             host = self._host_bytes(computation, one)
             return self._host_copy(host) if host else self._copy(computation, one)
         if opcode in _LIBRARY:
-            return self._library(computation, one, library_call(computation, one))
+            given = (kernel for name, kernel in self.custom_kernels.items() if _is_named(one, name))
+            return self._library(computation, one, next(given, None) or library_call(computation, one))
         if opcode == "dot":
             gemm = dot_gemm(computation, one)
             moved = sum(computation.shape_of(operand).num_bytes for operand in one.operands) + one.shape.num_bytes
@@ -184,17 +177,11 @@ class DevicePrices:
                 backward=call.is_backward,
             )
             return self._kernel("attention", seconds, call.flops, call.num_bytes, call.dtype)
-        given = next(
-            (cost for name, cost in self.custom_kernels.items() if name == call.target or name in one.op_name), None
-        )
-        flops, moved = call.flops, call.num_bytes
-        if given is not None:
-            flops, moved = given.flops, moved if given.num_bytes is None else given.num_bytes
-        notes: tuple[str, ...] = ()
+        flops, moved, notes = call.flops, call.num_bytes, tuple[str, ...]()
         if flops is None:
             notes = (
                 f"custom call {call.target!r}: its FLOPs are unknown, so only its bytes are counted; pass"
-                f" custom_kernels={{{call.target!r}: KernelCost(flops)}}",
+                f" custom_kernels={{{call.target!r}: LibraryKernel(flops=...)}}",
             )
         seconds = custom_call_s(self.rates, flops=flops or 0.0, num_bytes=moved, dtype=call.dtype)
         seconds += max(0.0, call.num_steps - 1) * self.rates.kernels.launch_s
@@ -305,6 +292,10 @@ class DevicePrices:
         return TransferPrice(
             "host-copy", "host copies", "host", host_transfer_s(self.rates, num_bytes), num_bytes=num_bytes
         )
+
+
+def _is_named(one: Instruction, name: str) -> bool:
+    return one.opcode == "custom-call" and (name == one.custom_call_target or name in one.op_name)
 
 
 def _on_host(shape: Shape) -> bool:

@@ -97,16 +97,18 @@ class LibraryKernel:
     """Another kernel of a library.
 
     Args:
+        target: target of the custom call, or the opcode.
         flops: FLOPs; None where the HLO does not say.
         num_bytes: bytes moved, all passes over the data together.
         num_steps: number of dependent steps, each at least one kernel.
+        dtype: dtype of the operands, which decides the peak rate.
     """
 
-    target: str
-    flops: float | None
-    num_bytes: float
-    num_steps: float
-    dtype: str
+    target: str = ""
+    flops: float | None = None
+    num_bytes: float = 0.0
+    num_steps: float = 1.0
+    dtype: str = "bf16"
 
 
 LibraryCall = Gemm | Convolution | Attention | LibraryKernel

@@ -19,7 +19,8 @@ from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.hlo_metadata import read_sources
 from autopar.xla_compiler.hlo_text import parse_module
 from autopar.xla_replay import rates
-from autopar.xla_replay.device_prices import DevicePrices, KernelCost
+from autopar.xla_replay.device_prices import DevicePrices
+from autopar.xla_replay.library_calls import LibraryCall
 from autopar.xla_replay.program import replay_module
 from autopar.xla_replay.replay import Replay
 
@@ -33,7 +34,7 @@ def replay(
     devices_per_domain: int | None = None,
     num_hosts: int | None = None,
     unknown_trip_count: int = 1,
-    custom_kernels: Mapping[str, KernelCost] | None = None,
+    custom_kernels: Mapping[str, LibraryCall] | None = None,
 ) -> Replay:
     """Estimate the step time of a compiled GPU program from the device's rates, without the planner's formulas.
 
@@ -47,8 +48,8 @@ def replay(
         devices_per_domain: devices that NVLink connects; by default as the hardware has it.
         num_hosts: number of hosts that a lowered program is compiled for; by default the fewest that hold its devices.
         unknown_trip_count: assumed trip count of a loop whose trip count XLA does not know.
-        custom_kernels: target of a custom call, or a part of its name stack -> its cost, where the HLO states none, e.g.
-            `{"my_attention": KernelCost(flops=2e12)}`.
+        custom_kernels: target of a custom call, or a part of its name stack -> what one run of it computes on one device,
+            where the HLO does not say, e.g. `{"my_kernel": LibraryKernel(flops=2e12)}` or an `Attention`.
 
     Raises:
         HardwareError: no rates for the hardware.

@@ -1,0 +1,1 @@
+"""The replay's rates and totals compared with measured tables, published runs, injected faults, XLA's estimate."""
