@@ -195,7 +195,11 @@ class _Collective:
         between = self.num_bytes / (self.local * self.network_bytes_per_s)
         moved = np.where(self.crosses, np.maximum(inside, between), inside)
         network_steps = np.where(self.crosses, self.domains - 1, 0.0)
-        return self.link.launch_s + self.skew + self._fastest_protocol(moved, self.num_devices - 1 - network_steps, network_steps)
+        return (
+            self.link.launch_s
+            + self.skew
+            + self._fastest_protocol(moved, self.num_devices - 1 - network_steps, network_steps)
+        )
 
     def _step(self, protocol: int) -> Any:
         inside = self.link.latency_scale * self.link.step_s[protocol]

@@ -248,7 +248,7 @@ class DevicePrices:
             stream="permutes" if is_permute else "collectives",
             link="network" if domains > 1 else "nvlink",
             seconds=seconds,
-            slows_by=min(0.5, getattr(link,"num_sms",16) / self.rates.device.num_sms),
+            slows_by=min(0.5, link.num_sms / self.rates.device.num_sms),
             num_bytes=_sent(kind, payload, size),
         )
 
@@ -257,14 +257,14 @@ class DevicePrices:
         if is_permute:
             crosses = any(self._domain(source) != self._domain(target) for source, target in groups)
             return 1 if crosses else 2, 2 if crosses else 1
-        widest = (1, 1)
+        found = []
         for group in groups:
             members: dict[int, int] = defaultdict(int)
             for device in group:
                 members[self._domain(device)] += 1
-            # Domains with unequal shares of the group wait for the one with the fewest network cards.
-            widest = max(widest, (len(members), min(members.values())), key=lambda found: (found[0], -found[1]))
-        return widest[1], widest[0]
+            # A domain with a smaller share of the group has fewer network cards, and the others wait for it.
+            found.append((min(members.values()), len(members)))
+        return max(found, key=lambda extent: (extent[1], extent[0]))
 
     def _domain(self, device: int) -> int:
         return device // self.devices_per_domain
@@ -274,7 +274,7 @@ class DevicePrices:
         seconds = collective_s(
             self.rates, "collective-permute", payload, devices_per_domain=2, num_domains=1, pattern="one-way"
         )
-        slows_by = self.rates.getattr(link,"num_sms",16) / self.rates.device.num_sms
+        slows_by = self.rates.link.num_sms / self.rates.device.num_sms
         return TransferPrice(one.opcode, "permutes", "nvlink", seconds, slows_by, payload)
 
     def _host_bytes(self, computation: Computation, one: Instruction) -> float:

@@ -174,4 +174,3 @@ def _dtype(dtype: str) -> tuple[float, str]:
     if found is None:
         raise HardwareError(f"the replay knows no HLO dtype {dtype!r}; known: {', '.join(_DTYPES)}")
     return found
-

@@ -47,10 +47,14 @@ _FREE = _Cost(0.0)
 _OPERATIONS = {
     **dict.fromkeys(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape"), _FREE),
     **dict.fromkeys(("broadcast", "copy", "slice", "transpose", "bitcast-convert", "optimization-barrier"), _FREE),
-    **dict.fromkeys(("add", "subtract", "multiply", "maximum", "minimum", "compare", "select", "negate", "abs"), _Cost()),
+    **dict.fromkeys(
+        ("add", "subtract", "multiply", "maximum", "minimum", "compare", "select", "negate", "abs"), _Cost()
+    ),
     **dict.fromkeys(("and", "or", "xor", "not", "shift-left", "shift-right-logical", "is-finite", "iota"), _Cost()),
     **dict.fromkeys(("shift-right-arithmetic", "reduce", "pad", "reverse", "concatenate", "real", "imag"), _Cost()),
-    **dict.fromkeys(("clamp", "complex", "popcnt", "sign", "dynamic-slice", "dynamic-update-slice", "gather"), _Cost(2)),
+    **dict.fromkeys(
+        ("clamp", "complex", "popcnt", "sign", "dynamic-slice", "dynamic-update-slice", "gather"), _Cost(2)
+    ),
     **dict.fromkeys(("floor", "ceil", "round-nearest-even", "round-nearest-afz", "clz"), _Cost(2)),
     "convert": _Cost(0, 0, 1),
     "reduce-precision": _Cost(3),
@@ -117,8 +121,10 @@ def cached_bytes(rates: ReplayRates, num_bytes: float, touched_bytes: float) -> 
         num_bytes: size of the buffer.
         touched_bytes: bytes that kernels have read and written since the buffer was written, itself included.
     """
-    return num_bytes * min(max(1.0 - (touched_bytes - num_bytes) / (_L2_SHARE * rates.device.l2_bytes), 0.0), 1.0) * (
-        min(1.0, _L2_SHARE * rates.device.l2_bytes / max(num_bytes, 1.0))
+    return (
+        num_bytes
+        * min(max(1.0 - (touched_bytes - num_bytes) / (_L2_SHARE * rates.device.l2_bytes), 0.0), 1.0)
+        * (min(1.0, _L2_SHARE * rates.device.l2_bytes / max(num_bytes, 1.0)))
     )
 
 
@@ -249,7 +255,9 @@ def _memory_s(rates: ReplayRates, work: KernelWork) -> float:
         kernels.gather_efficiency if work.gather else 1.0,
     )
     hbm = min(device.hbm_bytes_per_s * device.hbm_efficiency, in_flight_bytes / device.hbm_latency_s) * pattern
-    l2 = min(device.l2_bytes_per_s, 2 * in_flight_bytes / device.hbm_latency_s) * pattern  # an L2 hit takes half as long
+    l2 = (
+        min(device.l2_bytes_per_s, 2 * in_flight_bytes / device.hbm_latency_s) * pattern
+    )  # an L2 hit takes half as long
     cached = min(work.cached_bytes, work.bytes_read)
     return work.passes * ((work.bytes_read - cached + work.bytes_written) / hbm + cached / l2)
 

@@ -150,6 +150,7 @@ class LinkRates:
         channel_bytes_per_s: rate of the channels that a message to one peer starts with.
         channel_share: what is left of it where a device also receives.
         channel_limit_bytes: message size above which NCCL doubles the channels.
+        num_sms: multiprocessors that a running collective takes from the kernels beside it.
         nvls: whether the switch reduces and multicasts (NVLink SHARP).
         nvls_start_s: latency of that.
         nvls_efficiency: share of the wire that its payload gets.
@@ -172,6 +173,7 @@ class LinkRates:
     channel_bytes_per_s: float
     channel_share: float
     channel_limit_bytes: float
+    num_sms: int
     nvls: bool
     nvls_start_s: float
     nvls_efficiency: float
@@ -280,7 +282,11 @@ def _inherited(path: Path) -> dict[str, Any]:
         parent = own.get("inherits")
         if parent is None:
             return tables
-        path = path.parent / f"{parent}.toml" if (path.parent / f"{parent}.toml").is_file() else _folder() / f"{parent}.toml"
+        path = (
+            path.parent / f"{parent}.toml"
+            if (path.parent / f"{parent}.toml").is_file()
+            else _folder() / f"{parent}.toml"
+        )
     raise HardwareError(f"replay rates {path}: more than {_MOST_ANCESTORS} files inherit from each other")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
+from autopar.errors import VerifyError
 from autopar.hardware.profile import HardwareProfile
 from autopar.hardware.profile import load as load_profile
-from autopar.errors import VerifyError
 from autopar.jax_interop.compilation import compiled_platforms, lowered_for, module_bytes
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.hlo_metadata import read_sources

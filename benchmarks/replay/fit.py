@@ -84,7 +84,9 @@ class Sample:
 def gemm_samples(rows: Sequence[Gemm], dtype: str, *, every_pair: bool = True) -> list[Sample]:
     """The rows of the dtypes that share a block of rates."""
     names = GEMM_DTYPES[dtype][0] if every_pair else GEMM_DTYPES[dtype][0][:1]
-    return [Sample(name, row.shape, row.flops / row.rates[name], row) for row in rows for name in names if name in row.rates]
+    return [
+        Sample(name, row.shape, row.flops / row.rates[name], row) for row in rows for name in names if name in row.rates
+    ]
 
 
 def collective_samples(rows: Sequence[Collective]) -> list[Sample]:
@@ -114,15 +116,18 @@ def predict_collectives(rates: ReplayRates, link: LinkRates, samples: Sequence[S
         num_bytes = np.array([samples[index].shape[0] for index in indices], float)
         local = np.array([samples[index].row.num_devices for index in indices], float)  # type: ignore[union-attr]
         one: Any = collective_seconds(
-            rates, kind, num_bytes, local, np.ones_like(local), pattern=pattern or "shift"  # type: ignore[arg-type]
+            rates,
+            kind,
+            num_bytes,
+            local,
+            np.ones_like(local),
+            pattern=pattern or "shift",  # type: ignore[arg-type]
         )
         seconds[indices] = one
     return seconds
 
 
-def fit_gemms(
-    rates: ReplayRates, dtype: str, samples: Sequence[Sample], start: GemmRates | None = None
-) -> GemmRates:
+def fit_gemms(rates: ReplayRates, dtype: str, samples: Sequence[Sample], start: GemmRates | None = None) -> GemmRates:
     """The GEMM constants of a dtype that fit best; `start` has those that are not fitted, by default the profile's."""
     start = rates.gemm[dtype] if start is None else start
     free = GEMM_CONSTANTS | ({"reorder_cost": Free(1.0)} if start.reorder_cost > 0 else {})
@@ -141,7 +146,9 @@ def _fit(start: Any, free: Mapping[str, Free], samples: Sequence[Sample], predic
     most = np.log([one.at_most for one in free.values()])
 
     def constants(logs: Any) -> Any:
-        return dataclasses.replace(start, **{name: float(value) for name, value in zip(free, np.exp(logs), strict=True)})
+        return dataclasses.replace(
+            start, **{name: float(value) for name, value in zip(free, np.exp(logs), strict=True)}
+        )
 
     def residuals(logs: Any) -> Any:
         rows = np.log(predict(constants(logs))) - measured
