@@ -271,10 +271,16 @@ def wide(num_rows: int = 65_536) -> tuple[Any, tuple[Any, Any]]:
     return jax.jit(step, in_shardings=(STATE, over("data")), out_shardings=(STATE, over()), donate_argnums=0), args
 
 
+NO_COLLECTIVES = (
+    "HloModule m, is_scheduled=true\n\nENTRY %main (a: f32[]) -> f32[] {\n  ROOT %a = f32[] parameter(0)\n}\n"
+)
+
+
 def stood_in(*programs: str) -> Any:
     """A fake compiler of given HLO texts; the first of several has three times the step time of the others."""
     times = [3e-3, *[1e-3] * len(programs)] if len(programs) > 1 else [1e-3]
-    return StandIn(*(compiled_step(hlo_text=text, step_time_s=s) for text, s in zip(programs, times, strict=False)))
+    texts = [text or NO_COLLECTIVES for text in programs]
+    return StandIn(*(compiled_step(hlo_text=text, step_time_s=s) for text, s in zip(texts, times, strict=False)))
 
 
 @pytest.mark.parametrize("check", [True, False])

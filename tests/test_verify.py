@@ -30,6 +30,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse
 from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
 from autopar.verification.figures import Collectives, Figure, match_collectives, memory_figures, step_time_figure
+from autopar.verification.step_times import step_times
 from autopar.verification.verification import Verification
 from autopar.xla_compiler import compiler
 from autopar.xla_compiler import gpu_target as absent
@@ -237,6 +238,21 @@ def test_a_figure_holds_within_its_tolerance_or_its_slack() -> None:
     assert Figure("peak", "bytes", 90.0, 100.0, 0.12).off == pytest.approx(-0.1)
 
 
+HLO = """\
+HloModule m, is_scheduled=true, num_partitions=8
+
+%fused (p: f32[1024,1024]) -> f32[1024,1024] {
+  %p = f32[1024,1024]{1,0} parameter(0)
+  ROOT %e = f32[1024,1024]{1,0} exponential(%p)
+}
+
+ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  ROOT %f = f32[1024,1024]{1,0} fusion(%a), kind=kLoop, calls=%fused
+}
+"""
+
+
 def compiled_step(**changes: Any) -> CompiledStep:
     figures: dict[str, Any] = {
         "argument_bytes": 100e6,
@@ -248,7 +264,7 @@ def compiled_step(**changes: Any) -> CompiledStep:
         "exposed_s": {},
         "compile_s": 0.0,
         "flags": compiler.FLAGS,
-        "hlo_text": "",
+        "hlo_text": HLO,
     }
     return CompiledStep(**(figures | changes))
 
@@ -269,42 +285,63 @@ def test_temporaries_are_reported_and_the_peak_is_checked() -> None:
 def test_the_step_time_is_checked_where_the_estimate_is_reliable() -> None:
     plan = make_plan()
     plan = replace(plan, prediction=replace(plan.prediction, step_time_s=1.3e-3))
-    assert not step_time_figure(plan, compiled_step(), believable=True).holds
-    assert step_time_figure(plan, compiled_step(), believable=False).holds
+    times = step_times(plan, compiled_step(), "h100-sxm", 8)
+    assert not step_time_figure(plan, times, believable=True).holds
+    assert step_time_figure(plan, times, believable=False).holds
+    wrong = replace(times, estimate_errors=("a loop",))
+    figure = step_time_figure(plan, wrong, believable=True)
+    assert (figure.compiled, figure.holds) == (None, True)
 
 
-def test_plan_and_verify_use_the_same_names_for_step_times() -> None:
-    """Both commands print the planner's own step time and its model of XLA's estimate."""
-    plan = make_plan()
-    figure = step_time_figure(plan, compiled_step(), believable=True)
-    assert (figure.name, figure.predicted) == ("XLA's estimate, simulated", 2.5e-3)
-    result = Verification(
+def verification(plan: autopar.Plan, hardware: str = "h100-sxm") -> Verification:
+    times = step_times(plan, compiled_step(), hardware, 8)
+    return Verification(
         plan=plan,
         topology="1x1x8",
         memory=(),
         matched=Collectives((), (), ()),
-        step_time=figure,
+        times=times,
+        step_time=step_time_figure(plan, times, believable=True),
         compiled=compiled_step(),
         budget_bytes=1e12,
         attempts=(),
         overhead_s=0.0,
     )
-    rows = [line.split("  ") for line in str(result).splitlines()]
-    shown = {row[1].strip(): [cell.strip() for cell in row[2:] if cell.strip()] for row in rows if len(row) > 2}
-    assert shown["predicted step time"][:2] == ["2.60 ms", "-"]
-    assert shown["XLA's estimate, simulated"][:2] == ["2.50 ms", "1.00 ms"]
-    for line in (
-        "predicted step time: by the planner's own model",
-        "XLA's estimate, simulated: expected of XLA's latency estimator",
-    ):
-        assert line in str(result)
-    assert result.to_json()["predicted_step_time_s"] == 2.6e-3
+
+
+def test_the_step_time_has_one_column_per_model() -> None:
+    plan = make_plan()
+    result = verification(plan)
+    lines = str(result).splitlines()
+    start = lines.index("Step time")
+    assert lines[start + 1].split("  ")[-3:] != [] and "measured" not in lines[start + 1]
+    cells = [cell.strip() for cell in lines[start + 1].split("  ") if cell.strip()]
+    assert cells == ["predicted", "replayed", "XLA's estimate"]
+    cells = [cell.strip() for cell in lines[start + 2].split("  ") if cell.strip()]
+    assert cells[:2] == ["step time", "2.60 ms"]
+    assert cells[3] == "1.00 ms"
+    assert "XLA's estimate, simulated: 2.50 ms (+150.0 %, tolerance 20 %): OFF" in str(result)
+    document = result.to_json()
+    assert document["predicted_step_time_s"] == 2.6e-3
+    assert document["step_times"]["predicted"]["step_time_s"] == 2.6e-3
+    assert document["step_times"]["replayed"]["step_time_s"] > 0
+    assert document["step_times"]["XLA's estimate"]["step_time_s"] == 1e-3
     for text in (str(result), str(autopar.explain(plan))):
         assert "2.60 ms" in text and "2.50 ms" in text
     unknown = replace(plan, prediction=replace(plan.prediction, xla_step_time_s=None, xla_exposed_s=None))
-    figure = step_time_figure(unknown, compiled_step(), believable=False)
-    assert (figure.name, figure.predicted) == ("predicted step time", 2.6e-3)
-    assert "simulated" not in str(replace(result, plan=unknown, step_time=figure))
+    assert verification(unknown).step_time.name == "predicted step time"
+    assert "simulated" not in str(verification(unknown))
+
+
+def test_a_wrong_estimate_is_left_out_and_a_device_without_rates_is_not_replayed() -> None:
+    result = verification(make_plan())
+    looped = replace(result, times=replace(result.times, estimate_errors=("a loop", "a convolution")))
+    assert looped.times.sound_xla_s is None
+    assert "XLA's estimate: left out, it is wrong for a loop and a convolution" in str(looped)
+    assert looped.to_json()["step_times"]["XLA's estimate"] is None
+    unknown = verification(make_plan(), hardware="abacus")
+    assert unknown.times.replay is None
+    assert "not replayed: no replay rates for 'abacus'" in str(unknown)
 
 
 # -- messages ---------------------------------------------------------------------------------

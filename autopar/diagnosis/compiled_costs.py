@@ -21,7 +21,7 @@ from autopar.runtime import jit as execute
 from autopar.transforms.program import Program
 from autopar.verification.figures import match_collectives
 from autopar.xla_compiler.compiler import CompiledStep, Compiler
-from autopar.xla_compiler.hlo_collectives import has_loops
+from autopar.xla_compiler.estimate_errors import estimate_errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +113,9 @@ class CompiledCosts:
         found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
         rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
-        # XLA has no matrix-unit description of V100 and A100, and takes a loop for one short operation.
-        believable = "matrix_unit_description" in (self.profile.xla_target or {}) and not has_loops(compiled.hlo_text)
+        # XLA has no matrix-unit description of V100 and A100.
+        has_units = "matrix_unit_description" in (self.profile.xla_target or {})
+        believable = has_units and not estimate_errors(compiled.hlo_text)
         counts: Counter[str] = Counter()
         for one in found.compiled:
             counts[one.kind] += one.num_times

@@ -15,6 +15,7 @@ from autopar.runtime import jit as execute
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program
 from autopar.verification.figures import match_collectives, memory_figures, step_time_figure
+from autopar.verification.step_times import step_times
 from autopar.verification.verification import Attempt, Verification
 from autopar.xla_compiler.compiler import Arguments, CompiledStep, Compiler
 from autopar.xla_compiler.gpu_target import target_text, topology_text
@@ -66,6 +67,7 @@ def compare_with_compiled(
     overhead_s: float,
 ) -> Verification:
     """Compare a plan with the compiled step; see `Verification`."""
+    times = step_times(plan, compiled, profile.name, min(profile.devices_per_host, plan.mesh.num_devices))
     # XLA's description of V100 and A100 has no matrix units, so its time estimates for them are unreliable.
     believable = "matrix_unit_description" in (profile.xla_target or {})
     return Verification(
@@ -73,7 +75,8 @@ def compare_with_compiled(
         topology=topology_text(plan.mesh.num_devices, num_hosts),
         memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
         matched=match_collectives(plan, compiled.hlo_text, compiled.hosts),
-        step_time=step_time_figure(plan, compiled, believable),
+        times=times,
+        step_time=step_time_figure(plan, times, believable),
         compiled=compiled,
         budget_bytes=budget_bytes,
         attempts=tuple(attempts),

@@ -17,8 +17,9 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse
 from autopar.report.breakdown import PREDICTED, SIMULATED
 from autopar.verification.attribution import describe_origin, pair
+from autopar.verification.step_times import StepTimes
 from autopar.xla_compiler.compiler import CompiledStep
-from autopar.xla_compiler.hlo_collectives import Collective, collectives, has_loops
+from autopar.xla_compiler.hlo_collectives import Collective, collectives
 from autopar.xla_compiler.hlo_metadata import mesh_axes
 
 #: Shapes and shardings alone determine arguments, outputs and donated outputs.
@@ -175,17 +176,14 @@ def memory_figures(plan: Plan, argument_bytes: float, compiled: CompiledStep) ->
     )
 
 
-def step_time_figure(plan: Plan, compiled: CompiledStep, believable: bool) -> Figure:
-    """Compare the step time with XLA's estimate.
+def step_time_figure(plan: Plan, times: StepTimes, believable: bool) -> Figure:
+    """Compare the plan's model of XLA's estimate with that estimate, or without one, its own step time.
 
-    The prediction is the plan's model of XLA's estimate, or without one, its own step time. The figure is checked only
-    where XLA's description of the device has matrix units (`believable`). A program with loops has no estimate: XLA
-    takes a loop for one short operation.
+    The figure is checked only where XLA's estimate is sound: its description of the device has matrix units
+    (`believable`), and the program has none of `estimate_errors`.
     """
-    estimate = None if has_loops(compiled.hlo_text) else compiled.step_time_s
     tolerance = STEP_TIME_TOLERANCE if believable else None
-    ran = compiled.measured.step_time_s if compiled.measured else None
-    prediction = plan.prediction
+    prediction, estimate, ran = plan.prediction, times.sound_xla_s, times.measured_s
     if prediction.xla_step_time_s is None:
         return Figure(PREDICTED, "s", prediction.step_time_s, estimate, tolerance, measured=ran)
     return Figure(SIMULATED, "s", prediction.xla_step_time_s, estimate, tolerance, measured=ran)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autopar.planner.memory_budget import MARGIN
 from autopar.plans.plan import Plan
-from autopar.report.breakdown import PREDICTED, PREDICTED_IS, SIMULATED, SIMULATED_IS
+from autopar.report.breakdown import PREDICTED_IS, SIMULATED, SIMULATED_IS
 from autopar.system.text_tables import plain_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 from autopar.verification.figures import (
@@ -28,12 +28,15 @@ from autopar.verification.figures import (
     collective_name,
     names_off,
 )
+from autopar.verification.step_times import COLUMNS, StepTimes
 from autopar.xla_compiler.compiler import CompiledStep
 
 #: Most rows of the table of unpredicted collectives; the JSON has all.
 MAX_ROWS = 16
 #: Most rows of the table of compiled collectives.
 FEW_ROWS = 8
+#: Most kinds of operations, and notes, of the replay.
+_FEW_KINDS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +67,7 @@ class Verification:
         topology: XLA's `slices x hosts x GPUs per host` of the target.
         memory: bytes per device of arguments, temporaries, outputs, donated outputs, and the peak.
         matched: all collectives: by kind and mesh axes, and one by one with the decisions that predicted them.
+        times: the step time by three models: predicted, replayed, XLA's estimate; and measured.
         step_time: the plan's prediction of the estimate by XLA's scheduler, and that estimate. Without estimator
             figures in the profile, the prediction is the plan's own step time.
         compiled: the compiled step with its HLO text.
@@ -77,6 +81,7 @@ class Verification:
     topology: str
     memory: tuple[Figure, ...]
     matched: Collectives
+    times: StepTimes
     step_time: Figure
     compiled: CompiledStep
     budget_bytes: float
@@ -138,6 +143,7 @@ class Verification:
                 "attempts": [asdict(attempt) for attempt in self.attempts],
             },
             "step_time": as_json(self.step_time),
+            "step_times": self.times.to_json(),
             "predicted_step_time_s": self.plan.prediction.step_time_s,
             "measured": asdict(compiled.measured) if compiled.measured else None,
             "predicted_exposed_s": self.plan.prediction.xla_exposed_s,
@@ -184,26 +190,42 @@ def render_verification(verification: Verification, console: Console) -> None:
         console.print(Text("Compiled, and predicted by no decision", "bold"), _unpredicted(verification.unpredicted))
     if verification.matched.missing:
         console.print(Text("Predicted, and not compiled", "bold"), _missing(verification))
-    console.print(Text("Step time, and XLA's estimate of it", "bold"), _figures(_step_times(verification)))
-    what = [f"{PREDICTED}: {PREDICTED_IS}"]
-    if verification.step_time.name == SIMULATED:
-        what.append(f"{SIMULATED}: {SIMULATED_IS}")
-    simulated = plan.prediction.xla_exposed_s
-    for whose, times in (("simulated", simulated), ("XLA's estimate", compiled.exposed_s)):
-        if times is not None:
-            each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in times.items())
-            what.append(f"exposed communication, {whose}: {each or 'none'}")
-    console.print(*(Padding(Text(line), (0, 0, 0, 2)) for line in what))
+    console.print(Text("Step time", "bold"), _step_times(verification))
     console.print()
     console.print(Text("XLA_FLAGS", "bold"), *(Padding(Text(flag), (0, 0, 0, 2)) for flag in compiled.flags))
 
 
-def _step_times(verification: Verification) -> list[Figure]:
-    """The plan's own step time, which XLA has no counterpart of, and its prediction of XLA's estimate."""
-    if verification.step_time.name != SIMULATED:
-        return [verification.step_time]
-    own = verification.plan.prediction.step_time_s
-    return [Figure(PREDICTED, "s", own, None, None, measured=verification.step_time.measured), verification.step_time]
+def _step_times(verification: Verification) -> RenderableType:
+    """The step time by three models, what they are, and where the replayed time goes."""
+    times, figure = verification.times, verification.step_time
+    predicted_name, replayed_name, xla_name, _ = COLUMNS
+    columns = COLUMNS if times.measured_s is not None else COLUMNS[:-1]
+    table = _table("", *columns)
+    for name, predicted, *others in times.rows():
+        shown = ["-" if number is None else human_seconds(number) for number in others[: len(columns) - 1]]
+        table.add_row(Text(name), human_seconds(predicted), *shown)
+    grid = Table.grid()
+    grid.add_row(table)
+    lines = [f"{predicted_name}: {PREDICTED_IS}"]
+    if times.replay is None:
+        lines.append(f"not replayed: {times.no_replay}")
+    else:
+        parts = ", ".join(
+            f"{kind} {human_seconds(seconds)}" for kind, seconds in [*times.replay.by_kind().items()][:_FEW_KINDS]
+        )
+        lines.append(f"{replayed_name}: the compiled program by the device's rates, an estimate: {parts}")
+        lines += [f"  {note}" for note in times.replay.notes[:_FEW_KINDS]]
+    if times.estimate_errors:
+        lines.append(f"{xla_name}: left out, it is wrong for {' and '.join(times.estimate_errors[:_FEW_KINDS])}")
+    elif figure.name == SIMULATED and figure.compiled is not None:
+        verdict = "" if figure.holds else ": OFF"
+        tolerance = "" if figure.tolerance is None else f", tolerance {100 * figure.tolerance:g} %"
+        lines.append(
+            f"{SIMULATED}: {human_seconds(figure.predicted)} ({_off(figure)}{tolerance}){verdict}; {SIMULATED_IS}"
+        )
+    for line in lines:
+        grid.add_row(Text(line))
+    return Padding(grid, (0, 0, 0, 2))
 
 
 def _figures(figures: Sequence[Figure]) -> RenderableType:
@@ -325,6 +347,8 @@ def _table(*columns: str) -> Table:
             "predicted",
             "compiled",
             "measured",
+            "replayed",
+            "XLA's estimate",
             "off",
             "tolerance",
             "predicted step",

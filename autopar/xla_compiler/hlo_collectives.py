@@ -115,11 +115,6 @@ def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int 
     return [one for one in found if one is not None and one.num_elements > ignore_up_to]
 
 
-def has_loops(hlo_text: str) -> bool:
-    """Whether the program has a loop."""
-    return " while(" in hlo_text
-
-
 def count(hlo_text: str, ignore_up_to: int = 64) -> dict[str, int]:
     """Number of collectives by kind in the text.
 
