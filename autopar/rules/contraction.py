@@ -82,9 +82,9 @@ def _symmetric_product(view: NodeView) -> Rule:
 
 
 def _paged_attention(view: NodeView) -> Rule:
-    """Rows, tokens and KV heads are independent problems. Pages need replication, because a row may use any of them. It
-    is split as a manual region, because it is a loop or a kernel for which XLA's partitioner would all-gather the
-    pages."""
+    """Rows, tokens and KV heads are independent problems. Pages need replication, because a row may use any of them.
+    The node is split as a manual region, because XLA's partitioner would all-gather the pages for its loop or
+    kernel."""
     _, size, kv_heads, dim = view.operand_shapes[1]
     heads = ("k", "g")  # query heads that share a KV head are adjacent
     queries, pages = [("r",), ("t",), heads, ()], [(), (), ("k",), ()]
@@ -106,7 +106,6 @@ CONTRACTION: dict[str, RuleFunction] = {
     "paged_attention": _paged_attention,
 }
 
-#: Traits of `CONTRACTION`.
 CONTRACTION_TRAITS = with_traits(
     CONTRACTION,
     {

@@ -97,7 +97,6 @@ BORDERS: dict[str, RuleFunction] = {
     **dict.fromkeys(("index", "predicate"), _decides),
 }
 
-#: Traits of `PINNED` and `BORDERS`.
 CONTROL_FLOW_TRAITS = with_traits(
     (*PINNED, *BORDERS),
     {

@@ -138,7 +138,6 @@ def _meeting_pairs(
 
 CONVOLUTION: dict[str, RuleFunction] = {"conv_general_dilated": conv_general_dilated}
 
-#: Traits of `CONVOLUTION`.
 CONVOLUTION_TRAITS = with_traits(
     CONVOLUTION,
     {"conv_general_dilated": Traits(contraction=True, library=True, linear="either", terms=True, independent=True)},

@@ -131,7 +131,6 @@ ELEMENTWISE: dict[str, RuleFunction] = {
 #: Primitives whose parameters (a sharding, a layout or a key) are valid for one shape only.
 _OF_ONE_SHAPE = {"layout_constraint", "random_clone", "random_fold_in", "reshard", "xla_metadata_value"}
 _at_any_shape = partial(Traits, elementwise=True)
-#: Traits of `ELEMENTWISE`.
 ELEMENTWISE_TRAITS = with_traits(
     ELEMENTWISE,
     {

@@ -137,7 +137,7 @@ def build_rule(
     A factor that no result has is a reduction, unless an entry of `sent` along it completes the results. Dims and
     factors of size 1 (or 0) have no factor, whatever their names. A factor has the size of a dim that consists of it
     alone; `sizes` gives the sizes of the others. A dim in `windows`, by operand and position, is read in windows by its
-    factor's loop; its size is not the loop's.
+    factor's loop, so its size may differ from the loop's.
 
     >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
     >>> [f.size for f in rule.factors], rule.operands, rule.results

@@ -453,8 +453,8 @@ def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors
 
 
 def _renewals(graph: Graph, absorbable: frozenset[int]) -> dict[int, int]:
-    """For absorbable carried state, each input with the output that updates it, if that value is no other output and
-    the input is no output itself."""
+    """Map each absorbable input to the output that updates it, without inputs that are also outputs and without updates
+    that are several outputs."""
     times = Counter(graph.outputs)
     renewals: dict[int, int] = {}
     for position, out in graph.carried:
@@ -465,7 +465,7 @@ def _renewals(graph: Graph, absorbable: frozenset[int]) -> dict[int, int]:
 
 
 def _absorb(group: Group, joiner: _Joiner, renewals: Mapping[int, int]) -> Group:
-    """Add the carried state that only this group reads and updates to the group, with the group's sharding."""
+    """Move carried state that only this group reads and updates into the group, so that it has the group's sharding."""
     defined = {d.value: d.dims for d in group.defines}
     members = set(group.nodes)
     inputs: list[tuple[int, DimFactors]] = []

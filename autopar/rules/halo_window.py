@@ -24,7 +24,7 @@ class LocalWindow:
         low, high: the number of elements that the previous and the next device send.
         outside: the number of elements before and after the halo slices that some device needs; they lie outside the
             operand.
-        start, step: in its extended part the device reads from element `start + step * i` on.
+        start, step: the device reads its extended part from element `start + step * i` on.
         length: the number of elements that it reads.
         padding: the padding of the local operation, before and after, in positions of the dilated operand.
     """
@@ -63,7 +63,7 @@ class Window:
     def local(self, num_parts: int) -> LocalWindow | None:
         """The part of one device, or None if the loop cannot be split into so many parts.
 
-        It cannot if the number does not divide the loop or the dim, if the parts differ in more than their position, or
+        A split is impossible if the number does not divide the loop or the dim, if the parts differ in more than their position, or
         if a device needs more than its two neighbours have.
 
         >>> Window(size=32, count=32, stride=1, extent=3, padding=1).local(8)

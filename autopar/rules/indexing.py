@@ -52,8 +52,8 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
 
     If updates are combined, the loops over them are reductions: each device combines its share of the updates, and the
     operand is counted once (XLA replaces it by the identity on all devices but the first). The shares must be equal:
-    XLA pads the indices with zeros, and such updates of the first element count on a mesh of several axes (jax
-    0.12.0.1). The parts of a batch of scatters must be equal too: XLA may not pad it and aborts the process.
+    XLA pads the indices with zeros, and on a mesh of several axes the padding updates the first element (jax
+    0.12.0.1). The parts of a batch of scatters must be equal too: XLA cannot pad them and aborts the process.
 
     Args:
         combines: the reduction that combines updates with the operand; None where their order matters.
@@ -146,7 +146,6 @@ INDEXING: dict[str, RuleFunction] = {
     **{name: partial(scatter, combines=None) for name in ("scatter", "scatter-sub")},
 }
 
-#: Traits of `INDEXING`.
 INDEXING_TRAITS = with_traits(
     INDEXING,
     {

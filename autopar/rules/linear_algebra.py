@@ -95,5 +95,4 @@ LINEAR_ALGEBRA: dict[str, RuleFunction] = {
 
 #: Primitives that XLA lowers to a library call.
 _CALLS = ("fft", "cholesky", "triangular_solve", "eigh", "svd", "qr", "lu")
-#: Traits of `LINEAR_ALGEBRA`.
 LINEAR_ALGEBRA_TRAITS = with_traits(LINEAR_ALGEBRA, dict.fromkeys(_CALLS, Traits(library=True)))

@@ -35,8 +35,8 @@ def _unpool(view: NodeView) -> Rule:
 
 
 def unpooling_windows(view: NodeView, d: int) -> tuple[Window, Window]:
-    """How the loop over the result reads the gradient, and how it reads the input. It reads whole windows of the input;
-    the first starts where the first part's windows start."""
+    """How the loop over the result reads the gradient, and how it reads the input. It reads the input in whole windows,
+    from the first one that overlaps an iteration's element."""
     params = view.params
     (places, size), (low, _) = (shape[d] for shape in view.operand_shapes), params["padding"][d]
     taps, stride = params["window_dimensions"][d], params["window_strides"][d]
@@ -64,8 +64,8 @@ def _reduce_window(view: NodeView) -> Rule:
 
 
 def _windowed(view: NodeView, windows: Mapping[tuple[int, int], Window]) -> Rule:
-    """All operands and results have a window along the same dims; those without an entry in `windows` need
-    replication."""
+    """The dims with a window are the same in all operands and results; such a dim needs replication unless `windows`
+    has it."""
     sizes: dict[Name, int] = {d: window.count for (_, d), window in windows.items()}
     windowed = _windowed_dims(view)
     whole = [d for d in windowed if d not in sizes]
@@ -113,7 +113,6 @@ POOLING: dict[str, RuleFunction] = {
     **{name: partial(_whole, windowed=2) for name in ("select_and_gather_add", "select_and_scatter")},
 }
 
-#: Traits of `POOLING`.
 POOLING_TRAITS = with_traits(
     POOLING,
     {

@@ -124,7 +124,6 @@ REDUCTION: dict[str, RuleFunction] = {
     "approx_top_k": partial(_top_k, parameter="reduction_dimension", flops=float),
 }
 
-#: Traits of `REDUCTION`.
 REDUCTION_TRAITS = with_traits(
     REDUCTION,
     {

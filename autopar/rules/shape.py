@@ -206,7 +206,6 @@ SHAPE: dict[str, RuleFunction] = {
     "tile": _tile,
 }
 
-#: Traits of `SHAPE`.
 SHAPE_TRAITS = with_traits(
     SHAPE,
     {

@@ -51,7 +51,7 @@ def enumerate_strategies(
         even: factors that may only be split into equal parts.
         fixed: factors that may not be split.
         manual: factors of a manual region: where one of them is split, all factors are split into equal parts.
-        windows: by factor, how its loop reads dims of operands; it is split only if each device's neighbours have all
+        windows: by factor, how its loop reads dims of operands; a factor is split only if each device's neighbours have all
             elements that it reads.
         pinned: factors that the program itself splits, with their axes.
     """

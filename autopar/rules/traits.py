@@ -38,8 +38,8 @@ class Traits:
         adds: it is the sum of two operands.
         scales: it multiplies or divides one operand by another, or negates it.
         one_to_one: it is linear, and each element of the result depends on one element of its only operand.
-        linear: the operands in which it is linear: if these are terms of a sum, its results are the terms of its result
-            for the sum.
+        linear: the operands in which it is linear: applied to the terms of a sum, it gives the terms of its result for
+            the sum.
         terms: applied to a part of the dim that it reduces, it gives a term of the result.
         independent: its manual loops are loops over independent problems.
         contraction: it is a matmul, which runs on matrix units where the device has them.

@@ -61,7 +61,7 @@ def register_rule(
         local: a function that runs the same operation on one device's operands. It takes any shapes that a split may
             give them and returns the result or results; if a loop is reduced, it returns one term of the reduction. A
             `pallas_call` or `ffi_call` is split only with this function, because it is traced for one set of shapes and
-            XLA runs it whole. Any other primitive may omit it; XLA's partitioner then splits it.
+            XLA runs it whole. Any other primitive needs none, because XLA's partitioner splits it.
         reduction: how the parts of a reduced loop combine: sum, max, min, prod, and, or.
         flops_per_point: operations per point of the iteration space of all loops, `2.0` for a matmul. By default those
             counted in a Pallas kernel or in cuDNN's attention; otherwise 1.
@@ -159,9 +159,6 @@ def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
     """The function that runs a part of a node, by the node's name (see `called`) and its primitive."""
     registered = _registered.get(name) or _registered.get(primitive)
     return None if registered is None else registered.local
-
-
-# -- reading -------------------------------------------------------------------------------------
 
 
 def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, ...]]:
