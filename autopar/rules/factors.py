@@ -108,7 +108,7 @@ def by_position(shape: tuple[int, ...], whole: Collection[int] = ()) -> DimNames
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """An `Exchange` of the first operand during the construction of a rule, by the factor's name."""
+    """An `Exchange` of the first operand before its rule is built, by the factor's name."""
 
     name: Name
     most: int

@@ -1,4 +1,4 @@
-"""Nodes that run as manual regions: which strategies need one, and what it sends.
+"""Nodes that run as manual regions: the strategies that need a region, and the region's all-gather.
 
 In: a `Group` and a `Strategy`. Out: whether the group's node runs as a manual region, and the all-gather inside it,
 with bytes.

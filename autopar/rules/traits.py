@@ -81,7 +81,7 @@ class Traits:
 
     @property
     def joins(self) -> bool:
-        """Whether its result is a concatenation of its operands."""
+        """Whether it assembles its result from its operands, as a concatenation does."""
         return bool(self.moves) and self.linear == "all"
 
 
