@@ -1,4 +1,4 @@
-"""Public names for those who extend autopar; what the guides teach stands here, wherever the code moves.
+"""Public names for extensions of autopar; these import paths stay the same when modules move.
 
 In: nothing.
 Out: `attention`, `collectives`, `compilers`, `hardware`, `indexes`, `rules`, `schedules`, `solvers`: a module for each kind of extension.

@@ -1,4 +1,4 @@
-"""What a vector index is made of: a `Method` that the frame of `ApproximateIndex` runs, and an entry of kind `Kind`."""
+"""Parts of a vector index: a `Method` that `ApproximateIndex` runs, and its entry, a `Kind`."""
 
 from autopar.vector_search.build import Kind as Kind
 from autopar.vector_search.data.build_request import BuildRequest as BuildRequest

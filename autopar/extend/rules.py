@@ -1,4 +1,4 @@
-"""Sharding rules as named factors: what a rule may see, and what it gives."""
+"""Sharding rules as named factors: `NodeView`, the input of a rule, and `Rule`, its output."""
 
 from autopar.rules.factors import Factor as Factor
 from autopar.rules.factors import Rule as Rule

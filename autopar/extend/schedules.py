@@ -1,4 +1,4 @@
-"""Pipeline schedules: tasks in an order for each device, built, simulated and drawn."""
+"""Pipeline schedules: an order of tasks per device; functions to build, simulate and draw them."""
 
 from autopar.pipeline.draw.text import timeline_text as timeline_text
 from autopar.pipeline.schedule.kind import PipelineShape as PipelineShape

@@ -1,4 +1,4 @@
-"""The optimization problem of a plan, and the solver of it."""
+"""The optimization problem of a plan, and its solver."""
 
 from autopar.solve.ilp import Ilp as Ilp
 from autopar.solve.problem import Problem as Problem

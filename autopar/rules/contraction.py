@@ -1,4 +1,4 @@
-"""The rules of matrix products: `b i k, b k j -> b i j` with any number of each kind of dim.
+"""The rules of matmuls: `b i k, b k j -> b i j` with any number of dims of each kind.
 
 In: `NodeView`. Out: `CONTRACTION`, part of the table.
 """
@@ -13,7 +13,8 @@ from autopar.rules.traits import Traits, with_traits
 
 
 def dot_general(view: NodeView) -> Rule:
-    """Batch dims, then the left's free dims, then the right's; contracting dims are summed."""
+    """The result has the batch dims, the left operand's free dims, and the right operand's; contracting dims are
+    summed."""
     (left_contracting, right_contracting), (left_batch, right_batch) = view.params["dimension_numbers"]
     left_shape, right_shape = view.operand_shapes
     left: list[tuple[Name, ...]] = [(f"i{d}",) for d in range(len(left_shape))]
@@ -29,18 +30,19 @@ def dot_general(view: NodeView) -> Rule:
 
 
 def ragged_dot_general(view: NodeView) -> Rule:
-    """A matrix product in groups of unequal size, as experts of a mixture have: `m k, g k n, . -> m n`.
+    """A matmul in groups of unequal size, such as the experts of a mixture: `m k, g k n, . -> m n`.
 
-    Where a group ends is known only at run time. So the dim that the groups cut and the one that counts them are
-    split as manual regions: each device multiplies those of its rows that meet its own groups.
+    The groups' ends are known only at run time. So the ragged dim and the group dim are split as manual regions: each
+    device multiplies those of its rows that belong to its own groups.
 
-    XLA multiplies every row by the matrix of every group, all but one of them masked: this is what is counted.
+    XLA multiplies every row by the matrix of every group and masks all products but one. The rule counts these
+    operations.
     """
     numbers = view.params["ragged_dot_dimension_numbers"]
     (left_contracting, right_contracting), (left_batch, right_batch) = numbers["dot_dimension_numbers"]
     ragged, groups = numbers["lhs_ragged_dimensions"], numbers["rhs_group_dimensions"]
     left_shape, right_shape, group_shape = view.operand_shapes[:3]
-    # Each row of a batch may have groups of its own; and where they cut the batch itself, they do not matter.
+    # Each row of a batch may have its own groups; if the batch dim itself is ragged, the groups have no effect.
     in_batch = bool(set(ragged) & set(left_batch))
     manual = len(group_shape) == 1 and not in_batch
     rows: tuple[Name, ...] = ("m",) if manual else ()
@@ -53,11 +55,11 @@ def ragged_dot_general(view: NodeView) -> Rule:
     result = [left[d] for d in left_batch]
     result += [names for d, names in enumerate(left) if d not in (*left_batch, *left_contracting)]
     result += [names for e, names in enumerate(right) if e not in (*right_batch, *right_contracting, *groups)]
-    # groups of a summed dim lead the result
+    # if a contracting dim is ragged, the group dim leads the result
     result = [experts] * (len(view.result_shapes[0]) - len(result)) + result
     rest: list[list[tuple[Name, ...]]] = [[()] * len(shape) for shape in (group_shape, *view.operand_shapes[3:])]
     summed = bool(set(ragged) & set(left_contracting))
-    copied = [left, right] if summed else [left]  # once for each group, masked
+    copied = [left, right] if summed else [left]  # XLA stores one masked copy per group
     whole = 1 if manual else math.prod(left_shape[d] for d in ragged) * (1 if in_batch else group_shape[-1])
     return build_rule(
         [left, right, *rest],
@@ -71,18 +73,20 @@ def ragged_dot_general(view: NodeView) -> Rule:
 
 
 def _symmetric_product(view: NodeView) -> Rule:
-    """`alpha a aᵀ + beta c`: the rows of `a` stand on both sides, so nothing but the batch is split, and that by
-    us: on GPUs it is a call of cuBLAS for which XLA's partitioner gathers."""
+    """`alpha a aᵀ + beta c`: both dims of the result run along the rows of `a`, so only the batch may be split. It is
+    split as a manual region, because on GPUs it is a cuBLAS call, for which XLA's partitioner all-gathers the
+    operands."""
     *batch, rows, columns = view.operand_shapes[0]
     whole = (len(batch), len(batch) + 1)
     return rule_by_position(view, whole, flops_per_point=float(rows * rows * columns), manual=range(len(batch)))
 
 
 def _paged_attention(view: NodeView) -> Rule:
-    """Rows, tokens and heads of the keys are problems of their own; pages are whole, for a row may have any of them. It is a
-    loop or a kernel that XLA's partitioner would gather all pages for, so it is split by us."""
+    """Rows, tokens and KV heads are independent problems. Pages need replication, because a row may use any of them.
+    The node is split as a manual region, because XLA's partitioner would all-gather the pages for its loop or
+    kernel."""
     _, size, kv_heads, dim = view.operand_shapes[1]
-    heads = ("k", "g")  # those of the queries that read one of the keys' lie side by side
+    heads = ("k", "g")  # query heads that share a KV head are adjacent
     queries, pages = [("r",), ("t",), heads, ()], [(), (), ("k",), ()]
     return build_rule(
         [queries, pages, pages, [("r",), ()], [("r",), ("t",)]],
@@ -102,7 +106,6 @@ CONTRACTION: dict[str, RuleFunction] = {
     "paged_attention": _paged_attention,
 }
 
-#: Traits of `CONTRACTION`.
 CONTRACTION_TRAITS = with_traits(
     CONTRACTION,
     {

@@ -1,8 +1,8 @@
 """Rules of the pieces of loops and branches, of `with_sharding_constraint` and of `shard_map`.
 
-In: `NodeView`. Out: `BORDERS` and `PINNED`, parts of the table. A tensor is split alike on both sides of a border; the
-dim that counts a loop's trips, of a stack that it takes from or adds to, stays whole: a trip needs one element of
-it. What the program itself splits stays as it says.
+In: `NodeView`. Out: `BORDERS` and `PINNED`, parts of the table. A tensor has the same sharding on both sides of a
+border. A loop reads its stacks, and writes them, one element per iteration; so a stack's dim that counts iterations
+needs replication. Dims that the program itself shards keep their axes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.rules.traits import Traits, with_traits
 
 
 def _passes(view: NodeView) -> Rule:
-    """The same on both sides, of each branch as of the one taken."""
+    """Operand and result have the same sharding; so have all branches and their common result."""
     return build_rule(
         [by_position(shape) for shape in view.operand_shapes if shape],
         [by_position(shape) for shape in view.result_shapes],
@@ -28,14 +28,14 @@ def _passes(view: NodeView) -> Rule:
 
 
 def _takes_one(view: NodeView) -> Rule:
-    """`. d… -> d…`, for each trip one element of the stack."""
+    """`. d… -> d…`: each iteration reads one element of the stack."""
     (stack,), (one,) = view.operand_shapes, view.result_shapes
     operands = [[(), *by_position(one)]]
     return build_rule(operands, [by_position(one)], [stack], [one], pointwise=True, flops_per_point=0.0)
 
 
 def _adds_one(view: NodeView) -> Rule:
-    """`d… -> . d…`, from each trip one element of the stack."""
+    """`d… -> . d…`: each iteration writes one element of the stack."""
     (one,), (stack,) = view.operand_shapes, view.result_shapes
     results = [[(), *by_position(stack[1:])]]
     return build_rule([by_position(one)], results, [one], [stack], pointwise=True, flops_per_point=0.0)
@@ -46,7 +46,7 @@ def _decides(view: NodeView) -> Rule:
 
 
 def _constrained(view: NodeView) -> Rule:
-    """Split as the program says, where it does; anyhow, where it leaves a dim open."""
+    """Dims that the program shards are pinned to its axes; dims that it leaves open are free."""
     rule = replace(_passes(view), pointwise=False)
     axes_of_dims = view.params.get("dims", (None,) * len(view.operand_shapes[0]))
     pinned = [
@@ -58,7 +58,7 @@ def _constrained(view: NodeView) -> Rule:
 
 
 def _manual(view: NodeView) -> Rule:
-    """Each device runs the same program on its own part: dims are split as the program says."""
+    """Each device runs the same program on its own part; the program shards all dims."""
     sizes = dict(view.params["axis_sizes"])
     factors: list[Factor] = []
     pinned: list[tuple[int, tuple[str, ...]]] = []
@@ -97,7 +97,6 @@ BORDERS: dict[str, RuleFunction] = {
     **dict.fromkeys(("index", "predicate"), _decides),
 }
 
-#: Traits of `PINNED` and `BORDERS`.
 CONTROL_FLOW_TRAITS = with_traits(
     (*PINNED, *BORDERS),
     {

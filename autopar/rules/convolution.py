@@ -1,10 +1,11 @@
 """The sharding rule of convolutions: `n h w ci, kh kw ci co -> n h w co`, forward and both gradients.
 
-In: `NodeView`. Out: `CONVOLUTION`, part of the table. A spatial dim is a loop over the results' places, or, where the
-kernel has more, as in the gradient with respect to a kernel, a loop over the kernel's, which is summed. Either reads the
-input in windows (`window`), so that a device needs strips of its neighbours' parts. XLA's partitioner exchanges them too,
-but not for all strides, and it sums the gradient of a kernel over the whole mesh, also along axes that split nothing (seen
-on jax 0.12.0.1); so a split spatial dim runs as a program of ours.
+In: `NodeView`. Out: `CONVOLUTION`, part of the table. A spatial dim is a loop over the results' positions. If the
+kernel has more, as in the gradient with respect to a kernel, it is a loop over the kernel's positions, which are
+summed. Either loop reads the input in windows (`halo_window`), so a device needs halo slices from its neighbours.
+
+A split spatial dim runs as a manual region. XLA's partitioner exchanges halos too, but not for all strides. It also
+sums the gradient of a kernel over the whole mesh, including axes that split nothing (seen on jax 0.12.0.1).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from autopar.rules.traits import Traits, with_traits
 def conv_general_dilated(view: NodeView) -> Rule:
     """Batch and output channels pass through, input channels are summed.
 
-    With groups, channels are made of a major factor `g` (which group) and a minor one (which
-    channel of the group): feature groups are `n (g ci), (g co) ci -> n (g co)`, and batch groups,
-    which the gradient of the former by its kernel has, `(g n) k, (g co) k -> n (g co)`. XLA's partitioner splits
-    feature groups of one input channel (depthwise), but gathers the operands of any other, the batch too; and what
-    batch groups sum it counts once for each device along axes that split nothing.
+    With groups, channels have a major factor `g` (the group) and a minor one (the channel within the group). Feature
+    groups are `n (g ci), (g co) ci -> n (g co)`. Batch groups, in the gradient of feature groups with respect to the
+    kernel, are `(g n) k, (g co) k -> n (g co)`. XLA's partitioner splits feature groups of one input channel
+    (depthwise). For all others it all-gathers the operands, including the batch. For batch groups it counts the sum
+    once for each device along axes that split nothing.
     """
     params = view.params
     numbers = params["dimension_numbers"]
@@ -71,7 +72,7 @@ def conv_general_dilated(view: NodeView) -> Rule:
 
 
 def spatial_windows(view: NodeView) -> list[tuple[Window, bool]]:
-    """Per spatial dim, how the loop that may be split reads the input, and whether that loop is the kernel's."""
+    """For each spatial dim, how its loop reads the input, and whether that loop runs over the kernel."""
     params = view.params
     numbers = params["dimension_numbers"]
     found: list[tuple[Window, bool]] = []
@@ -91,15 +92,15 @@ def spatial_windows(view: NodeView) -> list[tuple[Window, bool]]:
 
 
 def _dims(spec: Sequence[int], first: tuple[Name, ...], second: tuple[Name, ...]) -> list[tuple[Name, ...]]:
-    """Names by dim, where `spec` lists the dims of two named things and then the spatial dims."""
+    """Names by dim; `spec` lists the dims of the two named loops first, then the spatial dims."""
     dims: list[tuple[Name, ...]] = [()] * len(spec)
     dims[spec[0]], dims[spec[1]] = first, second
     return dims
 
 
 def _spatial_points(view: NodeView, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> float:
-    """(output position, kernel position) pairs that meet an element of the input: padding and the
-    holes of a dilated input, as in the gradient of a strided convolution, cost nothing on a GPU."""
+    """The number of (output position, kernel position) pairs that read an element of the input. Padding and the holes
+    of a dilated input, as in the gradient of a strided convolution, cost nothing on a GPU."""
     params = view.params
     total = 1
     for i, (d, k, o) in enumerate(zip(lhs, rhs, out, strict=True)):
@@ -118,12 +119,12 @@ def _spatial_points(view: NodeView, lhs: Sequence[int], rhs: Sequence[int], out:
 def _meeting_pairs(
     size: int, kernel: int, out: int, stride: int, padding: int, lhs_dilation: int, rhs_dilation: int
 ) -> int:
-    """Along one dim: pairs (o, k) where `o * stride + k * rhs_dilation - padding` is an element.
+    """Along one dim: the number of pairs (o, k) where `o * stride + k * rhs_dilation - padding` is an element.
 
     >>> _meeting_pairs(8, 3, 8, 1, 1, 1, 1)
     22
     """
-    period = lhs_dilation // math.gcd(lhs_dilation, stride)  # hits along o come every so many
+    period = lhs_dilation // math.gcd(lhs_dilation, stride)  # distance between two hits along o
     last = (size - 1) * lhs_dilation
     total = 0
     for k in range(kernel):
@@ -137,7 +138,6 @@ def _meeting_pairs(
 
 CONVOLUTION: dict[str, RuleFunction] = {"conv_general_dilated": conv_general_dilated}
 
-#: Traits of `CONVOLUTION`.
 CONVOLUTION_TRAITS = with_traits(
     CONVOLUTION,
     {"conv_general_dilated": Traits(contraction=True, library=True, linear="either", terms=True, independent=True)},

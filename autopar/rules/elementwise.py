@@ -1,10 +1,10 @@
 """Rules of primitives whose result elements each depend on one element of each operand.
 
-In: `NodeView`. Out: `ELEMENTWISE`, part of the table. Every rule here is pointwise: the node may
-join its neighbours in one group, and any dim may be split.
+In: `NodeView`. Out: `ELEMENTWISE`, part of the table. Every rule here is pointwise: the node may join its neighbours'
+group, and any dim may be split.
 
-The operations per element are what XLA's libdevice expansions take, to the nearest handful; these
-nodes are bound by memory, so only the order of magnitude matters.
+The operations per element are rough counts of XLA's libdevice expansions. These nodes are bound by memory, so only the
+order of magnitude matters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FLOPS_PER_ELEMENT: dict[str, float] = {
 
 
 def elementwise(view: NodeView, flops: float) -> Rule:
-    """All dims free. An operand may be a scalar, or have size 1 where the result has more."""
+    """All dims are free. An operand may be a scalar, or have size 1 where the result has more."""
     return rule_by_position(view, pointwise=True, flops_per_point=flops)
 
 
@@ -63,20 +63,20 @@ def _polynomial(view: NodeView) -> Rule:
 
 
 def _separate(view: NodeView) -> Rule:
-    """Operand *i* passes to result *i*; they have nothing to do with each other."""
+    """Operand *i* passes to result *i*; the pairs are independent."""
     terms = [[(f"{t}.{i}",) for i in range(len(shape))] for t, shape in enumerate(view.operand_shapes)]
     return build_rule(terms, terms, view.operand_shapes, view.result_shapes, pointwise=True, flops_per_point=0.0)
 
 
 def _leading(view: NodeView) -> Rule:
-    """Leading dims are shared; those that only one side has (words of a key, bytes of a wider
-    element, new keys) need replication."""
+    """The tensors share their leading dims. Dims that only one side has (words of a key, bytes of a wider element, new
+    keys) need replication."""
     ranks = [len(shape) for shape in (*view.operand_shapes, *view.result_shapes)]
     return rule_by_position(view, range(min(ranks), max(ranks)), pointwise=True, flops_per_point=0.0)
 
 
 def _created(view: NodeView, flops: float) -> Rule:
-    """Results made from nothing, or from a key or bounds that stay whole: each result dim is free.
+    """Each dim of the results is free; operands (a key, bounds) need replication.
 
     JAX's threefry is partitionable: every device draws its own part of the numbers.
     """
@@ -91,7 +91,7 @@ def _created(view: NodeView, flops: float) -> Rule:
 
 
 def _rng_uniform(view: NodeView) -> Rule:
-    """Numbers from each device's own state: XLA sends the first device's to the others, so nothing is split."""
+    """No dim is split: each device has its own generator state, and XLA broadcasts the first device's numbers."""
     terms = [[()] * len(shape) for shape in view.operand_shapes], [[()] * len(shape) for shape in view.result_shapes]
     size = float(math.prod(view.result_shapes[0]))
     return build_rule(*terms, view.operand_shapes, view.result_shapes, flops_per_point=60.0 * size)
@@ -128,10 +128,9 @@ ELEMENTWISE: dict[str, RuleFunction] = {
     "platform_index": partial(_created, flops=0.0),
 }
 
-#: Those with parameters for a sharding, a layout or a key, which are of one shape.
+#: Primitives whose parameters (a sharding, a layout or a key) are valid for one shape only.
 _OF_ONE_SHAPE = {"layout_constraint", "random_clone", "random_fold_in", "reshard", "xla_metadata_value"}
 _at_any_shape = partial(Traits, elementwise=True)
-#: Traits of `ELEMENTWISE`.
 ELEMENTWISE_TRAITS = with_traits(
     ELEMENTWISE,
     {

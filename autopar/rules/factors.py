@@ -1,7 +1,7 @@
-"""Sharding rules: each dim of a node's operands and results named by factors, as in an einsum.
+"""Represent sharding rules: each dim of a node's operands and results is named by factors, as in an einsum.
 
-In: nothing. Out: `Rule`, built by the functions registered in `registry`. The idea and the words
-are Shardy's op sharding rules: https://openxla.org/shardy/sdy_op_rules
+In: nothing. Out: `Rule`, which the functions in `table` build. The idea and its terms are those of Shardy's op sharding
+rules: https://openxla.org/shardy/sdy_op_rules
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from typing import Literal
 
 from autopar.rules.halo_window import Halo, Window
 
-#: Reductions a factor can leave pending, by what combines the parts.
+#: How the parts of a split reduction combine.
 Reduction = Literal["sum", "max", "min", "prod", "and", "or"]
 
-#: Per dim of one tensor, the factors that make it up, major first. An empty tuple is a dim that
-#: needs replication: nothing may split it.
+#: Per dim of one tensor, its factors, major first. An empty tuple is a dim that needs replication: no axis splits it.
 DimFactors = tuple[tuple[int, ...], ...]
 
 
@@ -26,10 +25,10 @@ class Factor:
     """One loop of a node.
 
     Args:
-        size: iterations.
-        reduction: None for a pass-through factor (a loop over result elements); otherwise what
-            combines the parts when the loop is split, which leaves the result unreduced.
-        even: it may only be split into equal parts: what XLA pads it with would count.
+        size: the number of iterations.
+        reduction: None for a pass-through factor (a loop over result elements); otherwise the operation that combines
+            the parts when the loop is split, which leaves the result unreduced.
+        even: whether it may only be split into equal parts, because XLA's padding would change the result.
     """
 
     size: int
@@ -37,19 +36,19 @@ class Factor:
     even: bool = False
 
 
-#: Whose elements: those of operand or result *i*.
+#: The tensor whose elements are sent: operand or result *i*.
 Elements = tuple[Literal["operand", "result"], int]
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What a node sends by itself where a factor is split: each device gives all others what it found in its part.
+    """An all-gather inside a node whose factor is split: each device sends all others what it found in its part.
 
     Args:
         factor: the loop.
-        shape, dims: of the operand, whose part of the factor's dim shrinks to what is sent.
-        most: elements of that dim that a device sends, unless its part is shorter.
-        elements: what their type is.
+        shape, dims: the operand; its dim along the factor shrinks from one device's part to the elements sent.
+        most: the number of elements of that dim that a device sends, unless its part is shorter.
+        elements: the tensor whose dtype they have.
     """
 
     factor: int
@@ -65,20 +64,21 @@ class Rule:
 
     Args:
         factors: the loops.
-        operands: per operand its dims' factors (literals: `()`).
-        results: per result its dims' factors.
-        pointwise: each result element depends on no more than one element of each operand along
-            every factor, so the node may join its neighbours in one group.
-        flops_per_point: floating-point operations per point of the whole factor space.
-        matrix_flops_per_point: those inside matrix units, beside the others, by the dtype that is multiplied; of a
-            primitive that is one product (`Traits.contraction`), `flops_per_point` are these.
-        pinned: factors that the program itself splits, with the mesh axes (none: it stays whole).
-        manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device
-            runs its own part of the node (`manual.table`), and all dims that are split must divide.
-        halos: dims of operands that a loop reads beyond its own part, split as the loop is; their sizes may differ
-            from the factor's.
-        exchanges: what it then sends by itself, besides the halos.
-        stored: tensors of the first operand's type that XLA writes and reads on the way, by the factors they span.
+        operands: for each operand the factors of its dims (literals: `()`).
+        results: for each result the factors of its dims.
+        pointwise: whether each result element depends on at most one element of each operand along every factor. Such a
+            node may join its neighbours' group.
+        flops_per_point: floating-point operations per point of the iteration space of all factors.
+        matrix_flops_per_point: further operations, on matrix units, by the dtype of their operands. For a primitive
+            that is one matmul (`Traits.contraction`), `flops_per_point` are on matrix units too.
+        pinned: factors that the program itself splits, with their mesh axes (none: the factor stays whole).
+        manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device runs
+            its own part of the node (`runtime/manual/table.py`), and the axes must divide all split dims.
+        halos: dims of operands that the loop reads beyond its own part. They are split as the loop is; their sizes may
+            differ from the factor's.
+        exchanges: the node's all-gathers, in addition to the halos.
+        stored: intermediate tensors of the first operand's dtype that XLA writes to memory and reads again, by the
+            factors they span.
     """
 
     factors: tuple[Factor, ...]
@@ -94,21 +94,21 @@ class Rule:
     stored: tuple[tuple[int, ...], ...] = ()
 
 
-#: The name a rule gives a factor while it is being written.
+#: The name of a factor during the construction of a rule.
 Name = str | int
 
-#: Per dim of one tensor, the names of its factors, major first; `()` is a dim that needs replication.
+#: Per dim of one tensor, the names of its factors, major first; `()` for a dim that needs replication.
 DimNames = Sequence[tuple[Name, ...]]
 
 
 def by_position(shape: tuple[int, ...], whole: Collection[int] = ()) -> DimNames:
-    """Each dim named by its position, except those that need replication."""
+    """Name each dim by its position, except the `whole` dims, which need replication."""
     return [() if d in whole else (d,) for d in range(len(shape))]
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """An `Exchange` while its rule is being written: by the factor's name, of the first operand."""
+    """An `Exchange` of the first operand before its rule is built, by the factor's name."""
 
     name: Name
     most: int
@@ -134,10 +134,10 @@ def build_rule(
 ) -> Rule:
     """Build a rule from the names of each dim's factors.
 
-    A factor that no result has is a reduction, unless what is `sent` along it completes the results. Dims
-    and factors of size 1 (or 0) carry no factor, whatever is written. A size is read off a dim that has one
-    factor alone; `sizes` gives those which never stand alone. A dim in `windows`, by operand and position, is
-    read by its factor's loop in windows: its own size is that of the window, not of the loop.
+    A factor that no result has is a reduction, unless an entry of `sent` along it completes the results. Dims and
+    factors of size 1 (or 0) have no factor, whatever their names. A factor has the size of a dim that consists of it
+    alone; `sizes` gives the sizes of the others. A dim in `windows`, by operand and position, is read in windows by its
+    factor's loop, so its size may differ from the loop's.
 
     >>> rule = build_rule([[("a", "b")]], [[("a",), ("b",)]], [(6,)], [(2, 3)])
     >>> [f.size for f in rule.factors], rule.operands, rule.results
@@ -184,7 +184,7 @@ def _factor_sizes(
     sizes: dict[Name, int],
     windows: Collection[tuple[int, int]],
 ) -> dict[Name, int]:
-    """Size of each named factor, in order of appearance; those of size 1 or 0 left out."""
+    """The size of each named factor, in order of first use, without those of size 1 or 0."""
     for t, (term, shape) in enumerate(zip(terms, shapes, strict=True)):
         assert len(term) == len(shape), f"{term} names {len(term)} dims of shape {shape}"
         for d, (names, size) in enumerate(zip(term, shape, strict=True)):

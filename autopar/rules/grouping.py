@@ -1,19 +1,19 @@
 """Group nodes that share one strategy, so that the problem stays small.
 
-In: a graph and one `Rule` per node. Out: `Group`s, each a set of nodes over one common space of
-factors, with the values it reads from outside and the values it defines.
+In: a graph and one `Rule` per node. Out: `Group`s. Each is a set of nodes over one common space of factors, with the
+values that it reads from outside and the values that it defines.
 
-What joins, and why:
+Which nodes join, and why:
 
-1. An elementwise node joins the producer of an operand that spans the whole space of both: splitting
-   them differently would only add resharding. A reduction (`reduce_sum` …) joins its operand's group.
+1. An elementwise node joins the producer of an operand that spans the whole space of both: different splits would only
+   add resharding. A reduction (`reduce_sum` …) joins its operand's group.
 2. Elementwise and reduction nodes that read the same value join each other.
-3. What a value carried through a loop goes in by and comes out by: one trip leaves it as the next one finds it.
-4. A small group fed by a reduction of a large one and broadcast back into it (the statistics of a
-   layer norm or a softmax) joins the large one.
+3. The two pieces of a loop's carry join each other: each iteration leaves the carry as the next iteration reads it.
+4. A small group joins a large one if a reduction of the large group feeds it and its result is broadcast back (the
+   statistics of a layer norm or a softmax).
 
-Carried state is never a reason to join: the forward pass and the optimizer read the same parameter,
-and whether they want it split alike is what ZeRO is about.
+Shared carried state is no reason to join: the forward pass and the optimizer read the same parameter, and ZeRO splits
+it differently for each.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
 from autopar.rules.halo_window import Halo, Window
 from autopar.rules.table import traits_of
 
-#: Values of at most this many elements are left out of the problem: they are replicated, and
-#: moving them costs a launch that XLA merges with others'.
+#: Values of at most this many elements are no decisions of the problem: they are replicated, and XLA merges their
+#: collectives with others.
 SMALL_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A value read by a group: its dims in the group's factors, and by which (node, operand)s. Split along a `pending`
-    factor it may be left unreduced."""
+    """A value that a group reads: its dims in the group's factors, and its uses as (node, operand). If a `pending`
+    factor is split, the value may be unreduced."""
 
     value: int
     dims: DimFactors
@@ -45,7 +45,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Define:
-    """A value made by a group; split along a `pending` factor it is left unreduced."""
+    """A value that a group defines. If a `pending` factor is split, the value is unreduced."""
 
     value: int
     node: int
@@ -56,12 +56,16 @@ class Define:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Arithmetic of one node: operations per point of the space of these factors, so many times a step; and what it writes
-    and reads on the way, by the factors it spans, with its bytes per element.
+    """Arithmetic and intermediate memory traffic of one node.
 
     Args:
-        flops_per_point: inside matrix units for a `contraction` of this `dtype`, else outside.
-        matrix_flops_per_point: inside matrix units besides, by dtype.
+        factors: the factors of the node's iteration space.
+        flops_per_point: operations per point of that space; on matrix units if the node is a `contraction` of this
+            `dtype`.
+        repeat: how often a step runs the node.
+        stored: intermediate tensors that XLA writes and reads again, by the factors they span, with `itemsize` bytes
+            per element.
+        matrix_flops_per_point: further operations on matrix units, by dtype.
     """
 
     factors: tuple[int, ...]
@@ -75,7 +79,7 @@ class Work:
 
     @property
     def by_unit(self) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """Operations per point outside matrix units, and inside by dtype."""
+        """Operations per point outside matrix units, and on matrix units by dtype."""
         if self.contraction:
             return 0.0, ((self.dtype, self.flops_per_point), *self.matrix_flops_per_point)
         return self.flops_per_point, self.matrix_flops_per_point
@@ -83,11 +87,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """How a node is run in parts: all its tensors' dims, literals too, what it sends, and what it reads of its
-    neighbours' parts, in the group's factors.
+    """How a node runs as a manual region, in the group's factors: the dims of all its tensors (literals too), its
+    all-gathers and its halos.
 
     Args:
-        manual: the node is so run where one of these factors is split.
+        manual: the node runs as a manual region if one of these factors is split.
     """
 
     node: int
@@ -105,10 +109,10 @@ class Group:
     Args:
         even: factors that may only be split evenly.
         fixed: factors that may not be split (minor parts of a compound dim).
-        inputs: graph inputs (value indices) that live here: state that only this group reads and
-            renews, with its dims in the group's factors.
-        pinned: factors that the program itself splits, with the mesh axes.
-        region: of a node that has manual factors, which is always alone.
+        inputs: graph inputs (value indices) that belong to the group, because only the group reads and updates them,
+            with their dims in the group's factors.
+        pinned: factors that the program itself splits, with their mesh axes.
+        region: the manual region of a node with manual factors; such a node is a group of its own.
     """
 
     nodes: tuple[int, ...]
@@ -123,7 +127,7 @@ class Group:
     region: Region | None = None
 
     def windows(self) -> dict[int, list[Window]]:
-        """By factor, how its loop reads operands."""
+        """By factor, the windows in which its loop reads operands."""
         windows: dict[int, list[Window]] = defaultdict(list)
         for halo in self.region.halos if self.region else ():
             windows[halo.factor].append(halo.window)
@@ -131,7 +135,7 @@ class Group:
 
 
 def joins(rule: Rule, primitive: str) -> bool:
-    """Whether a node may share a group: elementwise, or a reduction that joins its operand."""
+    """Whether a node may join others: it is elementwise, or a reduction, which joins its operand's group."""
     if rule.manual:
         return False
     return rule.pointwise or (traits_of(primitive).reduces == "dims" and len(rule.operands) >= 1 and bool(rule.factors))
@@ -142,7 +146,7 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
 
     Args:
         rules: one per node.
-        absorbable: positions of inputs that may live inside a group (unpinned carried state).
+        absorbable: positions of inputs that may belong to a group (unpinned carried state).
     """
     joiner = _Joiner(graph, rules)
     joiner.join_carries()
@@ -154,7 +158,7 @@ def form_groups(graph: Graph, rules: Sequence[Rule], absorbable: frozenset[int] 
 
 
 class _Joiner:
-    """Union-find over nodes and over their factors; a join unifies two groups' factors one to one."""
+    """A union-find over nodes and over their factors; a join unifies the factors of two groups one to one."""
 
     def __init__(self, graph: Graph, rules: Sequence[Rule]) -> None:
         self.graph, self.rules = graph, rules
@@ -176,8 +180,8 @@ class _Joiner:
         self.ends = {self._end(leave) for loop in graph.loops for _, leave in loop.sums}
 
     def _end(self, leave: int) -> int:
-        """Where a sum over a loop's trips comes out: what reads it may be split otherwise than what adds to it. Where
-        it is cast to fewer bytes, that comes before it is sent."""
+        """The node that ends a sum over a loop's iterations; its users may be split differently from its terms. If the
+        sum is cast to fewer bytes, this is the cast, because the cast runs before the reduction over devices."""
         (value,), values = self.graph.nodes[leave].results, self.graph.values
         if len(self.readers[value]) == 1:
             reader = self.readers[value][0][0]
@@ -214,7 +218,7 @@ class _Joiner:
         return {f for dim in dims for f in dim} == self.space[self.node(node)]
 
     def join(self, a: int, b: int, a_dims: tuple[tuple[int, ...], ...], b_dims: tuple[tuple[int, ...], ...]) -> bool:
-        """Unify two groups along one tensor both know; refused where factors do not pair up."""
+        """Unify two groups by the dims of a tensor that both have; False if their factors do not pair up."""
         pairs: list[tuple[int, int]] = []
         for dim_a, dim_b in zip(a_dims, b_dims, strict=True):
             if len(dim_a) != len(dim_b):
@@ -280,8 +284,9 @@ class _Joiner:
                     changed = True
 
     def _crossings(self, *, broadcast: bool) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
-        """(value, use, (small group, large group)) for values that pass between a group they span
-        and one they do not: broadcasts into the large one, or reductions out of it."""
+        """Uses of a value on the border of a small and a large group, as (value, use, (small group, large group)). The
+        value spans the small group only: `broadcast` gives broadcasts into the large group, otherwise reductions of
+        it."""
         for value, uses in self.readers.items():
             if value not in self.defined:
                 continue
@@ -299,7 +304,7 @@ class _Joiner:
                     yield value, (reader, operand), (self.node(reader), self.node(producer))
 
     def members(self) -> list[list[int]]:
-        """Nodes of each group, in program order; nodes that touch only small values are left out."""
+        """The nodes of each group, in program order, without nodes that touch small values only."""
         values = self.graph.values
         groups: dict[int, list[int]] = defaultdict(list)
         for n, node in enumerate(self.graph.nodes):
@@ -314,7 +319,7 @@ def _build(
 ) -> Group:
     classes: dict[int, int] = {}
     factors: list[Factor] = []
-    own_of: dict[int, tuple[int, ...]] = {}  # node -> its factors in the group's
+    own_of: dict[int, tuple[int, ...]] = {}  # node -> its factors as indices of the group's
     for n in nodes:
         first, own = joiner.offset[n], []
         for i, factor in enumerate(rules[n].factors):
@@ -357,7 +362,7 @@ def _build(
             )
         )
     settled = {(d.value, d.dims) for d in defines if not d.pending}
-    reads = {key: uses for key, uses in reads.items() if key not in settled}  # fused inside
+    reads = {key: uses for key, uses in reads.items() if key not in settled}  # defined and fused inside the group
     compound = [dim for read in reads for dim in read[1] if len(dim) > 1]
     compound += [dim for define in defines for dim in define.dims if len(dim) > 1]
     equal = {f for n in nodes for f, factor in zip(own_of[n], rules[n].factors, strict=True) if factor.even}
@@ -384,7 +389,7 @@ def _build(
     return _absorb(group, joiner, renewals)
 
 
-#: As many terms as there may be devices: a sum over a loop's trips may stay pending along any axes.
+#: The size of the factor over the terms of a sum over a loop's iterations; any number of devices may split it.
 TERMS = 720720 * 64
 
 
@@ -394,9 +399,11 @@ def _sums_of_terms(
     reads: Mapping[tuple[int, DimFactors], list[tuple[int, int]]],
     joiner: _Joiner,
 ) -> set[int] | None:
-    """Where a group does nothing but add up terms over a loop's trips: the values that are such terms. It may add up
-    those of each device by itself, and leave the sum over the devices to who reads what the loop leaves. What a loop
-    within the loop leaves is no such term: XLA moves a sum out of one loop alone."""
+    """The values that a group reads as terms, if all it does is to sum terms over a loop's iterations; otherwise None.
+
+    Each device may sum its own terms, and the users of the loop's result may reduce the sum over devices. Results of an
+    inner loop are no such terms: XLA moves a reduction out of one loop only.
+    """
     members = set(nodes)
     sums = {pair for loop in graph.loops for pair in loop.sums if members.issuperset(pair)}
     enters, ends = {enter for enter, _ in sums}, {leave for _, leave in sums}
@@ -419,7 +426,7 @@ def _sums_of_terms(
 
 
 def _of_a_loop(graph: Graph, joiner: _Joiner, value: int | None) -> bool:
-    """Whether a value is what a loop leaves, or a cast of it."""
+    """Whether a value is the result of a loop, or a cast of one."""
     if value is None or value not in joiner.defined:
         return False
     node = graph.nodes[joiner.defined[value][0]]
@@ -446,7 +453,8 @@ def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors
 
 
 def _renewals(graph: Graph, absorbable: frozenset[int]) -> dict[int, int]:
-    """Of carried state that may live inside a group, each input with the output that renews it and is nothing else."""
+    """Map each absorbable input to the output that updates it, without inputs that are also outputs and without updates
+    that are several outputs."""
     times = Counter(graph.outputs)
     renewals: dict[int, int] = {}
     for position, out in graph.carried:
@@ -457,7 +465,7 @@ def _renewals(graph: Graph, absorbable: frozenset[int]) -> dict[int, int]:
 
 
 def _absorb(group: Group, joiner: _Joiner, renewals: Mapping[int, int]) -> Group:
-    """Take in carried state that only this group reads and renews, split as the group is."""
+    """Move carried state that only this group reads and updates into the group, so that it has the group's sharding."""
     defined = {d.value: d.dims for d in group.defines}
     members = set(group.nodes)
     inputs: list[tuple[int, DimFactors]] = []

@@ -1,14 +1,14 @@
-"""Loops whose neighbours are needed: which part of a dim one device reads, and what its neighbours send it.
+"""Loops that read beyond their own part of a dim: the elements that one device reads, and its halo.
 
-In: how a loop reads a dim of an operand (a `Window`), and in how many parts the loop is split. Out: `LocalWindow`: the
-strips that neighbours send (the halo), and the window that is left to do on one device. Convolutions, their gradients
-and pooling all read a dim alike: their loop's iteration `i` reads the elements at
+In: how a loop reads a dim of an operand (a `Window`), and the number of parts into which the loop is split. Out:
+`LocalWindow`: the halo slices that the neighbours send, and the window of the local operation. Convolutions, their
+gradients and pooling all read a dim in the same way. Iteration `i` of their loop reads the elements `p` with
 
     stride i - padding  <=  dilation p  <  stride i - padding + extent
 
-A convolution's loop over results has its own stride, and the kernel's dilated length as extent. Its loop over the
-kernel's elements, which are many where the convolution is a gradient with respect to a kernel, has the kernel's
-dilation as stride, and the strided length of the results as extent.
+A convolution's loop over results has the convolution's stride; its extent is the length of the dilated kernel. Its loop
+over the kernel's elements, of which the gradient with respect to a kernel has many, has the kernel's dilation as
+stride; its extent is the length that the results cover with their stride.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LocalWindow:
-    """One part of a split loop, on device `i` of those that split it.
+    """The part of a split loop that runs on device `i`.
 
     Args:
-        low, high: elements that the device before, and the one after, sends.
-        outside: elements beyond the strips, where some device needs them; they lie outside the operand.
-        start, step: of the part so extended, the device reads from element `start + step * i` on.
-        length: how many elements it reads.
-        padding: of the local operation, before and after, in places of the dilated operand.
+        low, high: the number of elements that the previous and the next device send.
+        outside: the number of elements before and after the halo slices that some device needs; they lie outside the
+            operand.
+        start, step: the device reads its extended part from element `start + step * i` on.
+        length: the number of elements that it reads.
+        padding: the padding of the local operation, before and after, in positions of the dilated operand.
     """
 
     low: int
@@ -37,14 +38,14 @@ class LocalWindow:
     padding: tuple[int, int]
 
     def reads_own(self, own: int) -> bool:
-        """Whether a device reads its own part, of so many elements, and nothing else."""
+        """Whether a device reads its own part, of `own` elements, and nothing else."""
         return self.length == own and not (self.low or self.high or any(self.outside) or self.start or self.step)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """How a loop of `count` iterations reads a dim of `size` elements (see above). Of what follows the last element
-    read, the operation passes over `slack` places."""
+    """How a loop of `count` iterations reads a dim of `size` elements (see above). The operation skips `slack`
+    positions after the last element that it reads."""
 
     size: int
     count: int
@@ -56,12 +57,14 @@ class Window:
 
     @property
     def can_be_split(self) -> bool:
-        """Whether any number of parts divides it."""
+        """Whether there is a number of parts into which the loop can be split."""
         return any(self.local(parts) for parts in range(2, min(self.size, self.count) + 1))
 
     def local(self, num_parts: int) -> LocalWindow | None:
-        """The part of one device; None where the loop or the dim does not divide, where the parts differ in more
-        than their place, or where a device would need more than its two neighbours have.
+        """The part of one device, or None if the loop cannot be split into so many parts.
+
+        A split is impossible if the number does not divide the loop or the dim, if the parts differ in more than their position, or
+        if a device needs more than its two neighbours have.
 
         >>> Window(size=32, count=32, stride=1, extent=3, padding=1).local(8)
         LocalWindow(low=1, high=1, outside=(0, 0), start=0, step=0, length=6, padding=(0, 0))
@@ -71,7 +74,7 @@ class Window:
         own, iterations = self.size // num_parts, self.count // num_parts
         if self.stride * iterations % self.dilation:
             return None
-        step = self.stride * iterations // self.dilation  # by how much the first element read moves from part to part
+        step = self.stride * iterations // self.dilation  # distance between the first elements of neighbouring parts
         reach = self.stride * (iterations - 1) + self.extent
         first = -(self.padding // self.dilation)
         before = first * self.dilation + self.padding
@@ -86,7 +89,7 @@ class Window:
             return None
         outside = max(0, lows[0] - low), max(0, highs[2] - high)
         start = outside[0] + low + first
-        if step == own:  # what is there anyway needs no cutting off
+        if step == own:  # keep elements that are present, instead of slicing them off
             here = outside[0] + low + own + high + outside[1] - start
             length = min(here, length + self.slack // self.dilation)
         after = max(0, reach - 1 - before - (length - 1) * self.dilation)
@@ -95,7 +98,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """A dim of a node's operand whose neighbours are read where `factor` is split."""
+    """A dim of a node's operand that reads its neighbours' elements if `factor` is split."""
 
     operand: int
     dim: int

@@ -1,14 +1,16 @@
 """Rules of gather and scatter: embedding look-ups, `take_along_axis`, `x.at[i].set(y)`.
 
-In: `NodeView`. Out: `INDEXING`, part of the table. JAX keeps the index vector in the last dim of
-the indices; it needs replication, and so does a dim of which slices longer than 1 are taken.
+In: `NodeView`. Out: `INDEXING`, part of the table. JAX keeps the index vector in the last dim of the indices; this dim
+needs replication. So does each dim of which slices longer than 1 are taken.
 
-XLA's partitioner does what these rules say (checked in compiled GPU programs): a look-up in a table
-split by rows is masked and summed, by a reduce-scatter where the result is wanted split; a scatter into one
-needs no communication. A look-up that fills in for indices out of bounds comes here without the filling, which the
-trace tells apart (`jax_compat.called`): a sum that something follows is not scattered. One place alone is another
-matter: XLA's GPU compiler makes a dynamic slice, or an update of one, of it before it partitions, and then gathers
-the operand along every split dim in which it is a part; such a dim needs replication.
+XLA's partitioner follows these rules, as seen in compiled GPU programs. It masks a look-up in a table split by rows and
+sums the results, by a reduce-scatter where the result is split. A scatter into such a table needs no communication. The
+trace separates a gather from its fill for indices out of bounds (`jax_interop.compat.called`), because XLA makes no
+reduce-scatter of a sum that a mask follows.
+
+A gather or scatter with one index differs: XLA's GPU compiler turns it into a dynamic slice, or an update of one,
+before it partitions, and then all-gathers the operand along every split dim that is sliced. Such a dim needs
+replication.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Names = list[tuple[Name, ...]]
 
 
 def gather(view: NodeView) -> Rule:
-    """`v f, b s . -> b s f` with v reduced: batch dims of the indices and whole dims of the slices
-    pass through; a dim indexed one by one may be split, each device finding what it holds."""
+    """`v f, b s . -> b s f` with v reduced: batch dims of the indices and whole dims of the slices pass through. A dim
+    of which each index selects one element may be split; each device looks up the elements in its part."""
     operand_shape, index_shape = view.operand_shapes[:2]
     numbers = view.params["dimension_numbers"]
     sizes = view.params["slice_sizes"]
@@ -45,16 +47,16 @@ def gather(view: NodeView) -> Rule:
 
 
 def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
-    """`v f, b s ., b s f -> v f`: gather in reverse. A dim indexed one by one may be split, each
-    device applying the updates that fall on its part.
+    """`v f, b s ., b s f -> v f`: the reverse of a gather. A dim of which each index selects one element may be split;
+    each device applies the updates that fall on its part.
 
-    Where updates are combined, the loops over them are reductions: each device combines its share, and
-    the operand is counted once (XLA takes the identity for it on all devices but the first). The shares must be
-    equal: XLA pads with zeros for the first place, which count on a mesh of several axes (jax 0.12.0.1). So must those
-    of a batch of scatters, which it may not pad at all, and ends the process.
+    If updates are combined, the loops over them are reductions: each device combines its share of the updates, and the
+    operand is counted once (XLA replaces it by the identity on all devices but the first). The shares must be equal:
+    XLA pads the indices with zeros, and on a mesh of several axes the padding updates the first element (jax
+    0.12.0.1). The parts of a batch of scatters must be equal too: XLA cannot pad them and aborts the process.
 
     Args:
-        combines: how updates and what they fall on combine; None where their order matters.
+        combines: the reduction that combines updates with the operand; None where their order matters.
     """
     operand_shape, index_shape, update_shape = view.operand_shapes
     numbers = view.params["dimension_numbers"]
@@ -74,11 +76,11 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
         batching=list(zip(numbers["operand_batching_dims"], numbers["scatter_indices_batching_dims"], strict=True)),
     )
     in_operand = {name for names in operand for name in names}
-    if combines is None:  # which of two updates to one place comes last is nobody's to reorder
+    if combines is None:  # updates of one element must keep their order
         indices, updates = ([n if set(n) <= in_operand else () for n in term] for term in (indices, updates))
     loops = {name for term in (indices, updates) for names in term for name in names}
-    loops -= in_operand - {name for names in indices for name in names}  # of the updates, or a batch of them
-    # One operation per update: the loops over the indexed dims only say where it goes.
+    loops -= in_operand - {name for names in indices for name in names}  # also loops over a batch of scatters
+    # One operation per update: the loops over the indexed dims only find its position.
     places = math.prod(max(1, operand_shape[d]) for d in searched)
     return build_rule(
         [operand, indices, updates],
@@ -92,7 +94,8 @@ def scatter(view: NodeView, *, combines: Reduction | None) -> Rule:
 
 
 def _searched(index_shape: tuple[int, ...], indexed: set[int]) -> set[int]:
-    """Of the dims indexed one by one, those in which each device finds what it holds: none where it is one place."""
+    """The `indexed` dims that may be split, because each device looks up the elements in its part; none if there is one
+    index only."""
     return indexed if math.prod(index_shape[:-1]) > 1 else set()
 
 
@@ -106,13 +109,13 @@ def _connect(
     window_dims: tuple[int, ...],
     batching: list[tuple[int, int]],
 ) -> tuple[Names, Names, Names]:
-    """Names of the operand's, the indices' and the slices' dims (a gather's result, a scatter's updates).
+    """Name the dims of the operand, the indices and the slices (a gather's result or a scatter's updates).
 
     Args:
-        free: operand dims that may be split: every slice has them whole, or one element of them.
+        free: operand dims that may be split: every slice has the whole dim or one element of it.
         skipped: operand dims that the slices lack.
-        window_dims: dims of the slices that run along the operand's other dims, in order; the rest
-            run along the batch dims of the indices, in order.
+        window_dims: dims of the slices that run along the operand's other dims, in order. The rest run along the batch
+            dims of the indices, in order.
         batching: pairs (operand dim, indices dim) that run together.
     """
     operand: Names = [(f"o{d}",) if d in free else () for d in range(len(operand_shape))]
@@ -129,7 +132,7 @@ def _connect(
     return operand, indices, slices
 
 
-#: XLA's partitioner combines the parts of these; `scatter-sub` it does not, and gathers.
+#: Scatters whose partial results XLA's partitioner combines. For a `scatter-sub` it all-gathers the operands instead.
 _COMBINING: dict[str, Reduction] = {
     "scatter-add": "sum",
     "scatter-mul": "prod",
@@ -143,7 +146,6 @@ INDEXING: dict[str, RuleFunction] = {
     **{name: partial(scatter, combines=None) for name in ("scatter", "scatter-sub")},
 }
 
-#: Traits of `INDEXING`.
 INDEXING_TRAITS = with_traits(
     INDEXING,
     {

@@ -1,7 +1,7 @@
-"""Rules of Fourier transforms, decompositions and solves: what they work along stays whole, the dims before are free.
+"""Rules of Fourier transforms, decompositions and solves: only their batch dims can be split.
 
-In: `NodeView`. Out: `LINEAR_ALGEBRA`, part of the table. Such an operation mixes all elements of its trailing dims,
-so that only a batch of matrices (or rows) can be split.
+In: `NodeView`. Out: `LINEAR_ALGEBRA`, part of the table. Such an operation mixes all elements of its trailing dims. So
+these need replication, and the leading dims, a batch of matrices or rows, are free.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from autopar.rules.traits import Traits, with_traits
 
 
 def _batched(view: NodeView, core: int, flops: Callable[[tuple[int, ...]], float]) -> Rule:
-    """All tensors share their leading dims, as many as the first operand has before its last `core`.
+    """All tensors share their batch dims: the leading dims of the first operand, without its last `core`.
 
     Args:
-        flops: operations for one element of the batch, from the shape of the first operand's last dims.
+        flops: the operations per matrix or row of the batch, as a function of the shape of the first operand's last
+            dims.
     """
     first = view.operand_shapes[0]
     batch = len(first) - core
@@ -37,7 +38,7 @@ def _batched(view: NodeView, core: int, flops: Callable[[tuple[int, ...]], float
 
 
 def _fft(view: NodeView) -> Rule:
-    """Five real operations per element and halving, the usual count of a complex transform."""
+    """5 n log2(n) real operations for n elements, the usual count of a complex transform."""
     lengths = view.params["fft_lengths"]
     size = math.prod(lengths)
     return _batched(view, len(lengths), lambda _: 5.0 * size * max(1.0, math.log2(max(1, size))))
@@ -55,7 +56,7 @@ def _linear(shape: tuple[int, ...]) -> float:
 def _triangular_solve(view: NodeView) -> Rule:
     """One multiply and one add per element of the triangle and right-hand side.
 
-    The right-hand sides do not depend on each other, but XLA's partitioner gathers both operands for a split of them.
+    The right-hand sides are independent, but XLA's partitioner all-gathers both operands if they are split.
     """
     sides = view.operand_shapes[1][-1 if view.params["left_side"] else -2]
     return _batched(view, 2, lambda shape: _linear(shape) * sides)
@@ -66,7 +67,7 @@ def _tridiagonal_solve(view: NodeView) -> Rule:
     return _batched(view, 1, lambda shape: 8.0 * _linear(shape) * view.operand_shapes[3][-1])
 
 
-#: Multiplies and adds of the textbook algorithms, by m n min(m, n); iterative ones as LAPACK's manual counts them.
+#: Operations as multiples of m n min(m, n): of the textbook algorithm, or, if it is iterative, by LAPACK's manual.
 _DECOMPOSITIONS: dict[str, float] = {
     "cholesky": 1 / 3,
     "eig": 25.0,
@@ -92,7 +93,6 @@ LINEAR_ALGEBRA: dict[str, RuleFunction] = {
     "tridiagonal_solve": _tridiagonal_solve,
 }
 
-#: Those that XLA calls a library for.
+#: Primitives that XLA lowers to a library call.
 _CALLS = ("fft", "cholesky", "triangular_solve", "eigh", "svd", "qr", "lu")
-#: Traits of `LINEAR_ALGEBRA`.
 LINEAR_ALGEBRA_TRAITS = with_traits(LINEAR_ALGEBRA, dict.fromkeys(_CALLS, Traits(library=True)))

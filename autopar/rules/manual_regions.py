@@ -1,6 +1,7 @@
-"""Nodes that are run as manual regions: under which strategies, and what they send by themselves.
+"""Nodes that run as manual regions: the strategies that need a region, and the region's all-gather.
 
-In: a `Group` and a `Strategy`. Out: whether its node is run in parts, and the gathers inside it, with bytes.
+In: a `Group` and a `Strategy`. Out: whether the group's node runs as a manual region, and the all-gather inside it,
+with bytes.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from autopar.rules.strategies import Strategy
 
 
 def is_manual(group: Group, strategy: Strategy) -> bool:
-    """Whether a group's one node is then run as a manual region."""
+    """Whether the group's only node runs as a manual region under this strategy."""
     return group.region is not None and any(strategy.axes[factor] for factor in group.region.manual)
 
 
 def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -> Communicate | None:
-    """The all-gather inside a group's node, if there is one: XLA merges what is gathered together."""
+    """The all-gather inside a group's node, or None. XLA merges the all-gathers of one node into one."""
     if group.region is None:
         return None
     node = graph.nodes[group.region.node]
@@ -37,7 +38,7 @@ def gather_of(group: Group, strategy: Strategy, graph: Graph, mesh: MeshShape) -
         ]
         side, position = one.elements
         value = (node.operands if side == "operand" else node.results)[position]
-        assert value is not None, "what is sent has the type of a value"
+        assert value is not None, "an exchange has the dtype of a value"
         assert sent_along in ((), axes), "a node sends along one factor"
         sent_along = axes
         count = float(math.prod(kept) * mesh.sizes(axes))

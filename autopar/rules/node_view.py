@@ -1,7 +1,7 @@
-"""What a sharding rule is written against: a `NodeView` goes in, a `Rule` comes out.
+"""Define the interface of a sharding rule: a function from a `NodeView` to a `Rule`.
 
-In: a node of the graph. Out: `NodeView`, `RuleFunction`. The families of rules beside this file
-import it, and `table` merges what they hold.
+In: a node of the graph. Out: `NodeView`, `RuleFunction`. The families of rules import this module; `table` merges their
+tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.rules.factors import Rule, build_rule, by_position
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """All a rule may look at: shapes and parameters of one node. A literal operand has shape ()."""
+    """All that a rule may depend on: the shapes and parameters of one node. A literal operand has shape ()."""
 
     primitive: str
     params: Mapping[str, Any]
@@ -35,10 +35,10 @@ class NodeView:
 
 
 def rule_by_position(view: NodeView, whole: Collection[int] = (), **more: Any) -> Rule:
-    """All tensors share their dims by position, except those that need replication.
+    """A rule in which all tensors share their dims by position, except the `whole` dims, which need replication.
 
     Args:
-        more: of `build_rule`.
+        more: further arguments of `build_rule`.
     """
     operands = [by_position(shape, whole) for shape in view.operand_shapes]
     results = [by_position(shape, whole) for shape in view.result_shapes]
@@ -49,8 +49,7 @@ _T = TypeVar("_T")
 
 
 def of_each_node(graph: Graph, of: Callable[[NodeView], _T]) -> list[_T]:
-    """What a function makes of each node; asked once of those that are alike, for a program is layer after layer of the
-    same."""
+    """Apply a function to each node. Nodes with equal views share one call, because the layers of a model repeat."""
     known: dict[tuple[object, ...], _T] = {}
     found: list[_T] = []
     for node in graph.nodes:
@@ -63,8 +62,8 @@ def of_each_node(graph: Graph, of: Callable[[NodeView], _T]) -> list[_T]:
 
 
 def counted(view: NodeView) -> tuple[float, tuple[tuple[str, float], ...]]:
-    """Operations of a whole node outside matrix units, and inside by dtype: as they were counted, else one for each element
-    of its largest tensor."""
+    """A node's operations outside matrix units, and on matrix units by dtype: the counted ones, else one per element of
+    its largest tensor."""
     shapes = (*view.operand_shapes, *view.result_shapes)
     return view.params.get("work") or (float(max(map(math.prod, shapes), default=1)), ())
 

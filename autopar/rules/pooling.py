@@ -1,8 +1,8 @@
-"""Rules of reductions over windows, and of the gradient of their maximum.
+"""Rules of reductions over windows, and of the gradient of max pooling.
 
-In: `NodeView`. Out: `POOLING`, part of the table. Dims that the window leaves alone are free. Split along another, a device
-reads strips of its neighbours' parts (`window`), by a program of ours; where the operation is one of the user's, such a dim
-needs replication.
+In: `NodeView`. Out: `POOLING`, part of the table. Dims without a window are free. A dim with a window may be split: the
+node then runs as a manual region, in which each device receives halo slices from its neighbours (`halo_window`). If the
+reduction is a user's function, such a dim needs replication.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from autopar.rules.traits import Traits, with_traits
 
 
 def _pool(view: NodeView) -> Rule:
-    """A pooling with an operation that XLA knows."""
+    """Pooling by an operation that XLA knows."""
     windows = {(0, d): _pooling_window(view, d) for d in _windowed_dims(view)}
     return _windowed(view, {place: window for place, window in windows.items() if window.can_be_split})
 
 
 def _unpool(view: NodeView) -> Rule:
-    """The gradient of a maximum over windows, of (gradient, operand): a device computes its part of the result from
-    all windows that reach into it, and so reads what else is in these."""
+    """The gradient of max pooling, with operands (gradient, input). A device computes its part of the result from all
+    windows that overlap it. So it also reads the other elements of these windows."""
     windows: dict[tuple[int, int], Window] = {}
     for d in _windowed_dims(view):
         gradient, operand = unpooling_windows(view, d)
@@ -35,8 +35,8 @@ def _unpool(view: NodeView) -> Rule:
 
 
 def unpooling_windows(view: NodeView, d: int) -> tuple[Window, Window]:
-    """How the loop over the result reads the gradient, and how it reads the operand. Of the latter it reads whole
-    windows, which begin where those of the first part do."""
+    """How the loop over the result reads the gradient, and how it reads the input. It reads the input in whole windows,
+    from the first one that overlaps an iteration's element."""
     params = view.params
     (places, size), (low, _) = (shape[d] for shape in view.operand_shapes), params["padding"][d]
     taps, stride = params["window_dimensions"][d], params["window_strides"][d]
@@ -46,7 +46,8 @@ def unpooling_windows(view: NodeView, d: int) -> tuple[Window, Window]:
 
 
 def _whole(view: NodeView, windowed: int) -> Rule:
-    """`windowed` operands and all results follow the window; any further operand is a scalar to begin from."""
+    """The windowed dims of the first `windowed` operands and of all results need replication; any further operand is a
+    scalar initial value."""
     whole = _windowed_dims(view)
     terms = [by_position(s, whole) if i < windowed else [()] * len(s) for i, s in enumerate(view.operand_shapes)]
     return build_rule(
@@ -63,7 +64,8 @@ def _reduce_window(view: NodeView) -> Rule:
 
 
 def _windowed(view: NodeView, windows: Mapping[tuple[int, int], Window]) -> Rule:
-    """All operands and results follow the window; dims without one of `windows` need replication."""
+    """The dims with a window are the same in all operands and results; such a dim needs replication unless `windows`
+    has it."""
     sizes: dict[Name, int] = {d: window.count for (_, d), window in windows.items()}
     windowed = _windowed_dims(view)
     whole = [d for d in windowed if d not in sizes]
@@ -99,7 +101,7 @@ def _windowed_dims(view: NodeView) -> list[int]:
 
 
 def _flops(view: NodeView, dims: Collection[int]) -> float:
-    """Of all positions along these dims."""
+    """Operations for all window positions along these dims."""
     positions = math.prod(min(view.operand_shapes[0][d], view.result_shapes[0][d]) for d in dims)
     return float(positions * math.prod(view.params["window_dimensions"]))
 
@@ -111,7 +113,6 @@ POOLING: dict[str, RuleFunction] = {
     **{name: partial(_whole, windowed=2) for name in ("select_and_gather_add", "select_and_scatter")},
 }
 
-#: Traits of `POOLING`.
 POOLING_TRAITS = with_traits(
     POOLING,
     {

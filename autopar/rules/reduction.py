@@ -1,8 +1,8 @@
 """Rules of reductions, scans and sorts.
 
-In: `NodeView`. Out: `REDUCTION`, part of the table. A plain reduction may be split along the dims
-it reduces, which leaves its result unreduced. Cumulative operations, argmax and top-k are split along
-theirs as manual regions, which send totals or candidates; the others need the dim they work along whole.
+In: `NodeView`. Out: `REDUCTION`, part of the table. A plain reduction may be split along the dims it reduces, which
+leaves its result unreduced. Cumulative operations, argmax and top-k may be split along their dim as manual regions, in
+which devices exchange totals or candidates. All others need replication of their dim.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def reduce(view: NodeView, kind: Reduction) -> Rule:
 
 
 def _reduce_whole(view: NodeView, parameter: str) -> Rule:
-    """A reduction whose parts nothing we have can combine: the reduced dims need replication.
+    """A reduction whose partial results no collective combines: the reduced dims need replication.
 
-    The first operands are reduced alike; the rest are scalars to begin from.
+    The operands of the first operand's shape are reduced; the others are scalar initial values.
     """
     axes = view.params[parameter]
     shape = view.operand_shapes[0]
@@ -41,7 +41,7 @@ def _reduce_whole(view: NodeView, parameter: str) -> Rule:
 
 
 def _arg(view: NodeView) -> Rule:
-    """The position of the largest: of each part of the dim, its value and position are sent."""
+    """The position of an extreme: each device sends the value and the position of its own part's extreme."""
     axes = view.params["axes"]
     rank = len(view.operand_shapes[0])
     sent: tuple[Elements, ...] = (("operand", 0), ("result", 0))
@@ -56,7 +56,7 @@ def _arg(view: NodeView) -> Rule:
 
 
 def _cumulative(view: NodeView) -> Rule:
-    """Each part of the dim begins with the total of those before it: the totals are sent."""
+    """Each part of the dim starts from the total of the parts before it: devices exchange totals."""
     shape, axis = view.operand_shapes[0], view.params["axis"]
     names = by_position(shape)
     return build_rule(
@@ -70,13 +70,13 @@ def _cumulative(view: NodeView) -> Rule:
 
 
 def _top_k(view: NodeView, parameter: str, flops: Callable[[int], float]) -> Rule:
-    """The k largest are among the k largest of each part, whose values and positions are sent.
+    """The k largest elements are among the k largest of each part: devices exchange their values and positions.
 
-    On CPUs XLA's partitioner gathers for a split of any other dim too.
+    On CPUs XLA's partitioner all-gathers the operand if any other dim is split. So all dims are manual.
     """
     shape = view.operand_shapes[0]
     axis = view.params[parameter] % len(shape)
-    if any(result[axis] != view.params["k"] for result in view.result_shapes):  # more candidates than asked for
+    if any(result[axis] != view.params["k"] for result in view.result_shapes):  # more than k candidates
         return _along(view, parameter, flops)
     return build_rule(
         [by_position(shape)],
@@ -90,7 +90,7 @@ def _top_k(view: NodeView, parameter: str, flops: Callable[[int], float]) -> Rul
 
 
 def _along(view: NodeView, parameter: str, flops: Callable[[int], float]) -> Rule:
-    """One dim is worked along, in every operand and result, and needs replication."""
+    """The operation runs along one dim of every operand and result; this dim needs replication."""
     rank = len(view.operand_shapes[0])
     whole = {view.params[parameter] % rank} if rank else set()
     return rule_by_position(
@@ -124,7 +124,6 @@ REDUCTION: dict[str, RuleFunction] = {
     "approx_top_k": partial(_top_k, parameter="reduction_dimension", flops=float),
 }
 
-#: Traits of `REDUCTION`.
 REDUCTION_TRAITS = with_traits(
     REDUCTION,
     {

@@ -1,8 +1,7 @@
-"""Rules of primitives that move elements by where they stand, not by what they hold.
+"""Rules of primitives that move elements by position, not by value.
 
-In: `NodeView`. Out: `SHAPE`, part of the table. Transposes, broadcasts, and reshapes by dims of
-size 1 are pointwise. A dim that is cut, joined, padded or reversed needs replication; the dims
-beside it are free.
+In: `NodeView`. Out: `SHAPE`, part of the table. Transposes, broadcasts, and reshapes that add or remove dims of size 1
+are pointwise. A dim that is sliced, concatenated, padded or reversed needs replication; the other dims are free.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def _moves(
 
 
 def _broadcast_in_dim(view: NodeView) -> Rule:
-    """Operand dims go where `broadcast_dimensions` says; the others of the result are new loops."""
+    """`broadcast_dimensions` places the operand's dims; the other dims of the result are new loops."""
     places = view.params["broadcast_dimensions"]
     operands: list[DimNames] = [[(d,) for d in places]]
     operands += [[()] * len(shape) for shape in view.operand_shapes[1:]]
@@ -58,9 +57,9 @@ def _squeeze(view: NodeView) -> Rule:
 
 
 def _reshape(view: NodeView) -> Rule:
-    """Dims split into, or merge from, factors common to both shapes.
+    """Split or merge dims by the factors common to both shapes.
 
-    `dimensions`, which gradients of grouped convolutions have, transposes the operand first.
+    Gradients of grouped convolutions have `dimensions`, which transposes the operand first.
     """
     shape = view.operand_shapes[0]
     order = view.params.get("dimensions") or range(len(shape))
@@ -82,11 +81,12 @@ def _reshape(view: NodeView) -> Rule:
 def common_factors(
     before: tuple[int, ...], after: tuple[int, ...]
 ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], dict[int, int]]:
-    """Names of each dim's factors on both sides of a reshape, and the factors' sizes.
+    """Find the factors that make up the dims on both sides of a reshape.
 
-    A dim covers a range of strides. Where the strides of both shapes, put together, divide each
-    other, the ranges between them are the factors, named by their stride; where not, the dims
-    need replication.
+    A dim covers a range of strides. Where the strides of both shapes, merged into one sequence, divide each other, the
+    ranges between them are the factors, named by their stride. Elsewhere the dims need replication.
+
+    Returns: the factors' names per dim before the reshape, those per dim after it, and the factors' sizes.
 
     >>> common_factors((6, 5), (2, 3, 5))
     ([(15, 5), (1,)], [(15,), (5,), (1,)], {15: 2, 5: 3, 1: 5})
@@ -96,7 +96,7 @@ def common_factors(
     sides = _spans(before), _spans(after)
     meets = sorted({1, *({top for _, top in sides[0]} & {top for _, top in sides[1]})}, reverse=True)
     sizes: dict[int, int] = {}
-    for high, low in pairwise(meets):  # what lies between is reshaped by itself
+    for high, low in pairwise(meets):  # each range between common strides is its own reshape
         cuts = sorted({cut for side in sides for span in side for cut in span if low <= cut <= high}, reverse=True)
         steps = list(pairwise(cuts))
         if all(upper % lower == 0 for upper, lower in steps):
@@ -109,7 +109,7 @@ def common_factors(
 
 
 def _spans(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Per dim its stride and the stride of what it is part of."""
+    """Per dim its stride, and its stride times its size."""
     spans: list[tuple[int, int]] = []
     stride = 1
     for size in reversed(shape):
@@ -119,7 +119,7 @@ def _spans(shape: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _untouched_dims(view: NodeView, touched: Collection[int]) -> Rule:
-    """All tensors of full rank share the dims not touched; scalars (a padding value, a start) stand apart."""
+    """All tensors of full rank share the untouched dims; scalars (a padding value, a start) have none."""
     rank = len(view.result_shapes[0])
 
     def names(shape: tuple[int, ...]) -> DimNames:
@@ -141,13 +141,13 @@ def _rev(view: NodeView) -> Rule:
 
 
 def _slice(view: NodeView) -> Rule:
-    """A dim is free where the result has it as long: nothing of it is cut."""
+    """A dim is free if the result has it at full length."""
     pairs = zip(view.operand_shapes[0], view.result_shapes[0], strict=True)
     return _untouched_dims(view, {d for d, (a, b) in enumerate(pairs) if a != b})
 
 
 def _dynamic_slice(view: NodeView) -> Rule:
-    """A dim that is cut may be split: each device gives what it has of the slice, and zeros."""
+    """A sliced dim may be split: each device contributes its part of the slice, and zeros elsewhere."""
     shape, result = view.operand_shapes[0], view.result_shapes[0]
     cut = [d for d, (a, b) in enumerate(zip(shape, result, strict=True)) if a != b]
     starts: list[DimNames] = [[()] * len(s) for s in view.operand_shapes[1:]]
@@ -156,9 +156,9 @@ def _dynamic_slice(view: NodeView) -> Rule:
 
 
 def _dynamic_update_slice(view: NodeView) -> Rule:
-    """A dim in which a window is written may be split: each device writes what falls on its part. XLA's partitioner
-    would split one in which a single place is written too, but then drops a write beyond the end, where one device
-    moves it to the last place."""
+    """A dim into which a window is written may be split: each device writes the elements that fall on its part. XLA's
+    partitioner can split such a dim for a window of one element, but it then drops a write beyond the end, which one
+    device moves to the last position."""
     shape, update = view.operand_shapes[:2]
     cut = [d for d, (a, b) in enumerate(zip(shape, update, strict=True)) if a != b]
     whole: DimNames = [(d,) for d in range(len(shape))]
@@ -182,7 +182,7 @@ def _unstack(view: NodeView) -> Rule:
 
 
 def _tile(view: NodeView) -> Rule:
-    """A repeated dim is a new major loop over the old one."""
+    """Each repeated dim has a new major loop over the repetitions."""
     shape, reps = view.operand_shapes[0], view.params["reps"]
     sizes: dict[Name, int] = {f"r{d}": rep for d, rep in enumerate(reps) if rep > 1}
     sizes |= {d: size for d, size in enumerate(shape) if size > 1}
@@ -206,7 +206,6 @@ SHAPE: dict[str, RuleFunction] = {
     "tile": _tile,
 }
 
-#: Traits of `SHAPE`.
 SHAPE_TRAITS = with_traits(
     SHAPE,
     {

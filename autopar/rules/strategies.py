@@ -1,6 +1,6 @@
-"""Strategies: every way to lay mesh axes on the factors of a group.
+"""Enumerate the strategies of a group: all assignments of mesh axes to its factors.
 
-In: factors and a mesh. Out: `Strategy` values, from which shardings of all its tensors follow.
+In: factors and a mesh. Out: `Strategy` values. A strategy gives the sharding of each tensor of its group.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from autopar.ir.sharding import TensorSharding
 from autopar.rules.factors import DimFactors, Factor
 from autopar.rules.halo_window import Window
 
-#: A factor that an axis does not divide may still be split if padding wastes at most 1 part in this
-#: many (GPT-2's vocabulary of 50,257 over 8 devices wastes 1 in 7,000).
+#: A factor whose size the axes do not divide may still be split if padding adds at most this fraction, 1 / UNEVEN_WASTE
+#: (for GPT-2's vocabulary of 50,257 over 8 devices it adds 1 / 7,000).
 UNEVEN_WASTE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One way to run a group: per factor the axes that split it, in mesh order."""
+    """One way to run a group: for each factor the axes that split it, in mesh order."""
 
     axes: tuple[tuple[str, ...], ...]
 
     def sharding(self, dims: DimFactors, pending: Sequence[int] = ()) -> TensorSharding:
-        """How a tensor with these dims is split; axes on a pending factor leave it unreduced."""
+        """The sharding of a tensor with these dims. Axes on a `pending` factor leave it unreduced."""
         return TensorSharding(
             tuple(self.axes[dim[0]] if dim else () for dim in dims),
             tuple(axis for factor in pending for axis in self.axes[factor]),
@@ -43,10 +43,17 @@ def enumerate_strategies(
     windows: Mapping[int, Sequence[Window]] | None = None,
     pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
-    """All strategies: each mesh axis splits one factor or none. Axes of size 1 split nothing.
+    """Enumerate all strategies: each mesh axis splits at most one factor. Axes of size 1 split none.
 
-    The first is the replicated one, but for what is pinned. Where a `manual` factor is split, all factors are split
-    evenly. A factor with windows is split where neighbours have all that is read.
+    The first strategy is the replicated one, except for pinned factors.
+
+    Args:
+        even: factors that may only be split into equal parts.
+        fixed: factors that may not be split.
+        manual: factors of a manual region: where one of them is split, all factors are split into equal parts.
+        windows: by factor, how its loop reads dims of operands; a factor is split only if each device's neighbours have all
+            elements that it reads.
+        pinned: factors that the program itself splits, with their axes.
     """
     windows = windows or {}
     real = {axis for axis in mesh.axis_names if mesh.size(axis) > 1}

@@ -1,8 +1,8 @@
-"""The table of sharding rules: primitive name -> function of a `NodeView` to its `Rule`.
+"""The table of sharding rules: primitive name -> function from a `NodeView` to its `Rule`.
 
-In: `NodeView`. Out: `Rule`. A new primitive is one entry in one of the sibling files. A primitive
-without an entry gets `None` from `rule_for`: the planner then runs it replicated by
-`unknown_rule`, prices it as such, and names it in the plan.
+In: `NodeView`. Out: `Rule`. A new primitive is one entry in one of the sibling files. For a primitive without an entry
+`rule_for` returns `None`. The planner then runs it replicated by `unknown_rule`, prices it as such, and names it in the
+plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RULES: Mapping[str, RuleFunction] = MappingProxyType(
     ELEMENTWISE | CONTRACTION | CONVOLUTION | POOLING | REDUCTION | SHAPE | INDEXING | LINEAR_ALGEBRA | BORDERS | PINNED
 )
 
-#: Primitives that cannot be split by a rule of ours.
+#: Primitives without a rule.
 _RULELESS: Mapping[str, Traits] = {
     **dict.fromkeys(("expand_dims", "copy_p"), Traits(view=True, linear="one", one_to_one=True)),
     "ragged_dot": Traits(contraction=True, library=True),
@@ -56,19 +56,19 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
 
 
 def traits_of(primitive: str) -> Traits:
-    """The traits of a primitive: the table's, else those that a user registered, else those that promise nothing."""
+    """The traits of a primitive: the table's, else the user's, else the defaults, which promise nothing."""
     return TRAITS.get(primitive) or registered_traits(primitive)
 
 
 def rule_for(view: NodeView) -> Rule | None:
-    """The rule of one node: the table's, else one that the user registered, else None."""
+    """The rule of one node: the table's, else the user's, else None."""
     function = RULES.get(view.primitive)
     return registered_rule(view) if function is None else function(view)
 
 
 def unknown_rule(view: NodeView) -> Rule:
-    """A rule by which nothing may be split. It is priced, on every device, at what could be counted of it, else at one
-    operation per element of its largest tensor: nothing costs zero because it is unknown."""
+    """A rule by which nothing may be split. Each device is priced for the node's counted operations, else for one
+    operation per element of its largest tensor, because no unknown primitive may cost zero."""
     flops, inside = counted(view)
     return Rule(
         factors=(),
@@ -80,12 +80,12 @@ def unknown_rule(view: NodeView) -> Rule:
 
 
 def lacks_rule(view: NodeView) -> bool:
-    """Whether a node has no rule, or none that can be used."""
+    """Whether a node has no usable rule."""
     return rule_for(view) is None or needs_local(view)
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
-    """A rule per node, and the primitives that have none, or none that can be used, with how often they are used."""
+    """One rule per node, and the primitives without a usable rule, with the number of their uses."""
     unknown: Counter[str] = Counter()
     known = of_each_node(graph, _rule_and_lack)
     for node, (_, lacking) in zip(graph.nodes, known, strict=True):
@@ -95,6 +95,6 @@ def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
 
 
 def _rule_and_lack(view: NodeView) -> tuple[Rule, str]:
-    """A node's rule, and what it is called where that is none that splits it."""
+    """A node's rule, and the name of its primitive if it has no usable rule, else an empty string."""
     rule = rule_for(view)
     return rule or unknown_rule(view), called(view) if rule is None or needs_local(view) else ""

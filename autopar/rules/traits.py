@@ -1,6 +1,6 @@
-"""Declare what is known of a primitive besides its sharding rule.
+"""Declare the properties of a primitive other than its sharding rule.
 
-In: nothing. Out: `Traits`; each family of rules has an entry for each of its primitives, and `table.TRAITS` has all.
+In: nothing. Out: `Traits`. Each family of rules has an entry for each of its primitives; `table.TRAITS` has all.
 """
 
 from __future__ import annotations
@@ -9,40 +9,43 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-#: `one`: in its only operand. `all`: in all together. `either`: in one of two, if the other is the same for all terms. `first`: in
-#: the first, if the others are. `cases`: in all but the first, which chooses, together. `written`: in what is written in place, and
-#: in what it is written into, together.
+#: In which operands a primitive is linear. `one`: its only operand. `all`: all operands jointly. `either`: one of two, if
+#: the other is the same for all terms. `first`: the first, if the others are the same for all terms. `cases`: all but the
+#: first, the selector, jointly. `written`: the operand that is written into and the updates, jointly.
 Linear = Literal["", "one", "all", "either", "first", "cases", "written"]
-#: Its elements stand elsewhere, and nothing is computed but where: at fixed places, or where an operand says.
+#: Elements change their position and nothing else: to `fixed` positions, or to those that an operand holds (`indexed`).
 Moves = Literal["", "fixed", "indexed"]
-#: `dims`: whole dims are combined. `position`: where an extreme stands. `running`: each element with those before it.
+#: `dims`: reduces whole dims. `position`: gives the position of an extreme. `running`: combines each element with all
+#: before it.
 Reduces = Literal["", "dims", "position", "running"]
-#: What is written into the first operand: a slice, rows at given places, a window of each result.
+#: What is written into the first operand: a slice, rows at given indices, or a window for each update.
 InPlace = Literal["", "slice", "scatter", "window"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """Traits of one primitive. Those of a primitive that nobody knows are the defaults: they promise nothing.
+    """Traits of one primitive. The defaults promise nothing; an unknown primitive has them.
 
     Args:
-        view: the same memory under another shape or name.
-        elementwise: each element of the result follows from those at its place, whatever the shape, by the same parameters.
-        moves, reduces, in_place: how, if it does.
-        casts: the same elements in another dtype.
-        reshapes: dims split or merged, in order.
-        permutes: the dims in the order that its parameter `permutation` says.
-        uniform: along a loop that no operand has, the result is everywhere the same.
-        adds: the sum of two.
-        scales: one operand times what the other says, or negated.
-        one_to_one: linear, and each element of the result follows from one of the only operand.
-        linear: in which operands: applied to terms, it gives the terms of what it makes of their sum.
-        terms: run on a part of what it reduces, it gives a term of the result.
-        independent: a loop that its rule calls manual is one of independent problems.
-        contraction: it multiplies matrices, in units of their own where the device has them.
-        library: a kernel that nothing is fused with: of a library, a sort, a program of its own.
-        held: a loop holds what it takes as long as it runs.
-        opaque: it holds a program that was traced for one set of shapes, or that splits itself.
+        view: its result is the same memory under another shape or name.
+        elementwise: each element of the result depends on the elements at its position only. The same parameters are
+            valid for any shape.
+        moves, reduces, in_place: how it moves, reduces or writes in place, if it does.
+        casts: its result has the same elements in another dtype.
+        reshapes: it splits or merges dims, in order.
+        permutes: its parameter `permutation` gives the order of the result's dims.
+        uniform: the result is constant along each loop that no operand has.
+        adds: it is the sum of two operands.
+        scales: it multiplies or divides one operand by another, or negates it.
+        one_to_one: it is linear, and each element of the result depends on one element of its only operand.
+        linear: the operands in which it is linear: applied to the terms of a sum, it gives the terms of its result for
+            the sum.
+        terms: applied to a part of the dim that it reduces, it gives a term of the result.
+        independent: its manual loops are loops over independent problems.
+        contraction: it is a matmul, which runs on matrix units where the device has them.
+        library: it is a kernel that XLA fuses with nothing: a library call, a sort, or a program of its own.
+        held: a loop keeps its operand in memory as long as it runs.
+        opaque: it holds a program that was traced for one set of shapes or that is sharded by itself.
     """
 
     view: bool = False
@@ -67,29 +70,31 @@ class Traits:
 
     @property
     def lays_out(self) -> bool:
-        """Whether every element of its operand is in its result as it was, but for its place, dtype and number."""
+        """Whether its result has every element of its operand unchanged but for position, dtype and number of
+        copies."""
         return (self.one_to_one or self.uniform) and bool(self.view or self.moves or self.casts)
 
     @property
     def scatters_sum(self) -> bool:
-        """Whether it adds to places of what it is written into."""
+        """Whether it adds updates to elements of its first operand."""
         return self.in_place == "scatter" and self.linear == "written"
 
     @property
     def joins(self) -> bool:
-        """Whether its operands are parts of its result."""
+        """Whether it assembles its result from its operands, as a concatenation does."""
         return bool(self.moves) and self.linear == "all"
 
 
-#: Of what is no more than a loop over elements.
+#: Traits of a plain loop over elements.
 PLAIN = Traits()
 
 
 def with_traits(names: Iterable[str], special: dict[str, Traits]) -> dict[str, Traits]:
-    """A family's table.
+    """The table of traits of one family.
 
     Args:
-        names: of its primitives. special: those that are more than a loop over elements.
+        names: the family's primitives.
+        special: the traits of those that are not plain loops over elements.
     """
     table = dict.fromkeys(names, PLAIN)
     assert special.keys() <= table.keys(), sorted(special.keys() - table.keys())

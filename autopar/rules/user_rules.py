@@ -1,7 +1,8 @@
 """Rules that users give in one line of text: for their own primitives, Pallas kernels and custom calls.
 
-In: a name and a text such as `"b s d, d f -> b s f"`. Out: entries that `table.rule_for` looks up where the table has
-none. They are the one state that this package keeps between calls, since a name is registered once and planned with often.
+In: a name and a text such as `"b s d, d f -> b s f"`. Out: entries that `table.rule_for` looks up if the table has
+none. They are the only state that this package keeps between calls, because a user registers a name once and plans with
+it often.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from autopar.rules.traits import PLAIN, Traits
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_]\w*|[.,()]|\S)")
 _GRAMMAR = (
-    "A rule names the loops of each dim as an einsum does: `b s d, d f -> b s f`. Dims stand apart by spaces, tensors by"
-    " commas; `.` is a dim that stays whole, `(h d)` one made of two loops, nothing at all a scalar"
+    "A rule names the loops of each dim as an einsum does: `b s d, d f -> b s f`. Spaces separate dims and commas separate"
+    " tensors; `.` is a dim that stays whole, `(h d)` is a dim of two loops, and an empty text is a scalar"
 )
 
 
-#: What XLA's partitioner runs whole, on gathered operands.
+#: Primitives for which XLA's partitioner all-gathers the operands.
 _WHOLE = ("pallas_call", "ffi_call")
 
 
@@ -51,37 +52,39 @@ def register_rule(
     flops_per_point: float | None = None,
     traits: Traits = PLAIN,
 ) -> None:
-    """Tell how a primitive that autopar does not know may be split.
+    """Register the sharding rule of a primitive that autopar does not know.
 
     Args:
-        name: of the primitive; of the kernel for a `pallas_call`; of the target for a `jax.ffi.ffi_call`.
-        rule: the loops of each dim, `"b s d, d f -> b s f"`. One that no result has is reduced.
-        local: runs the same operation on one device's operands, of whatever shapes the split gives them, and returns
-            its result or results; where a loop is reduced, one of the terms. A `pallas_call` or `ffi_call` is
-            split only with it, for it is traced for one set of shapes, and XLA runs it whole. For any other
-            primitive, XLA's partitioner is relied on without it.
-        reduction: what combines the parts of a loop that is reduced: sum, max, min, prod, and, or.
-        flops_per_point: operations for each point of the space of all loops, `2.0` for a matrix product. By default what
-            is counted of a Pallas kernel or of cuDNN's attention, of anything else 1.
-        traits: of a primitive, what it is besides: linear, a library's kernel, ...
+        name: the name of the primitive; for a `pallas_call` that of the kernel, for a `jax.ffi.ffi_call` that of the
+            target.
+        rule: the loops of each dim, `"b s d, d f -> b s f"`. A loop that no result has is reduced.
+        local: a function that runs the same operation on one device's operands. It takes any shapes that a split may
+            give them and returns the result or results; if a loop is reduced, it returns one term of the reduction. A
+            `pallas_call` or `ffi_call` is split only with this function, because it is traced for one set of shapes and
+            XLA runs it whole. Any other primitive needs none, because XLA's partitioner splits it.
+        reduction: how the parts of a reduced loop combine: sum, max, min, prod, and, or.
+        flops_per_point: operations per point of the iteration space of all loops, `2.0` for a matmul. By default those
+            counted in a Pallas kernel or in cuDNN's attention; otherwise 1.
+        traits: further properties of a primitive: linear, a library's kernel, ...
 
-    A name registered again is replaced; a primitive that autopar has a rule for keeps that one. A rule is held against
-    shapes when a step is planned.
+    If a name is registered again, the new rule replaces the old one. A primitive that autopar has a rule for keeps that
+    rule. The shapes are checked against the rule when a step is planned.
 
     Raises:
-        RuleError: the text cannot be read; naming the token that is wrong.
+        RuleError: the text cannot be read; the message quotes the wrong token.
 
     >>> register_rule("my_matmul", "b s d, d f -> b s f", flops_per_point=2.0)
     """
     if reduction not in get_args(Reduction):
-        raise RuleError(f"the reduction {reduction!r} of `{name}` is none of {', '.join(get_args(Reduction))}")
+        raise RuleError(f"the reduction {reduction!r} of `{name}` must be one of {', '.join(get_args(Reduction))}")
     operands, results = _read(name, rule)
     flops = None if flops_per_point is None else float(flops_per_point)
     _registered[name] = _Registered(rule, operands, results, reduction, flops, local, traits)
 
 
 def called(view: NodeView) -> str:
-    """What a rule is registered by: the name of a kernel or of a custom call's target, else of the primitive."""
+    """The name under which a node's rule is registered: that of a kernel or of a custom call's target, else that of the
+    primitive."""
     for parameter in ("name", "target_name"):
         name = view.params.get(parameter)
         if view.primitive in _WHOLE and isinstance(name, str):
@@ -90,7 +93,7 @@ def called(view: NodeView) -> str:
 
 
 def template(view: NodeView) -> str:
-    """The line that registers a rule for a node, every dim whole.
+    """The line of code that registers a rule for a node, with every dim whole.
 
     >>> template(NodeView("mystery", {}, ((4, 8), ()), ((4,),)))
     'autopar.register_rule("mystery", ". .,  -> .")'
@@ -103,10 +106,10 @@ def template(view: NodeView) -> str:
 
 
 def registered_rule(view: NodeView) -> Rule | None:
-    """The rule that a user gave for this node, or None.
+    """The rule that a user registered for this node, or None.
 
     Raises:
-        RuleError: the node has other tensors, dims or sizes than the rule says.
+        RuleError: the rule does not fit the node's number of tensors, their dims or their sizes.
     """
     registered = _registered.get(called(view)) or _registered.get(view.primitive)
     if registered is None:
@@ -115,10 +118,8 @@ def registered_rule(view: NodeView) -> Rule | None:
     whole = needs_local(view)
     names = [
         [()] * len(term) if whole else term
-        for term in (
-            *registered.operands[: len(view.operand_shapes)],
-            *registered.results,
-        )  # of none, the text has one: empty
+        # The text of a node without operands has one empty operand.
+        for term in (*registered.operands[: len(view.operand_shapes)], *registered.results)
     ]
     points = math.prod(sizes.values())
     flops, inside = (registered.flops_per_point or 1.0, ())
@@ -140,7 +141,8 @@ def registered_rule(view: NodeView) -> Rule | None:
 
 
 def needs_local(view: NodeView) -> bool:
-    """Whether a rule names loops of a node that XLA would run whole, without the function that runs a part of it."""
+    """Whether a rule cannot be used for lack of a `local` function: it names loops of a node that XLA would run
+    whole."""
     registered = _registered.get(called(view)) or _registered.get(view.primitive)
     if registered is None or registered.local is not None or view.primitive not in _WHOLE:
         return False
@@ -148,18 +150,15 @@ def needs_local(view: NodeView) -> bool:
 
 
 def registered_traits(primitive: str) -> Traits:
-    """The traits that a user gave a primitive; of one that nobody knows those that promise nothing."""
+    """The traits that a user registered for a primitive, else the defaults, which promise nothing."""
     given = _registered.get(primitive)
     return PLAIN if given is None else given.traits
 
 
 def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
-    """The function that runs a part of a node, by what the node is `called` and its primitive."""
+    """The function that runs a part of a node, by the node's name (see `called`) and its primitive."""
     registered = _registered.get(name) or _registered.get(primitive)
     return None if registered is None else registered.local
-
-
-# -- reading -------------------------------------------------------------------------------------
 
 
 def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, ...]]:
@@ -171,7 +170,7 @@ def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, .
     for token in _TOKEN.findall(rule):
         term = sides[-1][-1]
         if inside is not None and token in ("->", ",", "(", "."):
-            raise refuse(token, "it stands inside parentheses, which hold names alone")
+            raise refuse(token, "parentheses may hold names only")
         if token == "->":
             sides.append([[]])
         elif token == ",":
@@ -180,15 +179,15 @@ def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, .
             inside = []
         elif token == ")":
             if not inside:
-                raise refuse(token, "there is nothing that it closes")
+                raise refuse(token, "it closes no parenthesis with a name in it")
             term.append(tuple(inside))
             inside = None
         elif token == ".":
             term.append(())
         elif not token.isidentifier():
-            raise refuse(token, "it is neither a name, `.`, `,`, `->` nor a parenthesis")
+            raise refuse(token, "it is not a name, `.`, `,`, `->` or a parenthesis")
         elif any(token in names for names in (*term, tuple(inside or ()))):
-            raise refuse(token, "the name stands twice in one tensor")
+            raise refuse(token, "the name occurs twice in one tensor")
         elif inside is not None:
             inside.append(token)
         else:
@@ -196,12 +195,13 @@ def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, .
     if inside is not None:
         raise refuse("(", "it is never closed")
     if len(sides) != 2:
-        raise refuse("->", f"it stands {len(sides) - 1} times, and separates operands from results once")
+        raise refuse("->", f"it must occur once, between operands and results, and occurs {len(sides) - 1} times")
     return tuple(sides[0]), tuple(sides[1])
 
 
 def _sizes(view: NodeView, registered: _Registered) -> dict[Name, int]:
-    """The size of each loop; one that stands in `(a b)` alone is what the others leave of the dim."""
+    """The size of each loop. If one loop of a dim `(a b)` occurs in no other dim, the sizes of the other loops give its
+    size."""
 
     def refuse(why: str) -> RuleError:
         shapes = f"{_shapes(view.operand_shapes)} -> {_shapes(view.result_shapes)}"
@@ -211,10 +211,10 @@ def _sizes(view: NodeView, registered: _Registered) -> dict[Name, int]:
     dims: list[tuple[tuple[Name, ...], int, str]] = []
     for word, terms, shapes in sides:
         if len(terms) != len(shapes) and not (not shapes and list(terms) == [[]]):
-            raise refuse(f"it has {len(terms)} {word}s, and the operation {len(shapes)}")
+            raise refuse(f"it has {len(terms)} {word}s, but the operation has {len(shapes)}")
         for i, (term, shape) in enumerate(zip(terms, shapes, strict=False)):
             if len(term) != len(shape):
-                raise refuse(f"{word} {i} has {len(shape)} dims, and the rule names {len(term)}")
+                raise refuse(f"{word} {i} has {len(shape)} dims, but the rule names {len(term)}")
             dims += [(names, size, f"{word} {i}") for names, size in zip(term, shape, strict=True)]
     sizes: dict[Name, int] = {}
     for _ in range(1 + max((len(names) for names, _, _ in dims), default=0)):
@@ -226,11 +226,11 @@ def _sizes(view: NodeView, registered: _Registered) -> dict[Name, int]:
     for names, size, where in dims:
         missing = [name for name in names if name not in sizes]
         if missing:
-            raise refuse(f"nothing says how large `{missing[0]}` is, for it stands in parentheses alone")
+            raise refuse(f"the size of `{missing[0]}` is unknown, because the name occurs only in parentheses")
         product = math.prod(sizes[name] for name in names)
         if names and product != size:
-            words = f"`{names[0]}` is" if len(names) == 1 else f"`({' '.join(map(str, names))})` make"
-            raise refuse(f"{words} {product} elsewhere, and {size} in {where}")
+            dim = names[0] if len(names) == 1 else f"({' '.join(map(str, names))})"
+            raise refuse(f"`{dim}` has size {product} by other dims, but size {size} in {where}")
     return sizes
 
 
@@ -239,7 +239,7 @@ def _shapes(shapes: tuple[tuple[int, ...], ...]) -> str:
 
 
 def registered_texts() -> tuple[tuple[object, ...], ...]:
-    """All that was registered, as plain values: what a plan depends on beside the program."""
+    """All registered rules as plain values, because plans and their cache keys depend on them."""
     return tuple(
         (
             name,
