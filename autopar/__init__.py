@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from autopar.runtime.distributed.watchdog import watch as watch
     from autopar.verification.verification import Verification as Verification
     from autopar.verification.verify import verify as verify
+    from autopar.xla_replay.replay import Replay as Replay
+    from autopar.xla_replay.run import replay as replay
 
 #: Where each public name is defined; checked against the imports above by `tests/test_facade.py`.
 _DEFINED_IN = {
@@ -52,6 +54,8 @@ _DEFINED_IN = {
     "Plan": "autopar.plans.plan",
     "PlanDiff": "autopar.report.diff",
     "register_rule": "autopar.rules.user_rules",
+    "replay": "autopar.xla_replay.run",
+    "Replay": "autopar.xla_replay.replay",
     "StepReport": "autopar.api.step_report",
     "Verification": "autopar.verification.verification",
     "verify": "autopar.verification.verify",

@@ -323,7 +323,8 @@ def names_tested(module: ast.Module) -> Iterator[list[str]]:
 
 def test_modules_outside_the_rules_ask_for_traits_not_names() -> None:
     package = Path(__file__).parents[1] / "autopar"
-    files = [file for file in package.rglob("*.py") if "rules" not in file.relative_to(package).parts]
+    other = {"rules", "xla_compiler", "xla_replay"}  # the last two test opcodes of HLO, which are no primitives
+    files = [file for file in package.rglob("*.py") if not other & {*file.relative_to(package).parts}]
     found = [named for file in files for named in names_tested(ast.parse(file.read_text(encoding="utf-8")))]
     pieces = [named for named in found if BORDERS.keys() >= set(named)]
     assert len(found) - len(pieces) <= MOST_ON_PRIMITIVES

@@ -1,7 +1,7 @@
 """Find what makes the step-time estimate of XLA's scheduler wrong for a program.
 
 In: an optimized HLO module. Out: the known errors that it has, in words; empty where the estimate is sound. Each error was
-seen with JAX 0.12.0.1 and has a test in tests/test_estimate_errors.py.
+seen with JAX 0.12.0.1 and has a test in tests/test_replay_run.py.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from collections.abc import Iterator
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, itemsize, parse_module
 
 _CONVOLUTION, _GEMM = "__cudnn$conv", "__cublas$"
+#: XLA's name of a Triton fusion that is neither a matmul nor a collective.
+_TRITON = '"kind":"__triton"'
+#: Opcodes that count as a launch.
+_LAUNCHES = {"while": "a loop", "conditional": "a conditional", "sort": "a sort", "fft": "an FFT"}
 
 
 def estimate_errors(hlo: Module | str) -> tuple[str, ...]:
@@ -19,7 +23,8 @@ def estimate_errors(hlo: Module | str) -> tuple[str, ...]:
     - A loop counts as one short operation, whatever its trip count.
     - A convolution counts as a launch, whatever its FLOPs.
     - A matmul of 16- or 8-bit operands with a float32 result counts up to 64 times its time.
-    - A custom call counts as a launch: fused attention, Pallas kernels, sorts, factorizations.
+    - A custom call counts as a launch: fused attention, Pallas kernels, factorizations.
+    - A Triton fusion (softmax, normalization), a conditional, a sort and an FFT count as a launch.
     """
     module = parse_module(hlo) if isinstance(hlo, str) else hlo
     return tuple(dict.fromkeys(_errors(module)))
@@ -28,8 +33,10 @@ def estimate_errors(hlo: Module | str) -> tuple[str, ...]:
 def _errors(module: Module) -> Iterator[str]:
     for computation in module.computations.values():
         for one in computation.instructions:
-            if one.opcode == "while":
-                yield "a loop"
+            if one.opcode in _LAUNCHES:
+                yield _LAUNCHES[one.opcode]
+            elif one.opcode == "fusion" and _TRITON in one.attributes:
+                yield "a Triton fusion"
             elif one.opcode == "convolution" or one.custom_call_target.startswith(_CONVOLUTION):
                 yield "a convolution"
             elif one.opcode == "dot" and _widens(computation, one):

@@ -5,14 +5,11 @@ In: a module, `ReplayRates`, how the devices are wired. Out: a `KernelPrice` or 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.xla_compiler.hlo_collectives import KINDS, groups_of, source_of
-from autopar.xla_compiler.hlo_metadata import Groups
-from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, Shape
-from autopar.xla_replay.collective_time import PermutePattern, collective_s
+from autopar.xla_compiler.hlo_collectives import KINDS, source_of
+from autopar.xla_compiler.hlo_text import Computation, Instruction, Module
 from autopar.xla_replay.fused_work import FusedWork, fused_work, moves_contiguous_dim
 from autopar.xla_replay.gemm_time import gemm_s, peak_flops_per_s
 from autopar.xla_replay.kernel_time import (
@@ -22,11 +19,11 @@ from autopar.xla_replay.kernel_time import (
     convolution_s,
     custom_call_s,
     fusion_s,
-    host_transfer_s,
 )
 from autopar.xla_replay.library_calls import Attention, Convolution, Gemm, LibraryCall, dot_gemm, library_call
 from autopar.xla_replay.price import KernelPrice, TransferPrice
 from autopar.xla_replay.rates import ReplayRates
+from autopar.xla_replay.transfer_prices import TransferPrices, host_bytes, sends
 
 _HOST_SPACE = 5
 #: Kernels up to this many launches long are bound by latency.
@@ -48,8 +45,12 @@ class DevicePrices:
     devices_per_domain: int
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     custom_kernels: Mapping[str, LibraryCall] = field(default_factory=dict)
+    transfers: TransferPrices = field(init=False)
     _known: dict[tuple[str, str], KernelPrice | TransferPrice] = field(default_factory=dict)
     _touched: dict[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.transfers = TransferPrices(self.rates, self.devices_per_domain)
 
     def of(self, module: Module, computation: Computation, one: Instruction) -> KernelPrice | TransferPrice:
         """The price of one run of an instruction."""
@@ -69,16 +70,16 @@ class DevicePrices:
     def _price(self, module: Module, computation: Computation, one: Instruction) -> KernelPrice | TransferPrice:
         opcode = one.opcode.removesuffix("-start")
         if opcode in KINDS:
-            return self._collective(module, computation, one, opcode)
+            return self.transfers.collective(module, computation, one, opcode)
         if opcode == "fusion":
             inner = module.called(one)[0]
-            if (sent := _sends(module, inner)) is not None:
-                return self._collective(module, *sent, sent[1].opcode)
-            host = self._host_bytes(computation, one)
-            return self._host_copy(host) if host else self._fusion(module, computation, one, inner)
+            if (sent := sends(module, inner)) is not None:
+                return self.transfers.collective(module, *sent, sent[1].opcode)
+            host = host_bytes(computation, one)
+            return self.transfers.host_copy(host) if host else self._fusion(module, computation, one, inner)
         if opcode == "copy":
-            host = self._host_bytes(computation, one)
-            return self._host_copy(host) if host else self._copy(computation, one)
+            host = host_bytes(computation, one)
+            return self.transfers.host_copy(host) if host else self._copy(computation, one)
         if opcode in _LIBRARY:
             given = (kernel for name, kernel in self.custom_kernels.items() if _is_named(one, name))
             return self._library(computation, one, next(given, None) or library_call(computation, one))
@@ -87,7 +88,7 @@ class DevicePrices:
             moved = sum(computation.shape_of(operand).num_bytes for operand in one.operands) + one.shape.num_bytes
             return self._kernel("gemm", self._gemm(gemm), gemm.flops, moved, gemm.lhs_dtype)
         if opcode in ("send", "recv"):
-            return self._peer(one)
+            return self.transfers.peer(one)
         return self._elementwise(module, computation, one)
 
     # -- kernels -----------------------------------------------------------------------------
@@ -224,92 +225,9 @@ class DevicePrices:
                 total += min(read, cached_bytes(self.rates, size, here - produced[1] + size))
         return total
 
-    # -- transfers ---------------------------------------------------------------------------
-
-    def _collective(self, module: Module, computation: Computation, one: Instruction, kind: str) -> TransferPrice:
-        _, groups = groups_of(one)
-        is_permute = kind == "collective-permute"
-        everyone = (tuple(range(module.num_partitions)),)
-        local, domains = self._extent(groups or everyone, is_permute)
-        operands = sum(computation.shape_of(operand).num_bytes for operand in one.operands)
-        size = 1 if is_permute else len((groups or everyone)[0])
-        payload = operands * size if kind == "all-gather" else operands
-        seconds = collective_s(
-            self.rates,
-            kind,
-            payload,
-            devices_per_domain=local,
-            num_domains=domains,
-            pattern=_pattern(groups) if is_permute else "shift",
-        )
-        link = self.rates.link
-        return TransferPrice(
-            kind=kind,
-            stream="permutes" if is_permute else "collectives",
-            link="network" if domains > 1 else "nvlink",
-            seconds=seconds,
-            slows_by=min(0.5, link.num_sms / self.rates.device.num_sms),
-            num_bytes=_sent(kind, payload, size),
-        )
-
-    def _extent(self, groups: Groups, is_permute: bool) -> tuple[int, int]:
-        """Devices per domain, and domains, of the widest group."""
-        if is_permute:
-            crosses = any(self._domain(source) != self._domain(target) for source, target in groups)
-            return 1 if crosses else 2, 2 if crosses else 1
-        found = []
-        for group in groups:
-            members: dict[int, int] = defaultdict(int)
-            for device in group:
-                members[self._domain(device)] += 1
-            # A domain with a smaller share of the group has fewer network cards, and the others wait for it.
-            found.append((min(members.values()), len(members)))
-        return max(found, key=lambda extent: (extent[1], extent[0]))
-
-    def _domain(self, device: int) -> int:
-        return device // self.devices_per_domain
-
-    def _peer(self, one: Instruction) -> TransferPrice:
-        payload = sum(leaf.num_bytes for leaf in one.shape.leaves[:1])
-        seconds = collective_s(
-            self.rates, "collective-permute", payload, devices_per_domain=2, num_domains=1, pattern="one-way"
-        )
-        slows_by = self.rates.link.num_sms / self.rates.device.num_sms
-        return TransferPrice(one.opcode, "permutes", "nvlink", seconds, slows_by, payload)
-
-    def _host_bytes(self, computation: Computation, one: Instruction) -> float:
-        """Bytes that an instruction moves between device and host memory; 0 if it touches device memory only."""
-        operands = [computation.shape_of(operand) for operand in one.operands]
-        results = one.shape.leaves
-        if not any(_on_host(shape) for shape in (*operands, *results)):
-            return 0.0
-        read = sum(shape.num_bytes for shape in operands if _on_host(shape))
-        written = sum(shape.num_bytes for shape in results if not _on_host(shape))
-        # A slice of a host array moves the slice; a slice written into a host array moves what is written.
-        return min(read, written) if read and written else max(read, sum(leaf.num_bytes for leaf in results))
-
-    def _host_copy(self, num_bytes: float) -> TransferPrice:
-        return TransferPrice(
-            "host-copy", "host copies", "host", host_transfer_s(self.rates, num_bytes), num_bytes=num_bytes
-        )
-
 
 def _is_named(one: Instruction, name: str) -> bool:
     return one.opcode == "custom-call" and (name == one.custom_call_target or name in one.op_name)
-
-
-def _on_host(shape: Shape) -> bool:
-    return any(leaf.memory_space == _HOST_SPACE for leaf in shape.leaves)
-
-
-def _sends(module: Module, inner: Computation) -> tuple[Computation, Instruction] | None:
-    """The collective in a fusion, of XLA's own collective kernels."""
-    for one in inner.instructions:
-        if one.opcode in KINDS:
-            return inner, one
-        if one.opcode == "fusion" and (found := _sends(module, module.called(one)[0])) is not None:
-            return found
-    return None
 
 
 def _fusion_kind(work: FusedWork) -> str:
@@ -318,21 +236,6 @@ def _fusion_kind(work: FusedWork) -> str:
     if work.is_gather:
         return "gather"
     return "transpose" if work.is_transpose else "column reduction" if work.is_column_reduction else "fusion"
-
-
-def _pattern(pairs: Groups) -> PermutePattern:
-    """Whether devices exchange, pass on, or only send or receive."""
-    sent = {pair for pair in pairs if pair[0] != pair[1]}
-    if sent and all((target, source) in sent for source, target in sent):
-        return "exchange"
-    return "shift" if {source for source, _ in sent} & {target for _, target in sent} else "one-way"
-
-
-def _sent(kind: str, payload: float, size: int) -> float:
-    """Bytes that one device sends in a ring."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return payload
-    return (2 if kind == "all-reduce" else 1) * (size - 1) / size * payload
 
 
 def _parameters(computation: Computation, one: Instruction) -> tuple[Instruction, ...]:

@@ -1,4 +1,4 @@
-"""Define what a replay asks of its prices: the duration of each kernel and each transfer.
+"""Define the prices that a replay needs: the duration of each kernel and each transfer.
 
 In: an instruction. Out: `KernelPrice` or `TransferPrice`.
 """
