@@ -9,6 +9,7 @@ on every SM.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -298,7 +299,7 @@ def _interpolated(by_size: Mapping[int, float], size: int) -> float:
     sizes = sorted(by_size)
     if size <= sizes[0]:
         return by_size[sizes[0]]
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in itertools.pairwise(sizes):
         if size <= high:
             return by_size[low] + (by_size[high] - by_size[low]) * (size - low) / (high - low)
     return by_size[sizes[-1]]
