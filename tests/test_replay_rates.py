@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +29,9 @@ from autopar.xla_replay.kernel_time import (
     host_transfer_s,
 )
 from autopar.xla_replay.rates import ReplayRates
+from benchmarks.replay import fit, tables, xla_tables
+from benchmarks.replay.fit import Sample
+from benchmarks.replay.xla_tables import Collective
 
 MIB = 1 << 20
 PROFILES = replay_rates.known_names()
@@ -155,6 +162,11 @@ def test_a_larger_domain_is_faster_than_several(h100: ReplayRates) -> None:
     assert seconds[0] < seconds[1] < seconds[2]
 
 
+def test_many_hosts_gather_in_few_steps(h100: ReplayRates) -> None:
+    few, many = (collective(h100, "all-gather", 1 << 10, 1, hosts) for hosts in (64, 256))
+    assert many < few + 2 * 14e-6 + 2 * h100.link.skew_s + 1e-6
+
+
 def test_halved_links_double_large_collectives(h100: ReplayRates) -> None:
     whole = collective_s(h100, "all-gather", 1024 * MIB, devices_per_domain=8, num_domains=4)
     half = collective_s(h100, "all-gather", 1024 * MIB, devices_per_domain=8, num_domains=4, share=0.5)
@@ -212,6 +224,56 @@ def test_narrow_groups_are_not_run_as_wide_gemms(h100: ReplayRates) -> None:
         )
 
     assert grouped(256) < 1.5 * grouped(1)
+
+
+# -- the comparison with XLA's tables -----------------------------------------------------------
+
+
+def sample(num_bytes: int, seconds: float, kind: str = "all-gather", num_devices: int = 8) -> Sample:
+    return Sample(kind, (num_bytes,), seconds, Collective(kind, num_devices, num_bytes, seconds))
+
+
+def test_a_fold_holds_out_whole_sizes() -> None:
+    samples = [sample(1 << size, size * 1e-6, kind) for size in range(10, 30) for kind in ("all-gather", "all-reduce")]
+    held: list[int] = []
+
+    def predict(train: Sequence[Sample], test: Sequence[Sample]) -> list[float]:
+        assert not {one.shape for one in train} & {one.shape for one in test}
+        assert len(train) + len(test) == len(samples)
+        held.extend(one.shape[0] for one in test)
+        return [one.seconds for one in test]
+
+    measured, predicted = tables.held_out(samples, predict)
+    assert list(measured) == list(predicted)
+    assert sorted(held) == sorted(one.shape[0] for one in samples)
+
+
+def test_rows_that_no_growing_time_meets_are_contradicted() -> None:
+    seconds = [10e-6, 90e-6, 10.5e-6, 9.8e-6, 30e-6, 20e-6, 60e-6]
+    rows = [sample(1 << size, time) for size, time in enumerate(seconds)]
+    kept = tables.consistent_rows(rows)
+    assert kept[0] and not kept[1] and kept[2] and kept[3] and kept[6]
+    assert kept[4] != kept[5]
+    assert all(tables.consistent_rows(rows, tolerance=0.9))
+    assert all(tables.consistent_rows([*rows[:1], sample(2, 1e-6, "all-reduce")]))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jax_plugins.xla_cuda12") is None, reason="needs the CUDA plugin wheel")
+def test_shipped_constants_are_those_of_the_fit() -> None:
+    binary = xla_tables.plugin()
+    for profile, device in fit.DEVICES.items():
+        rates = replay_rates.load(profile)
+        gemms = xla_tables.read_gemms(binary, device)
+        for dtype in fit.FITTED_DTYPES[profile]:
+            samples = fit.gemm_samples(gemms, dtype)
+            assert error(samples, fit.predict_gemms(rates, rates.gemm[dtype], dtype, samples)) < 0.1
+        collectives = fit.collective_samples(xla_tables.read_collectives(binary, device))
+        assert len(collectives) == 330
+        assert error(collectives, fit.predict_collectives(rates, rates.link, collectives)) < 0.1
+
+
+def error(samples: Sequence[Sample], predicted: Any) -> float:
+    return statistics.median(abs(found / one.seconds - 1) for one, found in zip(samples, predicted, strict=True))
 
 
 # -- edges ------------------------------------------------------------------------------------

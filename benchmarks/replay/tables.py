@@ -12,9 +12,9 @@ Two notes on the tables themselves, each with its evidence in the rows:
   as well as any other column. So the column is not an H100's, and the replay takes no constant from it. Both are shown.
 - **Small collectives.** Below 1 MiB the table's times jump by up to ten times between neighbouring sizes, down as often
   as up. "Contradicted" rows are those that must be left out, kind by kind and group by group, for any time that grows
-  with the bytes to be within 10 % of the rest. All rows are counted first; the rest is shown next to it. The row
-  "growing curves" shows how near any formula can come: a curve of its own for each kind and group, fitted to the very
-  rows that it is compared with, bound only to grow with the bytes.
+  with the bytes to be within 10 % of the rest. All rows are counted first; the rest is shown next to it. The
+  row "growing curves" is a reference: a curve of its own for each kind and group, bound only to grow with the bytes, and
+  fitted to the very rows that it is compared with.
 """
 
 from __future__ import annotations
