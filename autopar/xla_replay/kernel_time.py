@@ -47,7 +47,7 @@ _FREE = _Cost(0.0)
 #: CUDA's float32 library and of XLA's own expansions; special units compute 1/x, 1/sqrt(x), 2^x, log2(x).
 _OPERATIONS = {
     **dict.fromkeys(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape"), _FREE),
-    **dict.fromkeys(("broadcast", "copy", "slice", "transpose", "bitcast-convert", "optimization-barrier"), _FREE),
+    **dict.fromkeys(("broadcast", "copy", "slice", "transpose", "bitcast-convert", "opt-barrier"), _FREE),
     **dict.fromkeys(
         ("add", "subtract", "multiply", "maximum", "minimum", "compare", "select", "negate", "abs"), _Cost()
     ),
