@@ -55,7 +55,9 @@ def _print(
     profile: str, block: str, found: Mapping[str, Mapping[str, float]], samples: Sequence[fit.Sample], predicted: Any
 ) -> None:
     errors = np.abs(predicted / np.array([sample.seconds for sample in samples]) - 1)
-    print(f"# {profile}: {len(samples)} rows, median error {np.median(errors):.1%}, 9 of 10 below {np.quantile(errors, 0.9):.1%}")
+    print(
+        f"# {profile}: {len(samples)} rows, median error {np.median(errors):.1%}, 9 of 10 below {np.quantile(errors, 0.9):.1%}"
+    )
     print(f"[{block}]")
     for name, value in found[block].items():
         print(f"{name} = {value:.3g}")

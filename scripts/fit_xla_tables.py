@@ -12,21 +12,21 @@ had not seen (5-fold cross-validation).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
-import mmap
-import re
+import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-from autopar.calibration.fit import Fit, Sample, fit
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-MODELS = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
+from autopar.calibration.fit import Fit, Sample, fit  # noqa: E402
+from benchmarks.replay.xla_tables import Collective, Gemm, plugin, read_collectives, read_gemms  # noqa: E402
+
+MODELS = ROOT / "cost_models" / "hardware"
 ACCURACY = MODELS.parent / "accuracy.md"
 HEADING = "## XLA's latency estimator"
 #: Profile, and the names that XLA's tables have for it: of products, of collectives.
@@ -48,102 +48,6 @@ GEMM_TERMS = {
     "waves": "s_per_wave",
 }
 COLLECTIVE_TERMS = ("launch", "root bytes", "bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """A row of XLA's products: dims, and operations per second by XLA's name of the dtypes."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    rates: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """A row of XLA's collectives: bytes of the whole buffer, and seconds."""
-
-    kind: str
-    num_devices: int
-    num_bytes: int
-    seconds: float
-
-
-# -- the tables in the wheel -----------------------------------------------------------------
-
-
-def plugin() -> mmap.mmap:
-    """The shared object of the installed CUDA plugin."""
-    for cuda in ("xla_cuda12", "xla_cuda13"):
-        found = importlib.util.find_spec(f"jax_plugins.{cuda}")
-        if found is not None and found.origin is not None:
-            with (Path(found.origin).parent / "xla_cuda_plugin.so").open("rb") as file:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    raise SystemExit("the tables are in the wheel jax-cuda12-pjrt: pip install 'autopar[verify]'")
-
-
-def read_gemms(binary: mmap.mmap, device: str) -> list[Gemm]:
-    """Rows of a device, from the text proto `xla.GemmPerfTable`."""
-    inside = binary.find(b"proto-message: xla.GemmPerfTable")
-    text = binary[binary.rfind(b"\0", 0, inside) + 1 : binary.find(b"\0", inside)].decode()
-    block = next(b for b in re.split(r"\nentries \{\n  key: ", text)[1:] if b.startswith(f'"{device}"'))
-    row = re.compile(r"entries \{\s+b: (\d+)\s+m: (\d+)\s+n: (\d+)\s+k: (\d+)((?:\s+flops \{[^}]*\})*)")
-    rate = re.compile(r'key: "([^"]+)" value: (\d+)')
-    return [
-        Gemm(int(b), int(m), int(n), int(k), {name: float(value) for name, value in rate.findall(rates)})
-        for b, m, n, k, rates in row.findall(block)
-    ]
-
-
-def read_collectives(binary: mmap.mmap, device: str) -> list[Collective]:
-    """Rows of a device, from the binary proto `xla.gpu.DeviceHloInstructionProfiles`.
-
-    Field numbers are those of openxla/xla: hlo_op_profile.proto, hlo.proto, xla_data.proto.
-    """
-    name = device.encode()
-    prefix = bytes([0x0A, len(name)]) + name + b"\x12"
-    size, start = _varint(binary, binary.find(prefix) + len(prefix))
-    rows = []
-    for _, entry in _fields(binary[start : start + size]):
-        parts = dict(_fields(entry))
-        instruction = dict(_fields(parts[1]))
-        kind = instruction[2].decode()
-        shape = dict(_fields(instruction[3]))
-        num_bytes = 4 * _varint(shape[3], 0)[0]
-        if kind == "collective-permute":
-            pairs = [f for f, _ in _fields(parts[1]) if f == 52]
-            num_devices = len(pairs)
-        else:
-            num_devices = dict(_fields(instruction[92]))[2]
-        if kind == "reduce-scatter":
-            num_bytes *= num_devices
-        rows.append(Collective(kind, num_devices, num_bytes, num_bytes / parts[6]))
-    return rows
-
-
-def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if byte < 0x80:
-            return value, at
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        if key & 7 == 0:
-            value, at = _varint(data, at)
-        else:
-            size, at = _varint(data, at)
-            value, at = data[at : at + size], at + size
-        yield key >> 3, value
 
 
 # -- fits ------------------------------------------------------------------------------------

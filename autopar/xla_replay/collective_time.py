@@ -13,6 +13,7 @@ NCCL has algorithms and protocols, and so has this model; the fastest pair wins,
 
 - ring, in every protocol: n - 1 steps (all-reduce 2 (n - 1)), each moves 1/n of the bytes to the neighbour;
 - tree over domains, for all-reduce: depth log2(domains) instead of their number;
+- PAT, the same for all-gather and reduce-scatter where each domain has one device: only in protocol Simple;
 - NVLS: the NVLink switch adds and multicasts, so an all-reduce takes one step; between domains it is combined with a
   tree;
 - LL and LL128 have short steps and send flags with the data (half, 120 of 128 bytes of payload); Simple has long steps
@@ -48,6 +49,8 @@ PermutePattern = Literal["shift", "exchange", "one-way"]
 #: Time on the wire relative to Simple, of LL (half of the bytes are flags, stores are short) and LL128.
 _PROTOCOL_COST = (4.0, 128 / 120)
 _LL, _LL128, _SIMPLE = range(3)
+#: Share of the bandwidth that NCCL's tuner expects of PAT.
+_PAT_EFFICIENCY = 0.75
 #: Channels that NCCL adds at most to those that a message to one peer starts with.
 _MOST_CHANNEL_FACTOR = 8.0
 
@@ -102,7 +105,7 @@ def collective_seconds(
     one = _Collective(rates, num_bytes, devices_per_domain, num_domains, share)
     if kind in ("all-gather", "reduce-scatter"):
         kernel = rates.link.copy_bytes_per_s if kind == "all-gather" else rates.link.reduce_bytes_per_s
-        seconds = np.minimum(one.ring(1, num_bytes / kernel), one.switch(1))
+        seconds = np.minimum(np.minimum(one.ring(1, num_bytes / kernel), one.switch(1)), one.parallel_trees())
     elif kind == "all-reduce":
         kernel = num_bytes / rates.link.copy_bytes_per_s + num_bytes / rates.link.reduce_bytes_per_s
         seconds = np.minimum(np.minimum(one.ring(2, kernel), one.tree(kernel)), one.switch(2))
@@ -148,6 +151,14 @@ class _Collective:
         start = self.link.launch_s + 2 * self.skew
         seconds = start + self._fastest_protocol(moved, 2 * (self.local - 1), levels)
         return np.where(self.crosses, seconds, np.inf)
+
+    def parallel_trees(self) -> Any:
+        """All-gather or reduce-scatter over domains of one device each, in log2(domains) steps (NCCL's PAT)."""
+        moved = self.num_bytes * (1 - 1 / self.num_devices) / (self.network_bytes_per_s * _PAT_EFFICIENCY)
+        levels = np.ceil(np.log2(np.maximum(self.domains, 2)))
+        seconds = self.link.launch_s + self.skew + self.link.latency_scale * self.link.start_s[_SIMPLE]
+        seconds = seconds + levels * self.network.step_s[_SIMPLE] + _pipelined(moved, self.link.chunk_s * levels)
+        return np.where(self.crosses & (self.local == 1), seconds, np.inf)
 
     def switch(self, rounds: int) -> Any:
         """The switch adds and multicasts inside a domain; an all-reduce continues as a tree between domains."""

@@ -101,10 +101,14 @@ def gemm_s(
         return 0.0
     sides = [_rates_of(rates, dtype) for dtype in (lhs_dtype, rhs_dtype)]
     slower = min(sides, key=lambda side: side.peak_flops_per_s)
+    one = np.array([[batch], [m], [n], [k]], float)
     found = gemm_seconds(
         rates.device,
         slower,
-        *(np.array([float(dim)]) for dim in (batch, m, n, k)),
+        one[0],
+        one[1],
+        one[2],
+        one[3],
         (dtype_bytes(lhs_dtype), dtype_bytes(rhs_dtype), dtype_bytes(out_dtype)),
         multiplications=_COMPLEX.get(lhs_dtype, 1),
         rhs_k_major=rhs_k_major,

@@ -9,6 +9,7 @@ on every SM.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ _FREE = _Cost(0.0)
 #: CUDA's float32 library and of XLA's own expansions; special units compute 1/x, 1/sqrt(x), 2^x, log2(x).
 _OPERATIONS = {
     **dict.fromkeys(("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "reshape"), _FREE),
-    **dict.fromkeys(("broadcast", "copy", "slice", "transpose", "bitcast-convert", "optimization-barrier"), _FREE),
+    **dict.fromkeys(("broadcast", "copy", "slice", "transpose", "bitcast-convert", "opt-barrier"), _FREE),
     **dict.fromkeys(
         ("add", "subtract", "multiply", "maximum", "minimum", "compare", "select", "negate", "abs"), _Cost()
     ),
@@ -298,7 +299,7 @@ def _interpolated(by_size: Mapping[int, float], size: int) -> float:
     sizes = sorted(by_size)
     if size <= sizes[0]:
         return by_size[sizes[0]]
-    for low, high in zip(sizes, sizes[1:], strict=False):
+    for low, high in itertools.pairwise(sizes):
         if size <= high:
             return by_size[low] + (by_size[high] - by_size[low]) * (size - low) / (high - low)
     return by_size[sizes[-1]]

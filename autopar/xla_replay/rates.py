@@ -246,7 +246,7 @@ def load(name: str | Path) -> ReplayRates:
     path = Path(name) if str(name).endswith(".toml") else _folder() / f"{name}.toml"
     if not path.is_file():
         known = known_names()
-        close = difflib.get_close_matches(str(name), known, 1)
+        close = [one for one in known if one.startswith(str(name))] or difflib.get_close_matches(str(name), known, 1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         raise HardwareError(
             f"no replay rates for {str(name)!r}.{hint} Known: {', '.join(known)}; or pass the path of a TOML file; {_README}"
@@ -341,7 +341,7 @@ def _like(path: Path, gemm: Mapping[str, Any], dtype: str) -> Mapping[str, Any]:
     return block
 
 
-def _sourced(path: Path, tables: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def _sourced(path: Path, tables: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     blocks = [(key, block) for key, block in tables.items() if isinstance(block, dict)]
     for key, block in blocks:
         if not {"source", "date"} <= block.keys():
@@ -350,20 +350,19 @@ def _sourced(path: Path, tables: Mapping[str, Any]) -> list[tuple[str, Mapping[s
 
 
 def _value(path: Path, key: str, kind: str, value: Any) -> Any:
-    """A value of a dataclass field: a bool, a count, a number above or at 0, three of them, or numbers by an integer."""
-    numbers = value if isinstance(value, list) else list(value.values()) if isinstance(value, dict) else [value]
-    right = (
-        isinstance(value, bool)
-        if kind == "bool"
-        else (isinstance(value, list) and len(numbers) == 3) == kind.startswith("tuple")
-        and isinstance(value, dict) == kind.startswith("Mapping")
-        and all(isinstance(one, int | float) and not isinstance(one, bool) and one >= 0 for one in numbers)
-        and (kind != "int" or (isinstance(value, int) and value > 0))
-    )
-    if not right:
-        raise HardwareError(f"replay rates {path}: `{key}` must be of type {kind} and not negative; got {value!r}")
-    if kind.startswith("tuple"):
-        return tuple(float(one) for one in numbers)
-    if kind.startswith("Mapping"):
-        return {int(name): float(one) for name, one in value.items()}
-    return value if kind in ("bool", "int") else float(value)
+    """A value of a dataclass field, whose type is given as text."""
+    if kind == "bool" and isinstance(value, bool):
+        return value
+    if kind == "int" and _is_number(value) and value == int(value) > 0:
+        return int(value)
+    if kind == "float" and _is_number(value):
+        return float(value)
+    if kind.startswith("tuple") and isinstance(value, list) and len(value) == 3 and all(map(_is_number, value)):
+        return tuple(float(one) for one in value)
+    if kind.startswith("Mapping") and isinstance(value, dict) and value and all(map(_is_number, value.values())):
+        return {int(size): float(one) for size, one in value.items()}
+    raise HardwareError(f"replay rates {path}: `{key}` must be of type {kind} and not negative; got {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0

@@ -68,7 +68,7 @@ COLLECTIVE_CONSTANTS = {
 }
 _OUTLIER = 0.05
 #: Weight of the expected values next to one row.
-_PRIOR = 0.2
+_PRIOR = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ def predict_gemms(rates: ReplayRates, gemm: GemmRates, dtype: str, samples: Sequ
 
     XLA measures a plain dot, whose right operand is not k-major.
     """
-    dims = np.array([sample.shape for sample in samples], float).T
-    return gemm_seconds(rates.device, gemm, *dims, GEMM_DTYPES[dtype][1], rhs_k_major=False)
+    batch, m, n, k = np.array([sample.shape for sample in samples], float).T
+    return gemm_seconds(rates.device, gemm, batch, m, n, k, GEMM_DTYPES[dtype][1], rhs_k_major=False)
 
 
 def predict_collectives(rates: ReplayRates, link: LinkRates, samples: Sequence[Sample]) -> Any:

@@ -12,7 +12,9 @@ Two notes on the tables themselves, each with its evidence in the rows:
   as well as any other column. So the column is not an H100's, and the replay takes no constant from it. Both are shown.
 - **Small collectives.** Below 1 MiB the table's times jump by up to ten times between neighbouring sizes, down as often
   as up. "Contradicted" rows are those that must be left out, kind by kind and group by group, for any time that grows
-  with the bytes to be within 10 % of the rest. All rows are counted first; the rest is shown next to it.
+  with the bytes to be within 10 % of the rest. All rows are counted first; the rest is shown next to it. The
+  row "growing curves" is a reference: a curve of its own for each kind and group, bound only to grow with the bytes, and
+  fitted to the very rows that it is compared with.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from scipy.optimize import isotonic_regression
 from scipy.stats import kendalltau
 
 from autopar.xla_replay import rates as replay_rates
@@ -47,6 +50,7 @@ def rows() -> list[Record]:
     binary = xla_tables.plugin()
     found: list[Record] = []
     gemms: list[Pairs] = []
+    every_gemm: list[Pairs] = []
     collectives: list[Pairs] = []
     consistent: list[Pairs] = []
     for profile, device in fit.DEVICES.items():
@@ -55,10 +59,11 @@ def rows() -> list[Record]:
         found += [_row("GEMM", profile, name, pairs) for name, pairs in per_dtype.items()]
         sound = [pairs for name, pairs in per_dtype.items() if name in fit.FITTED_DTYPES[profile]]
         found.append(_row("GEMM", profile, f"all of {', '.join(fit.FITTED_DTYPES[profile])}", _joined(sound)))
+        whole = _joined([pairs for name, pairs in per_dtype.items() if name != AS_B200])
         if len(sound) < len(per_dtype):
-            bounded = _joined([*sound, per_dtype[BOUNDED]])
-            found.append(_row("GEMM", profile, "every row", bounded))
+            found.append(_row("GEMM", profile, "every row", whole))
         gemms += sound
+        every_gemm.append(whole)
         samples = fit.collective_samples(xla_tables.read_collectives(binary, device))
         pairs = held_out(samples, lambda train, test, rates=rates: _collectives(rates, train, test))
         kept = consistent_rows(samples)
@@ -67,12 +72,14 @@ def rows() -> list[Record]:
             for kind in sorted({sample.kind for sample in samples})
         ]
         found.append(_row("collective", profile, "every row", pairs))
+        found.append(_row("collective", profile, "growing curves, not held out", _growing_curves(samples)))
         found.append(_row("collective", profile, "without contradicted rows", _chosen(pairs, kept)))
         large = [sample.shape[0] >= _LARGE_BYTES for sample in samples]
         found.append(_row("collective", profile, "1 MiB and more", _chosen(pairs, large)))
         collectives.append(pairs)
         consistent.append(_chosen(pairs, kept))
     found.append(_row("GEMM", "both", "all fitted dtypes", _joined(gemms)))
+    found.append(_row("GEMM", "both", "every row", _joined(every_gemm)))
     found.append(_row("collective", "both", "every row", _joined(collectives)))
     found.append(_row("collective", "both", "without contradicted rows", _joined(consistent)))
     return found
@@ -126,13 +133,8 @@ def held_out(samples: Sequence[Sample], predict: Callable[[Sequence[Sample], Seq
 
 def consistent_rows(samples: Sequence[Sample], tolerance: float = _TOLERANCE) -> list[bool]:
     """Whether each row is in the largest set that some time, growing with the bytes, meets within the tolerance."""
-    groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
-    for index, sample in enumerate(samples):
-        assert isinstance(sample.row, Collective)
-        groups[sample.kind, sample.row.pattern, sample.row.num_devices].append(index)
     kept = [False] * len(samples)
-    for group in groups.values():
-        group.sort(key=lambda index: samples[index].shape)
+    for group in _by_size(samples):
         best: dict[float, list[int]] = {0.0: []}  # by the least time that the next row may have
         for index in group:
             seconds = samples[index].seconds
@@ -146,11 +148,31 @@ def consistent_rows(samples: Sequence[Sample], tolerance: float = _TOLERANCE) ->
     return kept
 
 
+def _growing_curves(samples: Sequence[Sample]) -> Pairs:
+    """The nearest times, by the squared log, that grow with the bytes in each group."""
+    measured = np.array([sample.seconds for sample in samples])
+    nearest = np.zeros(len(samples))
+    for group in _by_size(samples):
+        curve: Any = isotonic_regression(np.log(measured[group]))
+        nearest[group] = np.exp(curve.x) * (1 + 1e-6 * np.arange(len(group)))  # no ties, which Kendall's tau punishes
+    return measured, nearest
+
+
+def _by_size(samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of each kind, pattern and number of devices, by rising size."""
+    groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        assert isinstance(sample.row, Collective)
+        groups[sample.kind, sample.row.pattern, sample.row.num_devices].append(index)
+    return [sorted(group, key=lambda index: samples[index].shape) for group in groups.values()]
+
+
 def _row(table: str, device: str, part: str, pairs: Pairs) -> Record:
     measured, predicted = pairs
     errors = np.abs(predicted / measured - 1)
     median, ninth = float(np.median(errors)), float(np.quantile(errors, 0.9))
-    tau = float(kendalltau(measured, predicted).statistic)
+    found: Any = kendalltau(measured, predicted)
+    tau = float(found.statistic)
     return {
         "table": table,
         "device": device,
