@@ -1,9 +1,9 @@
-"""How much slower a step becomes as its memory budget shrinks, and whether XLA's program keeps to it.
+"""Measure how much slower a step becomes as its memory budget shrinks, and whether XLA's program keeps to the budget.
 
-Train steps on 8 H100s, bf16 compute, AdamW: planned without a limit, then for budgets from the peak of that plan down to
-30 % of it. XLA compiles each plan for GPUs that are not there. `fsdp, every layer checkpointed` is what users write by
-hand: parameters and optimizer state sharded over all GPUs, each layer under `jax.checkpoint`; `what fsdp took` is the
-plan whose budget is the memory that XLA's program of that took. Bytes are per GPU.
+Train steps on 8 H100s, bf16 compute, AdamW: planned without a limit, then for budgets from that plan's peak memory down
+to 30 % of it. XLA compiles each plan for absent GPUs. The baseline, `fsdp, every layer checkpointed`, is what users
+write by hand: parameters and optimizer state sharded over all GPUs, each layer under `jax.checkpoint`. `what fsdp took`
+is the plan whose budget is the memory of XLA's program of that baseline. Bytes are per GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PROGRAMS = {
 
 
 def measure(program: str) -> list[dict[str, Any]]:
-    """A row for each budget, one for what is written by hand, and one for the budget that is the memory of that."""
+    """A row for each budget, one for the baseline, and one for the budget that equals the baseline's memory."""
     swept = PROGRAMS[program]
     step, args = swept.target()
     with CachingCompiler(default_folder()) as compiler:

@@ -1,7 +1,8 @@
-"""The engine of `autopar.inference`: steps, pages, prompts in chunks, proposals, starts, devices; and beside `transformers`.
+"""Measure the engine of `autopar.inference`: steps, pages, chunked prefill, speculation, starts, devices; and
+`transformers` as baseline.
 
-All but the last of small models with random weights on a CPU. What is timed is timed in turns, in one process or in two of
-which one waits, and ratios count; seconds tell of this machine on that day. None of it was measured on a GPU.
+All but the last use small models with random weights on a CPU. Contenders take turns, in one process or in two of which
+one waits, and ratios count: seconds depend on this machine on that day. None of this was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +13,6 @@ from benchmarks.inference.rows import Row
 
 
 def measure(program: str) -> list[Row]:
-    """The rows of one part: the module of that name measures it."""
+    """The rows of one part, measured by the module of that name."""
     module = importlib.import_module(f"benchmarks.inference.{program.replace(' ', '_')}")
     return [{"part": program, **row} for row in module.measure()]

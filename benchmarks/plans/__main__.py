@@ -1,6 +1,6 @@
-"""One row of the table again, on this machine: `python -m benchmarks.plans gpt2 [--setting "8 GPUs"]`.
+"""Repeat one row of the table on this machine: `python -m benchmarks.plans gpt2 [--setting "8 GPUs"]`.
 
-Every program is compiled anew, by XLA for GPUs that need not be there; what the table has is printed beside it.
+XLA compiles every program again, for GPUs that need not exist; the table's figures are printed next to the new ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The zoo's rows as a page: what holds, one line for each model and number of GPUs, and what does not in detail.
+"""Render the zoo's rows as a page: one line per model and number of GPUs, and details of failed checks.
 
 In: rows of `benchmarks.zoo.proof`. Out: Markdown. Plain Python: no JAX.
 """
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many hold, then every row."""
+    """The number of rows that pass, then every row."""
     made = [row for row in rows if not row["failed"]]
     told = (
         f"{len(made)} of {len(rows)} were planned and compiled; {sum(row['fits'] for row in made)} fit in 80 GB,"
@@ -39,7 +39,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def page_table(rows: Sequence[Row]) -> str:
-    """What the line of the summary leaves out."""
+    """The details that the summary's line leaves out."""
     return "\n".join(f"- {row['gpus']} GPUs: {_details(row)}" for row in rows)
 
 
