@@ -1,10 +1,10 @@
 """Assign each equation of a step to a layer.
 
 In: a step's flow, and the layer of each unit of its forward pass. Out: the layer of each unit. A backward unit belongs
-to the layer whose forward values it reads, so that only cotangents pass between layers. The layers of
-all its cotangents must depend on it. Layers need not form a chain: the cotangents of parallel branches meet in the
-layer where the branches fork. A unit outside the loop over microbatches belongs to the layer of most of its operands,
-by bytes: an optimizer's update belongs to the layer of the gradient. Module names play no part.
+to the layer whose forward values it reads, so that only cotangents pass between layers. The layers of all its
+cotangents must depend on it. Layers need not form a chain: the cotangents of parallel branches meet in the layer where
+the branches fork. A unit outside the loop over microbatches belongs to the layer of most of its operands, by bytes: an
+optimizer's update belongs to the layer of the gradient. Module names play no part.
 """
 
 from __future__ import annotations

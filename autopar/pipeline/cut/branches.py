@@ -128,7 +128,7 @@ def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
 
 
 def _keys(flow: Flow, chain: Chain, layer_of: Sequence[int], passing: Sequence[Passing]) -> tuple[int, ...]:
-    """A key for each layer. Layers with equal keys have equal units, read and make equal bytes, and agree on what they read
+    """A key for each layer. Layers with equal keys have equal units, read and make equal bytes, and read equal bytes
     from the layer just before them."""
     signs: list[list[Hashable]] = [[] for _ in range(max(layer_of) + 1)]
     for i, flops, layer in zip(chain.units, chain.flops, layer_of, strict=True):

@@ -158,7 +158,7 @@ class _Cutting:
                     dropped = True
         return dropped
 
-    # -- who runs what -----------------------------------------------------------------------
+    # -- stages of items -----------------------------------------------------------------------
 
     def _add(self, items: Iterable[Item], where: Literal["before", "body", "after"]) -> None:
         for item in (part for whole in items for part in self._parts(whole)):

@@ -21,8 +21,7 @@ from autopar.transforms.microbatch.units import Unit, backward_of, units_of
 
 #: Each layer may have its own copy of state of at most this many elements (a counter, a key, a learning rate).
 _FEW = 16
-#: FLOPs per result element up to which each layer that reads a unit may run it itself; random bits take about this
-#: many.
+#: FLOPs per result element up to which each layer may run a unit itself; random bits take about this many.
 _CHEAP = 256.0
 
 

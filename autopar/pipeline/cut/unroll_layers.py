@@ -192,7 +192,7 @@ class _Unstacking:
         stacked = [] if kind is not None else list(equation.results)
         if any(dims.of(value) is None for value in stacked):
             return False
-        if not any(held):  # it creates a stack: also make the whole, for whoever reads that
+        if not any(held):  # it creates a stack: also make the whole, for users of the whole
             self.builder.add(equation)
             self.wholes.update({v: v for v in equation.results})
         shapes = [self.trace.avals[atom].shape if isinstance(atom, int) else () for atom in equation.operands]
@@ -391,7 +391,7 @@ class _Unstacking:
             yield Leaf(leaf.position, Rows(place.dim, start, stop)), value, f"{path}[{':, ' * place.dim}{start}:{stop}]"
 
     def _leaves_in_parts(self, leaf: Leaf, atom: Atom, renewed: int | None) -> Place | None:
-        """The layer dim of a result that is returned in slices: state whose input is in slices, or a value made in them."""
+        """The layer dim of a result that is returned in slices: state that comes in slices, or a value made in them."""
         if renewed is not None:
             return self.dims.of(self.trace.inputs[renewed]) if renewed in self.split else None
         if leaf.rows is not None or not isinstance(atom, int) or atom not in self.parts:

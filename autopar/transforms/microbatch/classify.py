@@ -338,7 +338,7 @@ class _Classifier:
         for i, kind in enumerate(kinds):
             begins = i == 0 and traits_of(node.primitive).in_place == "scatter" and reduction is not None
             if begins and kind != "zero" and kind != reduction:
-                raise _BlockedError(n, "it adds to what is not zero, which would count once for each microbatch")
+                raise _BlockedError(n, "it adds to a value that is not zero, which would count once per microbatch")
             if kind in PARTIAL and not begins:
                 raise _BlockedError(n, self.words.feedback(n, self._value(n, i)))
         return reduction or "rows"  # type: ignore[return-value]
@@ -351,8 +351,8 @@ class _Classifier:
     # -- sums of partial values --------------------------------------------------------------
 
     def _add_inside(self) -> None:
-        """Move additions of partial sums into the loop where nothing else reads the terms: the loop then has one
-        accumulator instead of two."""
+        """Move an addition of partial sums into the loop if nothing else reads these: the loop then has one accumulator
+        instead of two."""
         readers = Counter(value for item in self.items for value in item.operands)
         readers.update(output for output in self.graph.outputs if output is not None)
 
@@ -387,8 +387,8 @@ class _Classifier:
                 self.kinds.update(dict.fromkeys(self.items[j].results, "sum"))
 
     def _add_between_layers_after(self) -> None:
-        """Move additions of two layers' terms after the loop, with the additions that read them, if the step is cut into
-        layers: one total passes between them instead of a term per microbatch."""
+        """Move additions of two layers' terms, and additions that read them, after the loop if the step is cut into
+        layers: one total passes between layers instead of a term per microbatch."""
         readers: dict[int, list[int]] = {}
         for i in sorted(self.sides["inside"]):
             for value in self.items[i].operands:
