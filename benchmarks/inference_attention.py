@@ -112,18 +112,18 @@ def measure(program: str) -> list[Row]:
     seconds = take_turns({name: one.run for name, one in contenders.items()}, ROUNDS, WARMUP)
     rows: list[Row] = []
     for name in contenders:
-        beside = name.replace("x4", "x1") if name.endswith("x4") else CONTIGUOUS
-        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[beside], strict=True))
-        limit = POOL_LIMIT if beside != CONTIGUOUS else PAGED_LIMIT
+        baseline = name.replace("x4", "x1") if name.endswith("x4") else CONTIGUOUS
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[baseline], strict=True))
+        limit = POOL_LIMIT if baseline != CONTIGUOUS else PAGED_LIMIT
         pairs = zip(contenders[name].logits, contenders[CONTIGUOUS].logits, strict=True)
         rows.append(
             {
                 "cache": name,
                 "least_ms": 1e3 * min(seconds[name]),
                 "median_ms": 1e3 * statistics.median(seconds[name]),
-                "beside": beside,
+                "beside": baseline,
                 "ratio": ratio,
-                "ratio_of_least": min(seconds[name]) / min(seconds[beside]),
+                "ratio_of_least": min(seconds[name]) / min(seconds[baseline]),
                 "limit": limit,
                 "met": ratio <= limit,
                 "logits_differ_by": max(float(np.abs(a - b).max()) for a, b in pairs),

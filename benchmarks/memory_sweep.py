@@ -109,15 +109,15 @@ def _compiled(step: Any, args: Any, plan: Plan, compiler: Any) -> Any:
 
 
 def _row(name: str, plan: Plan, plan_s: float, budget: float | None, compiled: Any) -> Row:
-    told = plan.prediction
+    prediction = plan.prediction
     return {
         "budget": name,
         "budget_gb": "" if budget is None else budget / 1e9,
-        "predicted_gb": told.peak_bytes / 1e9,
+        "predicted_gb": prediction.peak_bytes / 1e9,
         "compiled_gb": compiled.peak_bytes / 1e9,
         "keeps": "" if budget is None else bool(compiled.peak_bytes <= budget),
-        "predicted_ms": 1e3 * told.step_time_s,
-        "predicted_xla_ms": 1e3 * (told.xla_step_time_s or 0.0),
+        "predicted_ms": 1e3 * prediction.step_time_s,
+        "predicted_xla_ms": 1e3 * (prediction.xla_step_time_s or 0.0),
         "xla_ms": 1e3 * (compiled.step_time_s or 0.0),
         "recomputed_gb": sum(one.saved_bytes for one in plan.rematerialized) / 1e9,
         "recomputed_ms": 1e3 * sum(one.time_s for one in plan.rematerialized),

@@ -120,15 +120,15 @@ def measure(program: str) -> list[dict[str, Any]]:
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
     if code:
         raise RuntimeError(f"`autopar plan` ended with {code}")
-    (told,) = json.loads(out.getvalue())["targets"]
-    model, state = MODELS[program], told["training_state"]
+    (report,) = json.loads(out.getvalue())["targets"]
+    model, state = MODELS[program], report["training_state"]
     about = {
         "parameters_b": state["num_parameters"] / 1e9,
         "lecture_gb": BYTES_A_PARAMETER * model.billions,
         "state_gb": state["total_bytes"] / 1e9,
         "batch": f"{model.examples} x {model.tokens}",
     }
-    return [about | _row(fit, state["total_bytes"]) | _times(seconds, cpu_seconds) for fit in told["hardware"]]
+    return [about | _row(fit, state["total_bytes"]) | _times(seconds, cpu_seconds) for fit in report["hardware"]]
 
 
 def _row(fit: dict[str, Any], state_bytes: float) -> dict[str, Any]:

@@ -160,12 +160,12 @@ def prove(case: Case, compiler: CachingCompiler | None = None, frozen: bool = Fa
     start = time.perf_counter()
     plan = case.plan(frozen)
     plan_s = time.perf_counter() - start
-    told = autopar.verify(step, *args, plan=plan, hosts=case.num_hosts, hardware=HARDWARE, compiler=compiler)
+    verified = autopar.verify(step, *args, plan=plan, hosts=case.num_hosts, hardware=HARDWARE, compiler=compiler)
     # A cached compile takes no time now; the time around XLA's own, then as now, counts.
     verify_s = None
     if compiler.last_around_s is not None:
-        verify_s = told.overhead_s + told.compiled.compile_s - compiler.last_s + compiler.last_around_s
-    return Proved(case, plan, told, plan_s, verify_s, compiler.last_key, compiler.last_hit)
+        verify_s = verified.overhead_s + verified.compiled.compile_s - compiler.last_s + compiler.last_around_s
+    return Proved(case, plan, verified, plan_s, verify_s, compiler.last_key, compiler.last_hit)
 
 
 # -- rows for the runner ---------------------------------------------------------------------
@@ -193,16 +193,16 @@ def measure(program: str) -> list[dict[str, Any]]:
 
 def row_of(done: Proved) -> dict[str, Any]:
     """A case as JSON types: bytes per device, seconds, errors relative to the compiled program."""
-    told = done.verification
-    memory = {figure.name: figure for figure in told.memory}
-    predicted = sum(match.predicted_bytes for match in told.collectives)
-    compiled = sum(match.compiled_bytes for match in told.collectives)
-    kinds = [(kind_off(match), match.name) for match in told.collectives]
+    verified = done.verification
+    memory = {figure.name: figure for figure in verified.memory}
+    predicted = sum(match.predicted_bytes for match in verified.collectives)
+    compiled = sum(match.compiled_bytes for match in verified.collectives)
+    kinds = [(kind_off(match), match.name) for match in verified.collectives]
     kind, name = max(kinds, key=lambda one: abs(one[0]), default=(0.0, ""))
     return _about(done.case) | {
         "words": done.plan.strategy,
-        "holds": told.holds,
-        "off": list(told.off),
+        "holds": verified.holds,
+        "off": list(verified.off),
         "peak_predicted": memory["peak"].predicted,
         "peak_compiled": memory["peak"].compiled,
         "peak_off": memory["peak"].off,
@@ -213,15 +213,15 @@ def row_of(done: Proved) -> dict[str, Any]:
         "wire_off": off(predicted, compiled),
         "kind_off": kind,
         "kind_name": name if kind else "",
-        "unpredicted_over_1mb": sum(one.num_bytes > MEGABYTE for one in told.unpredicted),
-        "step_predicted_s": told.step_time.predicted,
-        "step_xla_s": told.step_time.compiled,
-        "step_off": told.step_time.off,
+        "unpredicted_over_1mb": sum(one.num_bytes > MEGABYTE for one in verified.unpredicted),
+        "step_predicted_s": verified.step_time.predicted,
+        "step_xla_s": verified.step_time.compiled,
+        "step_off": verified.step_time.off,
         "predicted_exposed_s": done.plan.prediction.xla_exposed_s,
-        "exposed_s": told.compiled.exposed_s,
+        "exposed_s": verified.compiled.exposed_s,
         "plan_s": done.plan_s,
         "verify_s": done.verify_s,
-        "compile_s": told.compiled.compile_s,
+        "compile_s": verified.compiled.compile_s,
         "key": done.key,
     }
 
@@ -288,8 +288,8 @@ INDEX_COLUMNS = (
 
 def index_row(done: Proved) -> tuple[Any, ...]:
     """A case as a row of the index: bytes per device, seconds."""
-    told = done.verification
-    memory = {figure.name: figure for figure in told.memory}
+    verified = done.verification
+    memory = {figure.name: figure for figure in verified.memory}
     return (
         done.case.name,
         done.key,
@@ -297,11 +297,11 @@ def index_row(done: Proved) -> tuple[Any, ...]:
         memory["peak"].compiled,
         memory["temporaries"].predicted,
         memory["temporaries"].compiled,
-        told.step_time.predicted,
-        told.step_time.compiled,
-        sum(match.predicted_bytes for match in told.collectives),
-        sum(match.compiled_bytes for match in told.collectives),
-        told.compiled.compile_s,
+        verified.step_time.predicted,
+        verified.step_time.compiled,
+        sum(match.predicted_bytes for match in verified.collectives),
+        sum(match.compiled_bytes for match in verified.collectives),
+        verified.compiled.compile_s,
         done.plan_s,
         done.verify_s,
     )
@@ -315,7 +315,7 @@ def main() -> None:
     parser.add_argument("--meshes", nargs="*", help="only these")
     parser.add_argument("--index", type=Path, default=default_folder() / "index.tsv")
     parser.add_argument("--dump", type=Path, help="compile again, and keep XLA's buffer assignment in this folder")
-    parser.add_argument("--frozen", action="store_true", help="price the plans of last time anew, choose none")
+    parser.add_argument("--frozen", action="store_true", help="price the saved choices again instead of planning")
     options = parser.parse_args()
     _sources()
     with _dumping(options.dump), CachingCompiler(default_folder(), again=options.dump is not None) as compiler:
@@ -339,11 +339,11 @@ def _prove_all(options: argparse.Namespace, compiler: CachingCompiler) -> int:
         _put(options.index, index_row(done))
         if not options.frozen and options.dump is None:
             _keep_row(case, row_of(done))
-        told = done.verification
+        verified = done.verification
         print(
             f"{_now()} {case.name} {'cached' if done.cached else 'compiled'} {done.key}"
             f" in {time.perf_counter() - begun:.0f} s; {done.plan.strategy};"
-            f" off: {', '.join(told.off) or 'nothing'}",
+            f" off: {', '.join(verified.off) or 'nothing'}",
             flush=True,
         )
     return failed

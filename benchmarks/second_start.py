@@ -33,9 +33,9 @@ def measure(program: str) -> list[Row]:
         first, second = start(folder), start(folder)
     row: Row = {}
     for unit in ("s", "cpu_s"):
-        for which, told in (("first", first), ("second", second)):
-            row[f"{which}_{unit}"] = sum(told[f"{part}_{unit}"] for part in PARTS)
-            row |= {f"{which}_{part}_{unit}": told[f"{part}_{unit}"] for part in PARTS}
+        for which, times in (("first", first), ("second", second)):
+            row[f"{which}_{unit}"] = sum(times[f"{part}_{unit}"] for part in PARTS)
+            row |= {f"{which}_{part}_{unit}": times[f"{part}_{unit}"] for part in PARTS}
     return [row]
 
 

@@ -1,5 +1,4 @@
-"""Measure the seconds of each kernel with JAX's profiler. In: a function to run. Out: kernels with their time and
-count, slowest first."""
+"""Time each kernel with JAX's profiler. In: a function to run. Out: kernels with time and count, slowest first."""
 
 from __future__ import annotations
 

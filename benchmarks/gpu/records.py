@@ -1,5 +1,6 @@
-"""Read and append the records of pieces. In: a folder. Out: the newest record of each piece; a record appended to its
-file.
+"""Read and append the records of pieces.
+
+In: a folder. Out: the newest record of each piece; a record appended to its file.
 
 A record names the card, the number of GPUs, JAX's version and a hash of the sources. A piece is not measured again if a
 record agrees in all of these.

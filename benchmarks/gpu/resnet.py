@@ -1,5 +1,4 @@
-"""ResNet-50's architecture in plain Flax: bottlenecks, bfloat16 convolutions, running statistics. In: sizes. Out:
-`Training`."""
+"""ResNet-50's architecture in plain Flax, with bfloat16 convolutions. In: sizes. Out: `Training`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Measure vector search on one GPU: queries per second by batch, recall, and build time; the baseline is cuVS, if
-installed.
+"""Measure vector search on one GPU: queries per second by batch, recall, build time; baseline: cuVS, if installed.
 
 In: the kind of index. Out: a record with rows. The vectors are FAISS's synthetic set: 128 dims, 10 of them intrinsic.
 """

@@ -1,5 +1,4 @@
-"""Measure the inference engine on one GPU: decode by batch and context, prefill by length, attention by back end, host
-time.
+"""Measure the inference engine on one GPU: decode, prefill, attention by back end, and host time.
 
 In: the name of a part. Out: a record with rows. Weights are random bfloat16 with LLaMA 3.1 8B's sizes, and a quarter of
 its layers. A decode step reads all weights and the batch's keys and values once: its bytes per second are compared with

@@ -1,4 +1,4 @@
-"""Transformers in plain Flax: GPT-2, BERT, LLaMA, ViT, a mixture of experts, layers in a scan. In: sizes. Out: `Training`.
+"""Transformers in plain Flax: GPT-2, BERT, LLaMA, ViT, mixture of experts, scanned layers. In: sizes. Out: `Training`.
 
 Parameters and optimizer are float32, everything else bfloat16; the softmax and the loss are float32.
 """

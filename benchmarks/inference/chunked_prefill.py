@@ -1,10 +1,9 @@
-"""Measure the gaps between tokens of 15 requests while a prompt of 2,000 tokens is prefilled, against the gaps without
-it.
+"""Measure the gaps between tokens of 15 requests while a long prompt is prefilled, against the gaps without it.
 
-The model is a decoder of 4 layers, d 256, float32, at most 2,304 tokens, 16 slots. The prompt is prefilled in chunks of
-a fixed length while the other slots decode, or all at once. A window begins when the prompt is submitted and ends with
-its first token; the baseline window has as many iterations just before. The 99th percentile of all gaps of a window
-counts; of five pairs of windows, the median ratio. The engines take turns.
+The model is a decoder of 4 layers, d 256, float32, at most 2,304 tokens, 16 slots. The prompt has 2,000 tokens; it is
+prefilled in chunks of a fixed length while the other slots decode, or all at once. A window begins when the prompt is
+submitted and ends with its first token; the baseline window has as many iterations just before. The 99th percentile of
+all gaps of a window counts; of five pairs of windows, the median ratio. The engines take turns.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def measure() -> list[Row]:
     take_turns({str(chunk): one.run for chunk, one in windows.items()}, ROUNDS, WARMUP)
     rows: list[Row] = []
     for chunk, one in windows.items():
-        told = one.told[WARMUP:]
-        ratio, with_prompt, without, first = (statistics.median(each) for each in zip(*told, strict=True))
+        pairs = one.pairs[WARMUP:]
+        ratio, with_prompt, without, first = (statistics.median(each) for each in zip(*pairs, strict=True))
         how = f"chunks of {chunk}" if chunk < PROMPT else "without chunks"
         rows += [
             row(f"gap, {how}, prompt / none", ratio, at_most=2.0 if chunk == GATED else None),
@@ -64,13 +63,13 @@ class _Windows:
     """One engine; 15 of its slots always generate.
 
     Attributes:
-        told: for each pair of windows, the ratio of their percentiles, both percentiles in seconds, and the seconds to
+        pairs: for each pair of windows, the ratio of their percentiles, both percentiles in seconds, and the seconds to
             the first token.
     """
 
     def __init__(self, engine: Engine, vocabulary: int) -> None:
         self.engine, self.vocabulary = engine, vocabulary
-        self.told: list[tuple[float, float, float, float]] = []
+        self.pairs: list[tuple[float, float, float, float]] = []
         self._seeds = itertools.count()
 
     def run(self) -> float:
@@ -90,7 +89,7 @@ class _Windows:
             generation.abort()
         self.engine.run()
         high, low = (float(np.percentile(gaps, 99)) for gaps in (with_prompt, without))
-        self.told.append((high / low, high, low, first))
+        self.pairs.append((high / low, high, low, first))
         return time.perf_counter() - begin
 
     def _gaps(self, running: list[Generation], num: int = 0, until: Generation | None = None) -> list[float]:

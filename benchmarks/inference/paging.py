@@ -103,16 +103,16 @@ def _one_device() -> Any:
     return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
 
 
-def _ratio(seconds: list[float], beside: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(seconds, beside, strict=True))
+def _ratio(seconds: list[float], baseline: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))
 
 
 def _memory(runner: Runner) -> tuple[int, int]:
     """From the compiled decode program: bytes of results that alias an argument, and bytes of temporaries."""
     program = runner.layout.programs[Shape()]
-    told = program.run.memory_analysis()
-    assert told is not None
-    return told.alias_size_in_bytes, told.temp_size_in_bytes
+    memory = program.run.memory_analysis()
+    assert memory is not None
+    return memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
 
 def _paged(runner: Runner, params: Any, start: int) -> Contender:

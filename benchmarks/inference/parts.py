@@ -1,8 +1,7 @@
-"""Measure the engine of `autopar.inference`: steps, pages, chunked prefill, speculation, starts, devices; and
-`transformers` as baseline.
+"""Measure the engine of `autopar.inference`, part by part; the last part compares it with `transformers`.
 
-All but the last use small models with random weights on a CPU. Contenders take turns, in one process or in two of which
-one waits, and ratios count: seconds depend on this machine on that day. None of this was measured on a GPU.
+All parts but the last use small models with random weights on a CPU. Contenders take turns, in one process or in two of
+which one waits, and ratios count: seconds depend on this machine on that day. None of this was measured on a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Measure speculative decoding: tokens per verified step at a synthetic acceptance rate, and steps saved by n-grams and
-by a draft model.
+"""Measure speculative decoding: tokens per verified step by acceptance rate, and steps saved by n-grams and a draft.
 
 Acceptance: 100,000 draws of the engine's `verify`, from logits that give each proposal the same probability, compared
 with `(1 - a^(n + 1)) / (1 - a)`. Steps: 16 requests for 128 tokens each, to decoders of 4 layers, d 256, random

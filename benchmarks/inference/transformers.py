@@ -63,8 +63,8 @@ def _round(engine: Engine, torch: Torch, lengths: list[int], wanted: list[int], 
     if number == 0:
         prompts, wanted = prompts[:SLOTS], [4] * SLOTS
     sides = [lambda: served(engine, prompts, wanted), lambda: torch.served(prompts, wanted, SLOTS)]
-    told = [side() for side in (sides if number % 2 else sides[::-1])]
-    ours, theirs = told if number % 2 else told[::-1]
+    results = [side() for side in (sides if number % 2 else sides[::-1])]
+    ours, theirs = results if number % 2 else results[::-1]
     return ours, theirs
 
 

@@ -142,10 +142,10 @@ def _stages(plan: PipelinePlan) -> str:
         )
         for stage in plan.stages
     ]
-    told = []
+    groups = []
     for shape, group in itertools.groupby(runs, key=lambda run: run[1]):
-        told.append(f"{'+'.join(str(layers) for layers, _ in group)} on {shape}")
-    return "; ".join(told)
+        groups.append(f"{'+'.join(str(layers) for layers, _ in group)} on {shape}")
+    return "; ".join(groups)
 
 
 def _told(tried: Tried) -> str:

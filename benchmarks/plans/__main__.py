@@ -23,8 +23,8 @@ def main() -> None:
         "model", choices=list(MODELS), help="; ".join(f"{name}: {one.words}" for name, one in MODELS.items())
     )
     parser.add_argument("--setting", choices=list(SETTINGS), default=next(iter(SETTINGS)))
-    asked = parser.parse_args()
-    program = f"{asked.model}: {asked.setting}"
+    options = parser.parse_args()
+    program = f"{options.model}: {options.setting}"
     print(_told("now", measure(program, again=True)))
     lines = COMMITTED.read_text(encoding="utf-8").splitlines() if COMMITTED.exists() else []
     known = [record for record in map(json.loads, lines) if record["program"] == program]

@@ -1,8 +1,8 @@
-"""Define the models whose plans are compared with hand-written sharding, at training size: bf16 compute, f32
-parameters, AdamW.
+"""Define the models whose plans are compared with hand-written sharding, at training size.
 
-For each name: the examples per GPU in a full batch, and a function from the batch of the whole job to `Training`. A
-"sequence" means an image for image models, and a sixteenth of a GPU's nodes for a graph.
+All have bf16 compute, f32 parameters and AdamW. For each name: the examples per GPU in a full batch, and a function
+from the batch of the whole job to `Training`. A "sequence" means an image for image models, and a sixteenth of a GPU's
+nodes for a graph.
 """
 
 from __future__ import annotations

@@ -117,10 +117,10 @@ def _never_behind(name: str, values: Sequence[tuple[str, float | None]]) -> list
     unknown = [case for case, value in values if value is None]
     behind = [(1 / value, case) for case, value in values if value is not None]
     worst, case = max(behind, default=(math.inf, ""))
-    told = f"{worst:.3f} ({case})" + (f"; none for {', '.join(unknown)}" if unknown else "")
+    cell = f"{worst:.3f} ({case})" + (f"; none for {', '.join(unknown)}" if unknown else "")
     return [
         f"{name}: over the best by hand, worst",
-        told,
+        cell,
         f"{NEVER_BEHIND}",
         _met(worst <= NEVER_BEHIND and not unknown),
     ]
@@ -166,10 +166,10 @@ def _users(cases: Sequence[Sequence[Row]]) -> list[str]:
         return []
     ratios = {kind: [seconds / own_times[where] for where, seconds in found.items()] for kind, found in times.items()}
     kind = max(ratios, key=lambda one: (len(ratios[one]), -_mean(ratios[one])))
-    told = f"{_mean(ratios[kind]):.2f} ({kind}, which fits {len(ratios[kind])} of {len(own_times)})"
+    cell = f"{_mean(ratios[kind]):.2f} ({kind}, which fits {len(ratios[kind])} of {len(own_times)})"
     return [
         "ahead of the best single recipe as users write it, geometric mean",
-        told,
+        cell,
         f"{AHEAD_OF_USERS}",
         _met(_mean(ratios[kind]) >= AHEAD_OF_USERS),
     ]
@@ -188,10 +188,10 @@ def _planning(cases: Sequence[Sequence[Row]]) -> list[list[str]]:
         if ratios:
             worst, where = max(ratios)
             enough = sum(ratio <= 1 for ratio, _ in ratios)
-            told = "planning over XLA's compile of the same step, worst" + (
+            cell = "planning over XLA's compile of the same step, worst" + (
                 ", of those with little memory" if tight else ""
             )
-            lines.append([told, f"{worst:.2f} ({where}); {enough} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
+            lines.append([cell, f"{worst:.2f} ({where}); {enough} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
     return lines
 
 
@@ -204,7 +204,7 @@ def _line(case: Sequence[Row]) -> list[str]:
     user, expert, hand, own = best(case, "user"), best(case, "expert"), best(case, "user", "expert"), best(case, OWN)
     planned = next((row for row in case if row["way"] == OWN), None)
     value = ahead(case)
-    told = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
+    cell = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
     return [
         case[0]["model"],
         _told(user),
@@ -214,7 +214,7 @@ def _line(case: Sequence[Row]) -> list[str]:
         ", ".join("none" if row is None else _gb(row["peak_bytes"]) for row in (hand, own)),
         ", ".join("none" if row is None else _gb(row["sent_bytes"]) for row in (hand, own)),
         "" if own is None else f"{own['words']}; {own['mesh']}",
-        told,
+        cell,
     ]
 
 

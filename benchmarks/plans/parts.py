@@ -141,9 +141,9 @@ class _Case:
                 made = judge.figures(module, plan.mesh, self.num_hosts, compiler_options(plan))
         attempts = 1
         if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
-            told = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
-            plan, attempts = told.plan, len(told.attempts)
-            made = self.judge.of(told.compiled, plan.mesh)
+            verified = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
+            plan, attempts = verified.plan, len(verified.attempts)
+            made = self.judge.of(verified.compiled, plan.mesh)
         return made | {
             "mesh": str(plan.mesh),
             "words": plan.strategy,
@@ -165,9 +165,9 @@ def _say(row: Row) -> None:
     """Print progress."""
     about = f"{row['model']}: {row['setting']}: {row['recipe']} ({row['way']})"
     if row["failed"]:
-        told = row["failed"][:200]
+        outcome = row["failed"][:200]
     else:
         step = "no estimate" if row["step_s"] is None else f"{1e3 * row['step_s']:.2f} ms"
-        told = f"{step}, exposed {1e3 * row['exposed_s']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
-        told += f" {row['sent_bytes'] / 1e9:.2f} GB, {row['counts']}, {row['mesh']} {row['words']}"
-    print(f"{time.strftime('%H:%M:%S')} {about}: {told}", flush=True)
+        outcome = f"{step}, exposed {1e3 * row['exposed_s']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
+        outcome += f" {row['sent_bytes'] / 1e9:.2f} GB, {row['counts']}, {row['mesh']} {row['words']}"
+    print(f"{time.strftime('%H:%M:%S')} {about}: {outcome}", flush=True)

@@ -1,5 +1,4 @@
-"""Measure inverted lists of vectors: `build_lists` and `list_search`, against FAISS's IVF-Flat, and with FAISS's own
-lists.
+"""Measure inverted lists of vectors against FAISS's IVF-Flat: `build_lists`, and `list_search` also in FAISS's lists.
 
 Gate: at the first setting that finds 95 % of the neighbours, at least 0.6 times the queries per second of FAISS at the
 same recall. `beside` is that ratio. With FAISS's centroids and lists, both find the same neighbours, so only the search

@@ -40,8 +40,8 @@ def _gates(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         part = f"{row['part']}: {row['data']}" if "part" in row else f"exact: batch {row['batch']}"
-        beside = row.get("beside", row.get("times_faiss"))
-        cells = (part, row["method"], row.get("setting", ""), row["recall"], beside, row["gate"], row["met"])
+        ratio = row.get("beside", row.get("times_faiss"))
+        cells = (part, row["method"], row.get("setting", ""), row["recall"], ratio, row["gate"], row["met"])
         lines.append(f"| {' | '.join(map(_text, cells))} |")
     return "\n".join(lines)
 

@@ -1,5 +1,4 @@
-"""Measure product quantization in inverted lists, with candidates scored again by their vectors, against FAISS's
-IVF-PQ.
+"""Measure inverted lists of product-quantized codes, with re-ranking, against FAISS's IVF-PQ.
 
 autopar's search is `build_lists`, `list_search` and `rerank`; FAISS's has its own refinement. ScaNN is measured if it
 is installed. A code has a byte for every four elements. Gate: with FAISS's codebooks, distances equal FAISS's to one

@@ -56,22 +56,22 @@ def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler)
         at.setdefault("planned" if fraction == 1.0 else "traced", _clocks())
 
     devices: dict[str, Any] = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
-    told = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
-    plan, program = told.plan, program_of(step, args, carry=None, donate=None).of(told.plan)
-    return _figures(told) | {
+    verified = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
+    plan, program = verified.plan, program_of(step, args, carry=None, donate=None).of(verified.plan)
+    return _figures(verified) | {
         "failed": "",
         "trace_s": at["traced"][0] - at["begun"][0],
         "plan_s": at["planned"][0] - at["begun"][0],
         "plan_cpu_s": at["planned"][1] - at["begun"][1],
         "mesh": str(plan.mesh),
         "words": plan.words,
-        "attempts": len(told.attempts),
+        "attempts": len(verified.attempts),
         "equations": len(program.graph.nodes),
         "decisions": plan.outcome.num_nodes,
         "status": plan.outcome.status,
         "gap": plan.outcome.gap,
         "fallbacks": fallbacks(program),
-        "compile_s": told.compiled.compile_s,
+        "compile_s": verified.compiled.compile_s,
         "key": compiler.last_key,
     }
 
@@ -81,20 +81,20 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), sum(os.times()[:4])
 
 
-def _figures(told: Verification) -> Row:
-    memory = {figure.name: figure for figure in told.memory}
-    strangers = [one for one in told.unpredicted if one.unpredicted_bytes > MEGABYTE]
+def _figures(verified: Verification) -> Row:
+    memory = {figure.name: figure for figure in verified.memory}
+    strangers = [one for one in verified.unpredicted if one.unpredicted_bytes > MEGABYTE]
     return {
         "peak_predicted": memory["peak"].predicted,
         "peak_compiled": memory["peak"].compiled,
-        "fits": told.compiled.peak_bytes <= MEMORY_BYTES,
+        "fits": verified.compiled.peak_bytes <= MEMORY_BYTES,
         "unpredicted": [[one.kind, one.unpredicted_bytes, one.path] for one in strangers],
-        "wire_predicted": sum(match.predicted_bytes for match in told.collectives),
-        "wire_compiled": sum(match.compiled_bytes for match in told.collectives),
-        "step_predicted_s": told.plan.prediction.step_time_s,
-        "step_xla_predicted": told.step_time.predicted,
-        "step_xla": told.step_time.compiled,
-        "off": list(told.off),
+        "wire_predicted": sum(match.predicted_bytes for match in verified.collectives),
+        "wire_compiled": sum(match.compiled_bytes for match in verified.collectives),
+        "step_predicted_s": verified.plan.prediction.step_time_s,
+        "step_xla_predicted": verified.step_time.predicted,
+        "step_xla": verified.step_time.compiled,
+        "off": list(verified.off),
     }
 
 
