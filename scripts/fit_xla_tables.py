@@ -51,7 +51,7 @@ COLLECTIVE_TERMS = ("launch", "root bytes", "bytes")
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """A row of XLA's matmuls: dims, and FLOP/s by XLA's name of the dtypes."""
+    """A row of XLA's table of matmuls: dims, and dtypes in XLA's notation -> FLOP/s."""
 
     batch: int
     m: int
@@ -62,7 +62,7 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A row of XLA's collectives: bytes of the whole buffer, and seconds."""
+    """A row of XLA's table of collectives: bytes of the whole buffer, and seconds."""
 
     kind: str
     num_devices: int

@@ -1,7 +1,7 @@
 """Measure the engine of `autopar.inference`, part by part; the last part compares it with `transformers`.
 
-All parts but the last use small models with random weights on a CPU. Contenders take turns, in one process or in two of
-which one waits, and ratios count: seconds depend on this machine on that day. None of this was measured on a GPU.
+All parts but the last use small models with random weights on a CPU. Contenders take turns; if they are two processes,
+one waits. Ratios count, because seconds depend on this machine's load. None of this was measured on a GPU.
 """
 
 from __future__ import annotations

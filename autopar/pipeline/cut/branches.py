@@ -38,7 +38,7 @@ class ForkedLayers:
     """Layers that fork and join.
 
     Args:
-        layer_of: layer of each unit of the forward pass. None reads a layer with a higher number.
+        layer_of: layer of each unit of the forward pass. No layer reads one with a higher number.
         passing: values that pass between layers in the forward pass.
         keys: layers with equal keys are equal.
     """

@@ -138,8 +138,8 @@ class _Rewriting:
             self._note(piece, body)
 
     def _left(self, piece: Equation, bodies: Sequence[_Body]) -> Equation:
-        """An output piece that reads the replacements of its operands at the section's end; of a forward value, the one
-        from before the first recomputation, so that users outside need not wait."""
+        """An output piece that reads its operands' latest replacements, but forward values from before the first
+        recomputation, so that users outside do not wait for it."""
 
         def standing_for(atom: Atom, body: _Body) -> Atom:
             if not isinstance(atom, int):
