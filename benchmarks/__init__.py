@@ -1,1 +1,1 @@
-"""Measurements that the README quotes: `python -m benchmarks.run`."""
+"""The measurements that the README and the docs quote: `python -m benchmarks.run`."""

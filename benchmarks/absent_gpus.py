@@ -1,7 +1,7 @@
-"""A mesh of NVIDIA GPUs that are not there, for XLA's own compiler to compile for.
+"""Build a mesh of NVIDIA GPUs that this machine does not have, for XLA's compiler to compile for.
 
-In: mesh axes and a hardware profile. Out: `jax.sharding.Mesh`. Needs the wheels `jax-cuda12-pjrt`
-and `jax-cuda12-plugin`, and `JAX_PLATFORMS=cpu` before JAX is imported.
+In: mesh axes and a hardware profile. Out: `jax.sharding.Mesh`. Needs the wheels `jax-cuda12-pjrt` and
+`jax-cuda12-plugin`, and `JAX_PLATFORMS=cpu` before JAX is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.xla_compiler.gpu_target import target_text, topology_text
 
 
 def absent_mesh(axes: Mapping[str, int], profile: HardwareProfile) -> Mesh:
-    """All GPUs in one host, in the order the compiler numbers them."""
+    """A mesh of GPUs in a single host, in the compiler's order."""
     sizes = tuple(axes.values())
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=target_text(profile), topology=topology_text(math.prod(sizes), 1)

@@ -1,8 +1,8 @@
-"""XLA's GPU compiles, kept outside the repository: a change of predictions alone compiles nothing anew.
+"""Cache XLA's GPU compiles outside the repository, so that a change to predictions needs no new compiles.
 
-In: what `autopar.xla_compiler.compiler.Compiler` takes. Out: what it returns, from `$AUTOPAR_PROOF_CACHE` (by
-default `~/.cache/autopar-proof`) where the same program was compiled before. There each compile is
-two files that need no Python to read: `KEY.hlo.gz`, XLA's program, and `KEY.json`, its figures.
+In: the arguments of `autopar.xla_compiler.compiler.Compiler`. Out: its results, read from `$AUTOPAR_PROOF_CACHE` (by
+default `~/.cache/autopar-proof`) if the same program was compiled before. Each compile is two files there that other
+tools can read: `KEY.hlo.gz`, the compiled program, and `KEY.json`, its figures.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.xla_compiler.compiler import FLAGS, Arguments, CompiledStep, Compiler
 from autopar.xla_compiler.gpu_target import target_text, topology_text
 
-#: Flags that change what XLA writes to disk, and not what it compiles.
+#: Flags with this prefix change what XLA dumps, not what it compiles.
 _DUMP = "--xla_dump_"
 
 
 class CachingCompiler(Compiler):
-    """A compiler with a memory. Counts what it does, for the one who measures.
+    """A compiler with a cache, which counts its hits and compiles.
 
     Args:
-        folder: where compiles are kept; what stands around XLA's own time of each is in `KEY.around`.
-        again: compile even what is there, e.g. to have XLA dump files.
+        folder: the cache folder. `KEY.around` holds the time of each compile outside XLA.
+        again: compile even programs that are cached, e.g. to make XLA dump files.
     """
 
     def __init__(self, folder: Path, again: bool = False) -> None:
@@ -82,7 +82,7 @@ def key(
     num_hosts: int,
     options: Mapping[str, int] | None = None,
 ) -> str:
-    """Names a compile by all that goes into it but source lines, which XLA only carries along."""
+    """The cache key: a hash of everything that affects a compile. Source lines are left out."""
     own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu_")]
     parts = (
         _without_places(module),
@@ -99,7 +99,7 @@ def key(
 
 
 def load(folder: Path, name: str) -> CompiledStep | None:
-    """A compile that was kept; None where there is none, or one of an autopar that kept less."""
+    """A cached compile; None if there is none, or if an older autopar wrote it with fewer figures."""
     facts, program = folder / f"{name}.json", folder / f"{name}.hlo.gz"
     if not facts.exists() or not program.exists():
         return None
@@ -113,7 +113,7 @@ def load(folder: Path, name: str) -> CompiledStep | None:
 
 
 def save(folder: Path, name: str, compiled: CompiledStep) -> None:
-    """Keep a compile; the figures come last, so that half a compile is none."""
+    """Write a compile to the cache. The figures are written last, so an interrupted write is not read as a compile."""
     folder.mkdir(parents=True, exist_ok=True)
     with gzip.open(folder / f"{name}.hlo.gz", "wt", encoding="utf-8", compresslevel=6) as file:
         file.write(compiled.hlo_text)

@@ -1,11 +1,10 @@
 """Measure what a call of the parallelized step costs over plain `jit` with the same shardings.
 
-The argument is GPT-2 small's full `TrainState` (AdamW, fp32), donated, on one CPU device and sharded over
-8 virtual ones. The step only counts, so that the call and not the arithmetic is timed: the seconds until
-the Python call returns, with nothing in flight before it. The ways are called in turn, each with
-the state that its last call returned, and the median of the differences within a turn counts. A
-second, identical `jit` shows how much of it is noise: 8 devices share the cores of this machine with
-the caller, so theirs is large.
+The argument is GPT-2 small's full `TrainState` (AdamW, fp32), donated, on one CPU device and sharded over 8 virtual
+ones. The step only increments counters, so that dispatch is timed and not arithmetic: the seconds until the Python call
+returns, with no earlier call in flight. The contenders are called in turn, each with the state that its own last call
+returned; the median of the differences within a turn counts. A second, identical `jit` shows the noise. With 8 devices
+it is large, because they share this machine's cores with the caller.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ Row = dict[str, str | float | bool]
 
 ROUNDS = 1000
 LIMIT_US = 50.0
-#: Of the state's 1.5 GB; makes the plan split it, as no arithmetic does.
+#: Budget below the state's 1.5 GB: it makes the plan shard the state, since the step has no arithmetic to do so.
 MEMORY_BUDGET_BYTES = 400e6
 
 
 def count_step(state: Any, batch: dict[str, jax.Array]) -> tuple[Any, jax.Array]:
-    """A step with a whole train step's arguments and next to no work."""
+    """A step with the arguments of a real train step and almost no work."""
     return state.replace(step=state.step + batch["increment"]), batch["increment"]
 
 
 class Caller:
-    """Passes a state through one step again and again, timing the calls alone."""
+    """Passes a state through one step repeatedly, and times only the calls."""
 
     def __init__(self, step: Callable[..., Any], state: Any, batch: Any) -> None:
         self.step, self.state, self.batch = step, state, batch
 
     def __call__(self) -> float:
-        """Seconds until a call of the step returns; its results are awaited off the clock."""
+        """Seconds until a call of the step returns; waiting for its results is not timed."""
         jax.block_until_ready(self.state)
         start = time.perf_counter()
         self.state, _ = self.step(self.state, self.batch)
@@ -62,7 +61,7 @@ def plain_jit(plan: Plan) -> Callable[..., Any]:
 
 
 def measure(program: str) -> list[Row]:
-    """One row per way of calling."""
+    """One row per contender."""
     num_devices = {"gpt2_small_one_device": 1, "gpt2_small": 8}[program]
     _, (shapes, _) = gpt2_small_target()
     batch = {"increment": jnp.ones((), jnp.int32)}

@@ -1,7 +1,8 @@
-"""Print tables of the documentation from the newest committed results: prediction errors, budgets met, start times.
+"""Print the documentation's tables from the newest committed results: prediction errors, budgets met, start times.
 
-Usage: `python -m benchmarks.docs_tables predictions` (or `together`, `plans`, `experts`, `starts`). Out: a table in Markdown. The figures are the
-median and the worst over all cases of a benchmark; nothing is measured here, and no case is left out.
+Usage: `python -m benchmarks.docs_tables predictions` (or `together`, `plans`, `experts`, `starts`). Out: a table in
+Markdown. Each figure is the median or the worst over all cases of a benchmark. This module measures nothing and leaves
+no case out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _Error = Callable[[Row], float | None]
 
 
 def predictions() -> str:
-    """Predicted figures against XLA's GPU compiler, one line per figure and group of models."""
+    """Predicted figures compared with XLA's GPU compiler, one line per figure and group of models."""
     proof = done(newest_rows("proof"))
     groups: Mapping[str, tuple[Sequence[Row], Mapping[str, _Error]]] = {
         "fitted models": ([row for row in proof if row["fitted"]], _PROOF),
@@ -67,7 +68,7 @@ def together() -> str:
 
 
 def plans() -> str:
-    """In how many cases a plan is fastest, fits its budget and sends only what it predicts."""
+    """The number of cases in which a plan is fastest, fits its budget, and sends only the predicted collectives."""
     proof, zoo = done(newest_rows("proof")), done(newest_rows("zoo"))
     own = [row for row in proof if row["recipe"] == OWN and row["step_xla_s"]]
     ratios = [row["step_xla_s"] / _best_by_hand(row, proof) for row in own]
@@ -116,7 +117,7 @@ def experts() -> str:
 
 
 def starts() -> str:
-    """Time of a first and of a second start."""
+    """Seconds of a first and of a second start."""
     (row,) = newest_rows("second_start")
     parts = {"the plan": "plan_", "`init`": "init_", "the first step": "first_step_", "together": ""}
     keys = ("first_{}s", "second_{}s", "first_{}cpu_s", "second_{}cpu_s")
@@ -125,14 +126,14 @@ def starts() -> str:
 
 
 def _best_by_hand(own: Row, rows: Iterable[Row]) -> float:
-    """Seconds of the fastest plan by hand of the same model for as many GPUs, by XLA's estimate."""
+    """Seconds of the fastest hand-written plan of the same model on as many GPUs, by XLA's estimate."""
     same = (own["model"], own["gpus"])
     by_hand = [row for row in rows if row["recipe"] != OWN and (row["model"], row["gpus"]) == same]
     return min(row["step_xla_s"] for row in by_hand if row["step_xla_s"])
 
 
 def _known(rows: Sequence[Row], error_of: _Error) -> list[tuple[float, str]]:
-    """Errors with the names of their cases; cases without a compiled figure are left out."""
+    """Errors with the names of their cases; cases without a compiled figure have none."""
     errors = [(error_of(row), row) for row in rows]
     return [
         (error, str(row.get("case") or _budget(row) or f"{row['model']}@{row['gpus']}"))
@@ -147,7 +148,7 @@ def _budget(row: Row) -> str:
 
 
 def _named(one: tuple[float, str]) -> str:
-    return f"{percent(one[0], signed=True)}<br>{one[1].replace('/', '/<wbr>')}"  # a place to break on a phone
+    return f"{percent(one[0], signed=True)}<br>{one[1].replace('/', '/<wbr>')}"  # allow a line break on a phone
 
 
 def _of(cases: Iterable[bool]) -> str:

@@ -1,10 +1,10 @@
-"""The first start of a train step against what cannot be spared: a Flax U-Net of 4 million parameters on 8 virtual CPU
-devices, nothing kept from before.
+"""Measure the first start of a train step against a baseline of planning plus one `jax.jit` compile.
 
-`ratio` is of `step.init` and the first call, which plan, compile and run, to planning plus the compilation of the same step
-by `jax.jit` for one device; all of one process. Three processes measure it one after another; the last row has the median of
-each column. `cpu_s` is what the process and its copies used, of all cores together, which
-a busy machine changes less. `jit_init` compiles and runs the function that makes the state, by plain `jax.jit`.
+The step is that of a Flax U-Net with 4 million parameters on 8 virtual CPU devices; all caches are empty. `ratio` is
+the time of `step.init` and the first call, which plan, compile and run, over the time of planning plus compiling the
+same step by `jax.jit` for one device, all in one process. Three processes measure it in sequence; the last row has the
+median of each column. `cpu_s` is the CPU time of the process and its copies over all cores, which a busy machine
+changes less than wall time. `jit_init` is the time to compile and run the state's initializer by plain `jax.jit`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 Row = dict[str, str | float | bool]
 
-#: Widths, blocks at each, examples and pixels.
+#: Channel widths, blocks per width, examples, and pixels per side.
 SIZES: dict[str, tuple[tuple[int, ...], int, int, int]] = {
     "unet": ((56, 112, 144), 2, 16, 32),
     "unet_small": ((16, 32), 1, 16, 16),
@@ -30,14 +30,14 @@ _PROCESSES = 3
 
 
 def measure(program: str) -> list[Row]:
-    """A row for each process, and their medians: seconds of each part, and the ratio by both clocks."""
+    """A row for each process, then their medians: seconds of each part, and the ratio in wall time and in CPU time."""
     rows = [_in_a_process(program) for _ in range(_PROCESSES)]
     medians = {name: statistics.median(float(row[name]) for row in rows) for name in rows[0]}
     return [{"process": str(name), **row} for name, row in [*enumerate(rows, 1), ("median", medians)]]
 
 
 def _in_a_process(program: str) -> Row:
-    """`once`, in a process of its own that finds nothing kept."""
+    """Run `once` in a process of its own with empty caches."""
     command = [sys.executable, "-m", "benchmarks.first_start", program]
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"XDG_CACHE_HOME": folder}
@@ -48,7 +48,7 @@ def _in_a_process(program: str) -> Row:
 
 
 def once(program: str) -> Row:
-    """The row, of this process, whose cache folder is empty."""
+    """The row of this process, whose cache folder is empty."""
     import jax
 
     import autopar
@@ -70,7 +70,7 @@ def once(program: str) -> Row:
     timed("plan", lambda: step.abstract_state(training.create_state, key, batch=batch) and None)
     state = timed("init", lambda: step.init(training.create_state, key, batch=batch))
     timed("first_call", lambda: step(state, batch))
-    # Last, so that what a process does once is not counted against them.
+    # Measured last, so that it does not pay the process's one-time costs.
     timed("jit_compile", lambda: jax.jit(training.step).lower(shapes, batch).compile() and None)
     timed("jit_init", lambda: jax.jit(training.create_state)(key))
     row["num_parameters"] = float(sum(leaf.size for leaf in jax.tree.leaves(shapes.params)))
@@ -83,7 +83,7 @@ def once(program: str) -> Row:
 
 
 def _cpu_s() -> float:
-    """Seconds of all cores, of this process and of the copies of it that planning made and that have ended."""
+    """CPU seconds over all cores, of this process and of the ended copies of it that planning made."""
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
 

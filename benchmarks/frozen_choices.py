@@ -1,7 +1,7 @@
-"""A plan's choices kept, so that it can be priced anew without being chosen anew.
+"""Save a plan's choices, so that a changed cost model can price the same plan again.
 
-A cost model under change chooses other plans, and XLA would have to compile them all again. With the
-choices of last time its new predictions stand beside the compiled programs of last time.
+A changed cost model would choose other plans, and XLA would have to compile them. With the saved choices, the new
+predictions can be compared with the programs that are already compiled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.solve.problem import Problem, Solution, Status
 
 @dataclass(slots=True)
 class Remembering:
-    """Solves as ever, and remembers the last outcome."""
+    """Solves as `Ilp` does, and keeps the last choices."""
 
     choices: tuple[int, ...] = ()
 
@@ -26,14 +26,14 @@ class Remembering:
         return solution
 
     def save(self, file: Path) -> None:
-        """Keep the choices."""
+        """Write the choices to a file."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(self.choices) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Takes the choices it is given; solves only where they do not fit the problem."""
+    """Returns the saved choices; solves only if they do not fit the problem."""
 
     choices: tuple[int, ...]
 

@@ -1,11 +1,12 @@
-"""Whole decode steps over pages, beside the same over a contiguous cache.
+"""Measure whole decode steps over KV pages against the same steps over a contiguous KV cache.
 
-A decoder of 4 layers, d 256, 8 heads that share 2 of the keys', vocabulary 8,192, float32, random weights; 16 slots, pages of
-16 tokens in no order, at most 512 tokens. A step takes a token of each slot, writes its keys and values, attends, and picks
-the likeliest next one; caches are donated. All take turns, each of a hundred times one token further; the medians of the
-ratios within a turn count, beside those of the least times. A paged step may take 1.25 times the contiguous one's time, and
-with a pool four times as large, 1.10 times its own. Each slot has 32, 224 or 400 tokens at first. Logits are held against
-the contiguous cache's, whose attention is that of `gather`.
+The model is a decoder with 4 layers, d 256, 8 query heads and 2 key-value heads, a vocabulary of 8,192, float32, random
+weights; 16 slots, pages of 16 tokens in random order, at most 512 tokens. A step takes one token per slot, writes its
+keys and values, attends, and picks the most likely next token; caches are donated. Each slot starts with 32, 224 or 400
+tokens. The contenders take turns for a hundred steps of one token; the medians of the ratios within a turn count, and
+the ratios of the minimum times are shown too. Gates: a paged step takes at most 1.25 times the contiguous step's time,
+and with a pool four times as large, at most 1.10 times its own time. Logits are compared with those of the contiguous
+cache, whose attention is that of `gather`.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ CONFIG = DecoderConfig.of(
 )
 SLOTS, PAGE, LONGEST = 16, 16, 512
 NUM_PAGES = SLOTS * LONGEST // PAGE
-#: Tokens in each slot at first.
+#: Initial tokens in each slot.
 STARTS = {"few tokens": 32, "half": 224, "nearly all": 400}
 ROUNDS, WARMUP = 100, 5
 PAGED_LIMIT, POOL_LIMIT = 1.25, 1.10
@@ -67,7 +68,7 @@ class AttendPages:
 
 
 class Contender:
-    """A cache, and the step that takes it one token further at each call."""
+    """A cache, and the step that advances it by one token per call."""
 
     def __init__(self, params: Any, cache: Any, attend: Callable[[jax.Array], Any], start: int) -> None:
         model: Any = Decoder(CONFIG)
@@ -82,7 +83,7 @@ class Contender:
         self.logits: list[Any] = []
 
     def run(self) -> float:
-        """Seconds from the call until the tokens are there."""
+        """Seconds from the call until its tokens are ready."""
         positions = jnp.full((SLOTS, 1), self.position, jnp.int32)
         begin = time.perf_counter()
         logits, tokens, self.cache = self.step(self.params, self.cache, self.tokens, positions)
@@ -95,7 +96,7 @@ class Contender:
 
 
 def measure(program: str) -> list[Row]:
-    """A row for the contiguous cache, and for each backend that runs on a CPU with a pool of one size and of four."""
+    """A row for the contiguous cache, and for each CPU backend with a pool of one size and of four times that size."""
     start = STARTS[program]
     params = jax.jit(Decoder(CONFIG).init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     rng = np.random.default_rng(0)
@@ -111,18 +112,18 @@ def measure(program: str) -> list[Row]:
     seconds = take_turns({name: one.run for name, one in contenders.items()}, ROUNDS, WARMUP)
     rows: list[Row] = []
     for name in contenders:
-        beside = name.replace("x4", "x1") if name.endswith("x4") else CONTIGUOUS
-        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[beside], strict=True))
-        limit = POOL_LIMIT if beside != CONTIGUOUS else PAGED_LIMIT
+        baseline = name.replace("x4", "x1") if name.endswith("x4") else CONTIGUOUS
+        ratio = statistics.median(a / b for a, b in zip(seconds[name], seconds[baseline], strict=True))
+        limit = POOL_LIMIT if baseline != CONTIGUOUS else PAGED_LIMIT
         pairs = zip(contenders[name].logits, contenders[CONTIGUOUS].logits, strict=True)
         rows.append(
             {
                 "cache": name,
                 "least_ms": 1e3 * min(seconds[name]),
                 "median_ms": 1e3 * statistics.median(seconds[name]),
-                "beside": beside,
+                "beside": baseline,
                 "ratio": ratio,
-                "ratio_of_least": min(seconds[name]) / min(seconds[beside]),
+                "ratio_of_least": min(seconds[name]) / min(seconds[baseline]),
                 "limit": limit,
                 "met": ratio <= limit,
                 "logits_differ_by": max(float(np.abs(a - b).max()) for a, b in pairs),
@@ -137,7 +138,7 @@ def _contiguous(cache: list[Any]) -> ContiguousCache:
 
 
 def _paged(cache: list[Any], tables: Any, times: int) -> tuple[kv_pages.KVPages, ...]:
-    """The same tokens in pages, in a pool of so many times the pages."""
+    """The same tokens in pages, in a pool with `times` as many pages."""
 
     def pool(rows: Any) -> jax.Array:
         pages = np.zeros((NUM_PAGES * times + 1, PAGE, *rows.shape[2:]), np.float32)

@@ -1,7 +1,7 @@
-"""Instances of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep learning, as problems.
+"""Read instances of the ASPLOS 2025 contest on intra-operator parallelism for distributed deep learning, as problems.
 
-The files lie beside the repository and are no part of it: JSON, perhaps gzipped; half-open intervals of nodes, a cost
-and a usage for each strategy, row-major matrices of edges, parallel ones adding up, 1e18 for what is forbidden.
+The files are not part of the repository. They are JSON, possibly gzipped: half-open intervals of nodes, a cost and a
+memory usage for each strategy, row-major edge matrices. Parallel edges add up; a cost of 1e18 means forbidden.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from benchmarks.machine import ROOT
 
 FORBIDDEN = 1e18
 FOLDER = Path(os.environ.get("AUTOPAR_IOPDDL", ROOT.parent / "shared" / "iopddl"))
-#: Seconds that the contest gives.
+#: The contest's time limits in seconds.
 LIMITS_S = {"G": 60.0, "A": 60.0, "M": 180.0, "S": 240.0}
 
 
 def instance(name: str, folder: Path = FOLDER) -> Path:
-    """The file of an instance, by its letter or by its whole name.
+    """The file of an instance, by its letter or its full name.
 
     Raises:
-        FileNotFoundError: if it is not in the folder.
+        FileNotFoundError: the folder has no such file.
     """
     names = (f"{name}.json", f"{name}.json.gz", f"asplos-2025-iopddl-{name}.json.gz")
     for path in (folder / n for n in names):
@@ -43,7 +43,7 @@ def read(path: Path) -> Problem:
 
 
 def problem_of(given: dict[str, Any]) -> Problem:
-    """The problem that a file's content stands for; equal matrices are one array."""
+    """The problem in a file's content; equal matrices become one array."""
     nodes, edges = given["nodes"], given["edges"]
     costs = tuple(map(_costs, nodes["costs"]))
     known: dict[tuple[int, tuple[float, ...]], np.ndarray] = {}

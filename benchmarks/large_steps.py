@@ -1,14 +1,14 @@
-"""Planning the train step of an 8-billion-parameter LLaMA for 64 H100s, against XLA's GPU compile of the step so planned.
+"""Measure planning an 8-billion-parameter LLaMA's train step for 64 H100s, against XLA's compile of the planned step.
 
-Hugging Face's LLaMA with the sizes of LLaMA 3 8B: 32 layers, 64 x 2,048 tokens, bf16 compute, f32 parameters, AdamW. Its
-layers are unrolled, as the library has them, or in a scan, each recomputed in the backward pass. The mesh is given; the
-memory budget is the profile's own, 60 GB of 80. The fastest plan of the unrolled step does not keep to it, so that step is
-solved again under a memory limit, where the solver may stop at a gap of 0.5 %; `half the tokens` is the same step with
-64 x 1,024 tokens, whose fastest plan does.
+The model is Hugging Face's LLaMA with the sizes of LLaMA 3 8B: 32 layers, 64 x 2,048 tokens, bf16 compute, f32
+parameters, AdamW. Its layers are unrolled, as in the library, or in a scan with rematerialization. The mesh is given;
+the memory budget is the profile's own, 60 GB of 80. The fastest plan of the unrolled step exceeds it, so that step is
+solved again under a memory limit, with a solver gap of up to 0.5 %; `half the tokens` is the same step with 64 x 1,024
+tokens, whose fastest plan fits.
 
-Both run here, in one process without a GPU. Seconds are of the wall clock; `cpu_s` are the processes', which other load on
-the machine does not stretch as much. Planning includes tracing, and is divided into its stages; the compile is XLA's alone,
-for GPUs that are not there, with autotuning off. `gap` is that of the plan kept.
+Planning and the compile run in one process without a GPU. Seconds are wall time; `cpu_s` is CPU time, which other load
+on the machine stretches less. Planning includes tracing and is divided into its stages. The compile is XLA's alone, for
+absent GPUs, with autotuning off. `gap` is the optimality gap of the final plan.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from benchmarks.zoo.training import Target
 Row = dict[str, str | float | bool]
 
 HARDWARE = "h100-sxm"
-#: The step, its mesh, and at which gap the solver may stop.
+#: The step, its mesh, and the gap at which the solver may stop.
 PROGRAMS: dict[str, tuple[Callable[[], Target], str, float]] = {
     "scanned, 8x8": (llama_8b_scanned_target, "8x8", PROVEN),
     "scanned, 4x4x4": (llama_8b_scanned_target, "4x4x4", PROVEN),
@@ -43,7 +43,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Target], str, float]] = {
     "unrolled, 8x8": (llama_8b_target, "8x8", 5e-3),
     "unrolled, half the tokens, 4x4x4": (lambda: llama_8b_target(seq=1024), "4x4x4", PROVEN),
 }
-#: Of each stage of planning, the functions that it is; by the module that calls them.
+#: Stage of planning -> the functions that it consists of, by the module that calls them.
 _STAGES = {
     "trace": ((make_plan, "program_of"),),
     "groups": ((mesh_search, "program_groups"),),
@@ -85,7 +85,7 @@ def measure(program: str) -> list[Row]:
 
 @contextmanager
 def _stages() -> Iterator[dict[str, float]]:
-    """CPU seconds of each stage while this lasts, and how many whole plans were laid out."""
+    """CPU seconds of each stage while the context lasts, and how many complete plans were built."""
     spent: dict[str, float] = defaultdict(float)
 
     def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,7 +107,7 @@ def _stages() -> Iterator[dict[str, float]]:
 
 
 def _compile(plan: Plan, build: Callable[[], Target]) -> tuple[float, float]:
-    """Seconds, and CPU seconds, that XLA takes to compile the planned step for GPUs that are not there."""
+    """Wall and CPU seconds that XLA takes to compile the planned step for absent GPUs."""
     step, args = build()
     profile = hardware.load(HARDWARE)
     mesh = absent_mesh(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), profile)
@@ -118,6 +118,6 @@ def _compile(plan: Plan, build: Callable[[], Target]) -> tuple[float, float]:
 
 
 def _cpu_s() -> float:
-    """Of this process, and of those that it started and that have ended."""
+    """CPU seconds of this process and of its ended child processes."""
     used = os.times()
     return used.user + used.system + used.children_user + used.children_system

@@ -1,4 +1,4 @@
-"""What a measurement was made on and with."""
+"""Describe the machine and the package versions that a measurement used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def machine() -> dict[str, str | float]:
 
 
 def versions() -> dict[str, str]:
-    """Python, and every package there is of those that matter."""
+    """Versions of Python and of the installed packages that affect a measurement."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -37,9 +37,9 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(*files: Path) -> str:
-    """Names the sources that were measured: the compiler, its data, and these files.
+    """A hash of the measured sources: the compiler, its data, and these files.
 
-    A commit would name them too, but committing the results would then outdate them.
+    A commit hash would not do: committing the results would make them outdated.
     """
     sources = [*sorted((ROOT / "autopar").rglob("*.py")), *sorted((ROOT / "cost_models").rglob("*.toml")), *files]
     digest = hashlib.sha256()

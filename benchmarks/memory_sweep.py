@@ -1,9 +1,9 @@
-"""How much slower a step becomes as its memory budget shrinks, and whether XLA's program keeps to it.
+"""Measure how much slower a step becomes as its memory budget shrinks, and whether XLA's program keeps to the budget.
 
-Train steps on 8 H100s, bf16 compute, AdamW: planned without a limit, then for budgets from the peak of that plan down to
-30 % of it. XLA compiles each plan for GPUs that are not there. `fsdp, every layer checkpointed` is what users write by
-hand: parameters and optimizer state sharded over all GPUs, each layer under `jax.checkpoint`; `what fsdp took` is the
-plan whose budget is the memory that XLA's program of that took. Bytes are per GPU.
+Train steps on 8 H100s, bf16 compute, AdamW: planned without a limit, then for budgets from that plan's peak memory down
+to 30 % of it. XLA compiles each plan for absent GPUs. The baseline, `fsdp, every layer checkpointed`, is what users
+write by hand: parameters and optimizer state sharded over all GPUs, each layer under `jax.checkpoint`. `what fsdp took`
+is the plan whose budget is the memory of XLA's program of that baseline. Bytes are per GPU.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PROGRAMS = {
 
 
 def measure(program: str) -> list[dict[str, Any]]:
-    """A row for each budget, one for what is written by hand, and one for the budget that is the memory of that."""
+    """A row for each budget, one for the baseline, and one for the budget that equals the baseline's memory."""
     swept = PROGRAMS[program]
     step, args = swept.target()
     with CachingCompiler(default_folder()) as compiler:
@@ -109,15 +109,15 @@ def _compiled(step: Any, args: Any, plan: Plan, compiler: Any) -> Any:
 
 
 def _row(name: str, plan: Plan, plan_s: float, budget: float | None, compiled: Any) -> Row:
-    told = plan.prediction
+    prediction = plan.prediction
     return {
         "budget": name,
         "budget_gb": "" if budget is None else budget / 1e9,
-        "predicted_gb": told.peak_bytes / 1e9,
+        "predicted_gb": prediction.peak_bytes / 1e9,
         "compiled_gb": compiled.peak_bytes / 1e9,
         "keeps": "" if budget is None else bool(compiled.peak_bytes <= budget),
-        "predicted_ms": 1e3 * told.step_time_s,
-        "predicted_xla_ms": 1e3 * (told.xla_step_time_s or 0.0),
+        "predicted_ms": 1e3 * prediction.step_time_s,
+        "predicted_xla_ms": 1e3 * (prediction.xla_step_time_s or 0.0),
         "xla_ms": 1e3 * (compiled.step_time_s or 0.0),
         "recomputed_gb": sum(one.saved_bytes for one in plan.rematerialized) / 1e9,
         "recomputed_ms": 1e3 * sum(one.time_s for one in plan.rematerialized),

@@ -1,14 +1,14 @@
-"""The memory wall: on which GPUs large language models can be trained, and on how many at the least.
+"""Find the GPUs that can train large language models, and the least number of them.
 
-BERT-large, GPT-2 (1.5 B), Turing-NLG (17.2 B) and GPT-3 (175 B) are Hugging Face's Flax BERT and GPT-2 at their published
-sizes, layers in one `nn.scan`, dropout on, trained in mixed precision as it is taught: fp16 parameters and gradients, fp32
-master copy and Adam moments, 16 bytes a parameter. `lecture_gb` is that product for the rounded number of parameters;
-`state_gb` is what autopar reads off the step's arguments. Each is given to `autopar compare` for V100s of 16 and
-32 GB and A100s of 40 and 80 GB: `usable_gb` is the part of their memory that a plan may fill (75 %, which is JAX's
-default, less a margin of 5 %); `state_fits` is the state over that, rounded up, the number whose memory the state alone would fill;
-`least` the least number of 1, 2, 4, 8 GPUs, or 1, 2, 4, ... hosts of 8, for which a plan was found; `before` what the next
-smaller number would need on each. Batches (of the whole job) are in the rows; a plan may split them over time, and
-compute forward values again. No GPU is used, and nothing is compiled: peaks and step times are predictions.
+BERT-large, GPT-2 (1.5 B), Turing-NLG (17.2 B) and GPT-3 (175 B) are Hugging Face's Flax BERT and GPT-2 at their
+published sizes, with their layers in one `nn.scan`, dropout, and textbook mixed precision: fp16 parameters and
+gradients, fp32 master copy and Adam moments, 16 bytes per parameter. `lecture_gb` is 16 bytes times the rounded number
+of parameters; `state_gb` is what autopar reads from the step's arguments. `autopar compare` plans each model for V100s
+of 16 and 32 GB and A100s of 40 and 80 GB. `usable_gb` is the memory that a plan may fill (75 %, which is JAX's default,
+less a margin of 5 %). `state_fits` is the state over that, rounded up: the number of GPUs that the state alone would
+fill. `least` is the least number of 1, 2, 4, 8 GPUs, or 1, 2, 4, ... hosts of 8, with a plan. `before` is the memory
+per GPU that the next smaller number would need. Batches (of the whole job) are in the rows; a plan may use gradient
+accumulation and rematerialization. No GPU is used, and nothing is compiled: peaks and step times are predictions.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Model:
     """A model of the lecture.
 
     Args:
-        billions: of its parameters, as the lecture rounds them.
-        examples, tokens: of a batch, and of an example.
+        billions: number of parameters, as the lecture rounds them.
+        examples, tokens: examples per batch, and tokens per example.
         target: the step and its arguments.
     """
 
@@ -113,22 +113,22 @@ MODELS = {
 
 
 def measure(program: str) -> list[dict[str, Any]]:
-    """A row for each kind of GPU, by the command line."""
+    """A row for each kind of GPU, from the command line's report."""
     started, used, out = time.perf_counter(), time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(out):
         code = main(["compare", f"benchmarks.memory_wall:{program}", "--hardware", ",".join(HARDWARE), "--json"])
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
     if code:
         raise RuntimeError(f"`autopar plan` ended with {code}")
-    (told,) = json.loads(out.getvalue())["targets"]
-    model, state = MODELS[program], told["training_state"]
+    (report,) = json.loads(out.getvalue())["targets"]
+    model, state = MODELS[program], report["training_state"]
     about = {
         "parameters_b": state["num_parameters"] / 1e9,
         "lecture_gb": BYTES_A_PARAMETER * model.billions,
         "state_gb": state["total_bytes"] / 1e9,
         "batch": f"{model.examples} x {model.tokens}",
     }
-    return [about | _row(fit, state["total_bytes"]) | _times(seconds, cpu_seconds) for fit in told["hardware"]]
+    return [about | _row(fit, state["total_bytes"]) | _times(seconds, cpu_seconds) for fit in report["hardware"]]
 
 
 def _row(fit: dict[str, Any], state_bytes: float) -> dict[str, Any]:

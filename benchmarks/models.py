@@ -1,8 +1,8 @@
-"""The programs that are measured, built from their libraries as they are.
+"""Define the programs that are measured, built from their libraries without changes.
 
-Each is a train step and the shapes of its arguments, `state` and `batch`; no array is built. A batch
-size is that of the whole job. `gpt2_small_target` is also a target of the command line:
-`USE_TORCH=0 HF_HUB_OFFLINE=1 autopar plan benchmarks/models.py:gpt2_small_target --devices 8 --hardware h100-sxm`.
+Each is a train step and the shapes of its arguments, `state` and `batch`; no array is built. A batch size is that of
+the whole job. `gpt2_small_target` is also a target of the command line: `USE_TORCH=0 HF_HUB_OFFLINE=1 autopar plan
+benchmarks/models.py:gpt2_small_target --devices 8 --hardware h100-sxm`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Model:
     """A program that is planned for several numbers of GPUs.
 
     Args:
-        target: from the batch size of the whole job to a step and its arguments.
-        batch_per_gpu: what one GPU gets where the batch alone is split.
-        lengths: how many tokens an example becomes, where its own shape does not say.
-        fitted: whether the cost model's constants may be fitted to it; the others are held out.
+        target: function from the batch size of the whole job to a step and its arguments.
+        batch_per_gpu: examples per GPU if only the batch is sharded.
+        lengths: tokens per example, if the example's own shape does not show it.
+        fitted: whether the cost model's constants may be fitted to this program; the others are held out.
     """
 
     target: Callable[[int], Target]
@@ -47,7 +47,7 @@ class Model:
 
 
 def demo_gpt_target(batch: int = 8) -> Target:
-    """The model of `make demo`: 4 layers, 64 tokens a sequence, f32, dropout, AdamW."""
+    """The model of `make demo`: 4 layers, 64 tokens per sequence, f32, dropout, AdamW."""
     module = demo()
     shape = jax.ShapeDtypeStruct((batch, module.SEQ), jnp.int32)
     state = jax.eval_shape(module.create_state, jax.random.key(0))
@@ -60,7 +60,7 @@ def gpt2_small_target(batch: int = 64, seq: int = 1024) -> Target:
 
 
 def gpt2_small_megatron_target(batch: int = 64, seq: int = 1024) -> Target:
-    """The same, split by hand over a mesh 2x4 as Megatron-LM's names say, for `autopar diagnose`."""
+    """The same, sharded by hand as in Megatron-LM over a 2x4 mesh, for `autopar diagnose`."""
     mesh = MeshShape(("data", "model"), (2, 4))
     step, args = gpt2_small_target(batch, seq)
     return jitted(step, args, pinned.tensor_parallel(args, mesh), mesh), args
@@ -102,7 +102,7 @@ def llama_8b_target(batch: int = 64, seq: int = 2048, layers: int = 32) -> Targe
 
 
 def llama_8b_scanned_target(batch: int = 64, seq: int = 2048, layers: int = 32) -> Target:
-    """The same in a scan over its layers, each computed again in the backward pass."""
+    """The same with its layers in a scan, each rematerialized in the backward pass."""
     return language.llama_scanned(llama_8b_config(seq, layers), batch, seq, BF16).target
 
 
@@ -119,7 +119,7 @@ def vit_base_target(batch: int = 256, size: int = 224) -> Target:
 
 
 def bart_base_target(batch: int = 64, seq: int = 512) -> Target:
-    """Hugging Face's BART base: as many tokens in as out, bf16 compute, dropout, AdamW."""
+    """Hugging Face's BART base: equal input and output lengths, bf16 compute, dropout, AdamW."""
     config = BartConfig(
         max_position_embeddings=seq,
         d_model=768,
@@ -133,7 +133,7 @@ def bart_base_target(batch: int = 64, seq: int = 512) -> Target:
     return language.bart(config, batch, seq, BF16).target
 
 
-#: In the order in which they are measured.
+#: The models, in the order of measurement.
 MODELS = {
     "gpt2_small": Model(gpt2_small_target, 8),
     "llama_1b": Model(llama_1b_target, 2),
@@ -146,7 +146,7 @@ MODELS = {
 
 
 def demo() -> ModuleType:
-    """The module of `make demo`, which is a script and not in a package."""
+    """The module of `make demo`, which is a script outside any package."""
     spec = importlib.util.spec_from_file_location(DEMO.stem, DEMO)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,12 +1,12 @@
-"""Layers to stages on clusters: the package's partitioner beside five others, by the objective of 1F1B.
+"""Compare the package's stage partitioner with five others, by the objective of 1F1B.
 
-The prices are formulas over a hardware profile, not plans: matrix products at the rate of the device, Megatron's
-all-reduces inside a submesh, gradients all-reduced over its data-parallel groups, ZeRO-1, each layer's input kept and
-the rest computed again; of the splits into data and model parallelism the quickest, and as another option the smallest.
-So each takes no time, and what is compared is the search. A query is one price asked. The package's partitioner is told
-which layers are equal (`layer_keys`), and to begin with takes it that a run costs at least what its parts do
-(`growth`); below it, without that assumption. Random search and learning look at 1,000 partitions each; the others at
-every number of stages that divides the devices.
+Prices are formulas over a hardware profile, not plans: matmuls at the device's rate, Megatron's all-reduces inside a
+submesh, gradients all-reduced over its data-parallel groups, ZeRO-1, and rematerialization that keeps only each layer's
+input. Of the splits into data and model parallelism, a stage has the fastest, and as a second option the one with least
+memory. A price takes no time to compute, so the searches themselves are compared. A query is one price that a
+partitioner requests. The package's partitioner knows which layers are equal (`layer_keys`). Its first row also assumes
+that a run of layers costs at least as much as its parts (`growth`); the row below does not. Random search and learning
+look at 1,000 partitions each; the others try every number of stages that divides the devices.
 
 Programs: GPT 39B (48 equal layers, an embedding, a head) on 8 hosts of 8 V100s; ResNet-152 on 2 hosts of 8 V100s, whose
 blocks differ in FLOPs, bytes between them and parameters; GPT 6.7B on one host of 8 A100s and two of 8 V100s.
@@ -34,19 +34,19 @@ from benchmarks.baselines.stages_reinforce import Reinforce
 
 Row = dict[str, str | float | int]
 _OWN, _ASKING = "autopar", "autopar, all prices asked"
-_PARTITIONS = 1000  # that learning and random search look at
+_PARTITIONS = 1000  # number of partitions for learning and random search
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer for one example.
+    """One layer, for one example.
 
     Args:
-        flops: of its forward pass.
-        params: how many.
-        out_elements: that it hands on.
-        inner_elements: that it holds while it is worked on.
-        key: equal layers have equal ones.
+        flops: FLOPs of its forward pass.
+        params: number of parameters.
+        out_elements: elements that it passes to the next layer.
+        inner_elements: elements that are live while it runs.
+        key: equal layers have equal keys.
     """
 
     flops: float
@@ -61,10 +61,10 @@ class Model:
     """A train step over layers.
 
     Args:
-        dtype, num_bytes: of its products and activations.
-        state_bytes: per parameter, of what every replica has; and of what ZeRO-1 splits over them.
-        splits: whether a layer can be split over devices as Megatron's are.
-        batch, num_microbatches: examples of a step, and its parts.
+        dtype, num_bytes: type and bytes of matmul operands and activations.
+        state_bytes: bytes per parameter that every replica holds, and bytes that ZeRO-1 shards over replicas.
+        splits: whether a layer can be sharded as in Megatron.
+        batch, num_microbatches: examples per step, and its number of microbatches.
     """
 
     layers: tuple[Layer, ...]
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def microbatch(self) -> int:
-        """Examples of one part."""
+        """Examples per microbatch."""
         return self.batch // self.num_microbatches
 
 
@@ -95,7 +95,7 @@ def gpt(hidden: int, num_layers: int, *, batch: int, num_microbatches: int) -> M
 
 
 def resnet152(*, batch: int, num_microbatches: int) -> Model:
-    """Bottleneck blocks of He et al. 2015, images of 224; float32 with momentum."""
+    """Bottleneck blocks of He et al. 2015, images of 224 pixels a side; float32 with momentum."""
     layers = [Layer(2.4e8, 9.4e3, 64 * 56.0**2, 2 * 64 * 112.0**2, "stem")]
     before = 64
     for stage, (count, width) in enumerate(((3, 64), (8, 128), (36, 256), (3, 512))):
@@ -146,7 +146,7 @@ def measure(program: str) -> list[Row]:
     }
     rows: list[Row] = []
     for name, partitioner in every.items():
-        problem = problem_of(model, cluster)  # afresh: nobody gains by prices that another one asked
+        problem = problem_of(model, cluster)  # a new one: no partitioner profits from another's prices
         if name == _ASKING:
             problem = replace(problem, growth=Growth.UNKNOWN)
         begin = time.perf_counter()
@@ -171,13 +171,13 @@ def measure(program: str) -> list[Row]:
 
 
 def problem_of(model: Model, cluster: Cluster) -> PartitionProblem:
-    """The partition of a model over a cluster, with prices by formula."""
+    """The partition problem of a model on a cluster, with prices by formula."""
     profiles = {kind: load(kind) for kind in cluster.kinds}
     cost = functools.cache(lambda first, last, shape: price(model, first, last, shape, profiles[shape.kind]))
 
     def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
         num_bytes = model.layers[boundary - 1].out_elements * model.microbatch * model.num_bytes
-        senders = min(source.num_devices, target.num_devices)  # each sends its part
+        senders = min(source.num_devices, target.num_devices)  # each device sends its part
         ends = (profiles[source.kind], profiles[target.kind])
         links = [end.host_link if same_host else end.network_link for end in ends]
         rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
@@ -197,9 +197,11 @@ def problem_of(model: Model, cluster: Cluster) -> PartitionProblem:
 
 
 def price(model: Model, first: int, last: int, shape: SubmeshShape, profile: HardwareProfile) -> StageCost | None:
-    """Layers on a submesh, by the quickest split into data and model parallelism of those that leave room for a
-    microbatch, or else by the smallest; as option 1 by the smallest anyway. None where there are fewer examples than
-    devices."""
+    """The price of layers on a submesh.
+
+    Option 0 is the fastest split into data and model parallelism that fits a microbatch, or the one with least memory
+    if none fits; option 1 is the one with least memory. None if there are fewer examples than devices.
+    """
     layers, found = model.layers[first : last + 1], []
     for num_model in range(1, shape.devices_per_host + 1 if model.splits else 2):
         num_data = shape.num_devices // num_model
@@ -227,7 +229,7 @@ def _split(model: Model, layers: Sequence[Layer], mesh: MeshShape, profile: Hard
     replicated, divided = model.state_bytes
     return StageCost(
         forward_s=compute_s + sent_s,
-        backward_s=3 * compute_s + 2 * sent_s,  # computed again, and twice the products
+        backward_s=3 * compute_s + 2 * sent_s,  # the forward pass again, and two matmuls per forward matmul
         update_s=update_s,
         state_bytes=params * (replicated + divided / num_data),
         flight_bytes=sum(moved),
@@ -236,7 +238,7 @@ def _split(model: Model, layers: Sequence[Layer], mesh: MeshShape, profile: Hard
 
 
 def _sizes(shapes: Sequence[SubmeshShape]) -> str:
-    """Devices of each stage, equal neighbours counted."""
+    """Devices of each stage; equal neighbours as a count."""
     parts: list[tuple[int, str, int]] = []
     for shape in shapes:
         if parts and parts[-1][:2] == (shape.num_devices, shape.kind):

@@ -1,8 +1,8 @@
-"""Planning GPT-2 small's train step for 8 H100s, against XLA's GPU compile of the step so planned.
+"""Measure planning GPT-2 small's train step for 8 H100s, against XLA's GPU compile of the planned step.
 
-Both run here, in one process, on a machine without a GPU: 64 x 1,024 tokens, 12 unrolled layers,
-bf16 compute, dropout, AdamW. Planning includes tracing and every mesh of 8 devices; the compile is
-XLA's alone, with autotuning off. The peak memory is the process's, with all its imports.
+Both run in one process on a machine without a GPU: 64 x 1,024 tokens, 12 unrolled layers, bf16 compute, dropout, AdamW.
+Planning includes tracing and tries every mesh of 8 devices; the compile is XLA's alone, with autotuning off. The peak
+memory is that of the process, including all imports.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT_BYTES = 2e9
 
 
 def measure(program: str) -> list[Row]:
-    """One row: seconds and bytes to plan, seconds to compile."""
+    """One row: seconds and peak bytes to plan, seconds to compile."""
     assert program == "gpt2_small"
     step, args = gpt2_small_target()
     start = time.perf_counter()
@@ -52,7 +52,7 @@ def measure(program: str) -> list[Row]:
 
 
 def _compile_s(plan: Plan) -> float:
-    """Seconds XLA takes to compile the planned step for GPUs that are not there."""
+    """Seconds that XLA takes to compile the planned step for absent GPUs."""
     step, args = gpt2_small_target()
     profile = hardware.load(HARDWARE)
     mesh = absent_mesh(dict(zip(plan.mesh.axis_names, plan.mesh.axis_sizes, strict=True)), profile)
@@ -63,5 +63,5 @@ def _compile_s(plan: Plan) -> float:
 
 
 def _peak_bytes() -> float:
-    """The most memory this process has held; Linux counts in KiB."""
+    """Peak resident memory of this process; Linux counts in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

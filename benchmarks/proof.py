@@ -1,8 +1,8 @@
-"""What autopar predicts of a step, held against the GPU program that XLA compiles from it.
+"""Compare autopar's predictions of a step with the GPU program that XLA compiles from its plan.
 
-Real models, planned for 8 and 16 H100s as experts would split them and as autopar would by itself;
-XLA compiles each plan for GPUs that are not there (`autopar.verify`), and its memory, its collectives
-and its own estimate of the step time stand beside the predictions.
+Real models are planned for 8 and 16 H100s, with the shardings that experts use and with autopar's own. XLA compiles
+each plan for absent GPUs (`autopar.verify`). The compiled program's memory, collectives and XLA's own estimate of the
+step time are compared with the predictions.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from benchmarks.models import MODELS
 from benchmarks.proof_summary import OWN, off
 
 HARDWARE = "h100-sxm"
-#: Collectives of fewer bytes on the wire are passed over where one by one they count.
+#: Smaller collectives, in bytes on the wire, are not compared one by one.
 MEGABYTE = 1e6
-#: What a row depends on besides autopar, its data and this file.
+#: Sources that a row depends on, in addition to autopar, its data and this file.
 SOURCES = ("models.py", "compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py")
 GPUS_PER_HOST = 8
-#: Plans by hand do not look at memory: whether they fit is for the comparison to say.
+#: Hand-written plans ignore memory; the comparison reports whether they fit.
 UNLIMITED_BYTES = 1e15
 
 Recipe = Callable[[Sequence[Any], MeshShape], pinned.Pins]
@@ -51,7 +51,7 @@ RECIPES: dict[str, Recipe] = {
     "fsdp": pinned.fsdp,
     "tensor_parallel": pinned.tensor_parallel,
 }
-#: Every plan, with the meshes it is made for. One axis is enough for the first two.
+#: Each recipe, and the meshes that it is planned for. The first two need only one axis.
 MESHES = {
     "data_parallel": ("8", "16"),
     "fsdp": ("8", "16"),
@@ -74,7 +74,7 @@ class Case:
 
     @property
     def file(self) -> str:
-        """The name of a file about it."""
+        """File name for the results of this case."""
         return f"{self.name.replace('/', '.')}.json"
 
     @property
@@ -90,7 +90,7 @@ class Case:
         return -(-self.num_gpus // GPUS_PER_HOST)
 
     def target(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """The step, and the shapes of its arguments for this many GPUs."""
+        """The step, and the shapes of its arguments for this number of GPUs."""
         model = MODELS[self.model]
         return model.target(model.batch_per_gpu * self.num_gpus)
 
@@ -98,7 +98,7 @@ class Case:
         """The plan, with its prediction; nothing is compiled.
 
         Args:
-            frozen: take the choices of last time, where there are any, and only price them anew.
+            frozen: reuse the saved choices, if there are any, and only price them again.
         """
         step, args = self.target()
         file = default_folder() / "choices" / self.file
@@ -124,13 +124,14 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Proved:
-    """A case held against XLA's program.
+    """A case compared with XLA's program.
 
     Args:
         plan_s: seconds to trace and plan.
-        verify_s: seconds that `verify` adds to planning and XLA's compile: lowering, what is left of starting XLA's
-            process, reading what it made; None where that was not timed when it was compiled.
-        key: of the compile in the cache. cached: whether it was there.
+        verify_s: seconds that `verify` adds to planning and XLA's compile: lowering, the rest of starting XLA's
+            process, and reading its output. None if they were not timed at the compile.
+        key: cache key of the compile.
+        cached: whether the cache had it.
     """
 
     case: Case
@@ -143,7 +144,7 @@ class Proved:
 
 
 def cases(models: Sequence[str] = tuple(MODELS), recipes: Sequence[str] = tuple(MESHES)) -> Iterator[Case]:
-    """Model by model, in the order of `MESHES`."""
+    """All cases, model by model, in the order of `MESHES`."""
     for model in models:
         for recipe in recipes:
             for mesh in MESHES[recipe]:
@@ -159,21 +160,21 @@ def prove(case: Case, compiler: CachingCompiler | None = None, frozen: bool = Fa
     start = time.perf_counter()
     plan = case.plan(frozen)
     plan_s = time.perf_counter() - start
-    told = autopar.verify(step, *args, plan=plan, hosts=case.num_hosts, hardware=HARDWARE, compiler=compiler)
-    # What was compiled before took no time now: then as now, all but XLA's own time counts.
+    verified = autopar.verify(step, *args, plan=plan, hosts=case.num_hosts, hardware=HARDWARE, compiler=compiler)
+    # A cached compile takes no time now; the time around XLA's own, then as now, counts.
     verify_s = None
     if compiler.last_around_s is not None:
-        verify_s = told.overhead_s + told.compiled.compile_s - compiler.last_s + compiler.last_around_s
-    return Proved(case, plan, told, plan_s, verify_s, compiler.last_key, compiler.last_hit)
+        verify_s = verified.overhead_s + verified.compiled.compile_s - compiler.last_s + compiler.last_around_s
+    return Proved(case, plan, verified, plan_s, verify_s, compiler.last_key, compiler.last_hit)
 
 
 # -- rows for the runner ---------------------------------------------------------------------
 
 
 def measure(program: str) -> list[dict[str, Any]]:
-    """One row per plan of a model. A case that fails says why, and does not end the others.
+    """One row per plan of a model. A failed case has its error as a row; the others go on.
 
-    What was proved with the same sources is not proved again, so an interrupted run is resumed.
+    A case proved with the same sources is not proved again, so an interrupted run resumes.
     """
     _sources()
     rows = []
@@ -191,17 +192,17 @@ def measure(program: str) -> list[dict[str, Any]]:
 
 
 def row_of(done: Proved) -> dict[str, Any]:
-    """A case as JSON types: bytes per device, seconds, errors relative to what XLA compiled."""
-    told = done.verification
-    memory = {figure.name: figure for figure in told.memory}
-    predicted = sum(match.predicted_bytes for match in told.collectives)
-    compiled = sum(match.compiled_bytes for match in told.collectives)
-    kinds = [(kind_off(match), match.name) for match in told.collectives]
+    """A case as JSON types: bytes per device, seconds, errors relative to the compiled program."""
+    verified = done.verification
+    memory = {figure.name: figure for figure in verified.memory}
+    predicted = sum(match.predicted_bytes for match in verified.collectives)
+    compiled = sum(match.compiled_bytes for match in verified.collectives)
+    kinds = [(kind_off(match), match.name) for match in verified.collectives]
     kind, name = max(kinds, key=lambda one: abs(one[0]), default=(0.0, ""))
     return _about(done.case) | {
         "words": done.plan.strategy,
-        "holds": told.holds,
-        "off": list(told.off),
+        "holds": verified.holds,
+        "off": list(verified.off),
         "peak_predicted": memory["peak"].predicted,
         "peak_compiled": memory["peak"].compiled,
         "peak_off": memory["peak"].off,
@@ -212,21 +213,22 @@ def row_of(done: Proved) -> dict[str, Any]:
         "wire_off": off(predicted, compiled),
         "kind_off": kind,
         "kind_name": name if kind else "",
-        "unpredicted_over_1mb": sum(one.num_bytes > MEGABYTE for one in told.unpredicted),
-        "step_predicted_s": told.step_time.predicted,
-        "step_xla_s": told.step_time.compiled,
-        "step_off": told.step_time.off,
+        "unpredicted_over_1mb": sum(one.num_bytes > MEGABYTE for one in verified.unpredicted),
+        "step_predicted_s": verified.step_time.predicted,
+        "step_xla_s": verified.step_time.compiled,
+        "step_off": verified.step_time.off,
         "predicted_exposed_s": done.plan.prediction.xla_exposed_s,
-        "exposed_s": told.compiled.exposed_s,
+        "exposed_s": verified.compiled.exposed_s,
         "plan_s": done.plan_s,
         "verify_s": done.verify_s,
-        "compile_s": told.compiled.compile_s,
+        "compile_s": verified.compiled.compile_s,
         "key": done.key,
     }
 
 
 def kind_off(match: CollectiveMatch) -> float:
-    """How far one kind over one set of axes is off, relative to the larger of both; 0 below a megabyte."""
+    """Relative error of one kind of collective over one set of axes, relative to the larger of both; 0 below a
+    megabyte."""
     larger = max(match.predicted_bytes, match.compiled_bytes)
     return 0.0 if larger < MEGABYTE else (match.predicted_bytes - match.compiled_bytes) / larger
 
@@ -248,7 +250,7 @@ def _row_file(case: Case) -> Path:
 
 @functools.cache
 def _sources() -> str:
-    """As they are when it is first asked: edits while cases run do not pass for what was run."""
+    """Fingerprint of the sources at the first call, so that later edits do not count as measured."""
     here = Path(__file__).parent
     return fingerprint(Path(__file__), *(here / name for name in SOURCES))
 
@@ -285,9 +287,9 @@ INDEX_COLUMNS = (
 
 
 def index_row(done: Proved) -> tuple[Any, ...]:
-    """A case as a row of the index; bytes per device, seconds."""
-    told = done.verification
-    memory = {figure.name: figure for figure in told.memory}
+    """A case as a row of the index: bytes per device, seconds."""
+    verified = done.verification
+    memory = {figure.name: figure for figure in verified.memory}
     return (
         done.case.name,
         done.key,
@@ -295,25 +297,25 @@ def index_row(done: Proved) -> tuple[Any, ...]:
         memory["peak"].compiled,
         memory["temporaries"].predicted,
         memory["temporaries"].compiled,
-        told.step_time.predicted,
-        told.step_time.compiled,
-        sum(match.predicted_bytes for match in told.collectives),
-        sum(match.compiled_bytes for match in told.collectives),
-        told.compiled.compile_s,
+        verified.step_time.predicted,
+        verified.step_time.compiled,
+        sum(match.predicted_bytes for match in verified.collectives),
+        sum(match.compiled_bytes for match in verified.collectives),
+        verified.compiled.compile_s,
         done.plan_s,
         done.verify_s,
     )
 
 
 def main() -> None:
-    """Prove cases one after the other, and keep an index of them."""
+    """Prove cases one after the other, and maintain an index of them."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.proof", description=main.__doc__)
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--recipes", nargs="*", default=list(MESHES), choices=list(MESHES))
     parser.add_argument("--meshes", nargs="*", help="only these")
     parser.add_argument("--index", type=Path, default=default_folder() / "index.tsv")
     parser.add_argument("--dump", type=Path, help="compile again, and keep XLA's buffer assignment in this folder")
-    parser.add_argument("--frozen", action="store_true", help="price the plans of last time anew, choose none")
+    parser.add_argument("--frozen", action="store_true", help="price the saved choices again instead of planning")
     options = parser.parse_args()
     _sources()
     with _dumping(options.dump), CachingCompiler(default_folder(), again=options.dump is not None) as compiler:
@@ -322,7 +324,7 @@ def main() -> None:
 
 
 def _prove_all(options: argparse.Namespace, compiler: CachingCompiler) -> int:
-    """How many cases failed."""
+    """Prove all selected cases; returns how many failed."""
     failed = 0
     for case in cases(options.models, options.recipes):
         if options.meshes and case.mesh not in options.meshes:
@@ -330,25 +332,25 @@ def _prove_all(options: argparse.Namespace, compiler: CachingCompiler) -> int:
         begun = time.perf_counter()
         try:
             done = prove(case, compiler, options.frozen)
-        except Exception as error:  # one case must not end the others
+        except Exception as error:  # continue with the other cases
             failed += 1
             print(f"{_now()} {case.name} FAILED {type(error).__name__}: {error}", flush=True)
             continue
         _put(options.index, index_row(done))
         if not options.frozen and options.dump is None:
             _keep_row(case, row_of(done))
-        told = done.verification
+        verified = done.verification
         print(
             f"{_now()} {case.name} {'cached' if done.cached else 'compiled'} {done.key}"
             f" in {time.perf_counter() - begun:.0f} s; {done.plan.strategy};"
-            f" off: {', '.join(told.off) or 'nothing'}",
+            f" off: {', '.join(verified.off) or 'nothing'}",
             flush=True,
         )
     return failed
 
 
 def _put(index: Path, row: tuple[Any, ...]) -> None:
-    """Add a case to the index, in the place of an older one of its name."""
+    """Add a case to the index; it replaces an older one of the same name."""
     index.parent.mkdir(parents=True, exist_ok=True)
     lines = index.read_text(encoding="utf-8").splitlines()[1:] if index.exists() else []
     kept = [line for line in lines if line.split("\t")[0] != row[0]]
@@ -357,7 +359,7 @@ def _put(index: Path, row: tuple[Any, ...]) -> None:
 
 @contextmanager
 def _dumping(folder: Path | None) -> Iterator[None]:
-    """Within it, XLA writes its buffer assignment to a folder; afterwards the rest is deleted."""
+    """A context in which XLA dumps to a folder; afterwards all but the buffer assignment is deleted."""
     if folder is None:
         yield
         return

@@ -1,7 +1,7 @@
-"""The proof's rows in a few figures: how far the predictions are off, and whether they rank plans as XLA does.
+"""Summarize the proof: how large the prediction errors are, and whether predictions rank plans as XLA does.
 
-In: rows of `benchmarks.proof`. Out: `Summary`, and Markdown for the results' page and for
-`cost_models/accuracy.md`. Plain Python: no JAX.
+In: rows of `benchmarks.proof`. Out: `Summary`, and Markdown for the results' page and for `cost_models/accuracy.md`.
+Plain Python: no JAX.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 Row = Mapping[str, Any]
 
-#: Two plans that XLA's estimates set less apart than this rank neither way.
+#: Two plans whose XLA estimates differ by less than this share are not ranked.
 SAME_S = 0.02
-#: A step time off by no more than this is told apart from the others.
+#: Predicted step times with an error of at most this count as close.
 CLOSE = 0.20
 OWN = "autopar"
 GPUS_PER_HOST = 8
@@ -41,10 +41,10 @@ def off(predicted: float, compiled: float | None) -> float | None:
 
 
 def kendall_tau(predicted: Sequence[float], actual: Sequence[float], same: float = SAME_S) -> float | None:
-    """Pairs ranked alike less pairs ranked otherwise, over both; None without pairs.
+    """Kendall's tau: concordant pairs less discordant pairs, over all pairs; None without pairs.
 
-    Pairs whose actual figures are within `same` of the larger are left out. A pair predicted equal
-    that is not is half ranked: it counts in neither, but among all.
+    Pairs whose actual figures are within `same` of the larger are left out. A pair with equal predictions and different
+    actual figures counts as neither concordant nor discordant.
 
     >>> kendall_tau([1.0, 2.0, 3.0], [10.0, 30.0, 20.0])
     0.3333333333333333
@@ -59,7 +59,7 @@ def kendall_tau(predicted: Sequence[float], actual: Sequence[float], same: float
 
 
 def tau_of(rows: Iterable[Row]) -> float | None:
-    """Kendall's tau over plans of one model; only plans for as many GPUs are compared with one another."""
+    """Kendall's tau over the plans of one model; only plans for equally many GPUs are compared."""
     score, weight = 0.0, 0
     for group in _by(done(rows), "model", "gpus").values():
         timed = [row for row in group if row["step_xla_s"]]
@@ -71,9 +71,9 @@ def tau_of(rows: Iterable[Row]) -> float | None:
 
 
 def own_rank(own: Row, rows: Iterable[Row]) -> tuple[int, int]:
-    """Where autopar's plan stands by XLA's estimate among it and the plans by hand for as many GPUs, and of how many.
+    """The rank of autopar's plan, by XLA's estimate, among the hand-written plans for as many GPUs, and their number.
 
-    What is within 2 % of it is no better.
+    A plan within 2 % of it does not rank above it.
     """
     by_hand = [
         row
@@ -90,19 +90,19 @@ def done(rows: Iterable[Row]) -> list[Row]:
 
 
 def worst(rows: Iterable[Row], name: str) -> Row | None:
-    """The row whose error of this name is the largest either way."""
+    """The row with the largest absolute error of this name."""
     with_one = [row for row in rows if row[name] is not None]
     return max(with_one, key=lambda row: abs(row[name]), default=None)
 
 
 def median_error(rows: Iterable[Row], name: str) -> float | None:
-    """The median of the errors of this name, without their signs."""
+    """The median absolute error of this name."""
     errors = [abs(row[name]) for row in rows if row[name] is not None]
     return statistics.median(errors) if errors else None
 
 
 def share_within(rows: Iterable[Row], name: str, limit: float = CLOSE) -> float | None:
-    """The part of the rows whose error of this name is within a limit."""
+    """The share of rows whose error of this name is within a limit."""
     errors = [abs(row[name]) for row in rows if row[name] is not None]
     return sum(error <= limit for error in errors) / len(errors) if errors else None
 
@@ -202,7 +202,7 @@ def _own(own: Sequence[Row], rows: Sequence[Row]) -> str:
 
 
 def page_table(rows: Sequence[Row]) -> str:
-    """All cases of one record, for the results' page."""
+    """A table of all cases of one record, for the results' page."""
     lines = []
     for row in rows:
         if row.get("failed"):
@@ -248,10 +248,10 @@ def page_table(rows: Sequence[Row]) -> str:
 
 
 def publish(rows: Sequence[Row], about: str, page: Path = ACCURACY) -> None:
-    """Write the summary between the markers of a page; they and the section are added where they are missing.
+    """Write the summary between the markers of a page; adds the section and markers if they are missing.
 
     Args:
-        about: a sentence on what was measured with what.
+        about: a sentence that says what was measured, with what.
     """
     text = page.read_text(encoding="utf-8")
     if BEGIN not in text:

@@ -1,8 +1,8 @@
-"""The one runner: `python -m benchmarks.run [NAME ...] [--again] [--only TEXT]`.
+"""Run benchmarks: `python -m benchmarks.run [NAME ...] [--again] [--only TEXT]`.
 
-Runs each benchmark in a process of its own, appends its rows to `results/NAME.jsonl`, and renders
-the newest of each program as `results/NAME.md`. What was measured with the same sources and the same
-JAX is not measured again, so an interrupted run is resumed by the same command.
+Each benchmark runs in a process of its own. Its rows are appended to `results/NAME.jsonl`, and the newest rows of each
+program are rendered as `results/NAME.md`. A program measured with the same sources and the same JAX is not measured
+again, so the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.machine import ROOT, fingerprint, machine, versions
 
 RESULTS = Path(__file__).parent / "results"
-#: Stands before the rows in the output of a measuring process.
+#: Prefix of the rows in the output of a measuring process.
 MARK = "BENCHMARK ROWS "
 
 Record = dict[str, Any]
@@ -34,14 +34,15 @@ class Benchmark:
     """A module of this package with `measure(program) -> rows`.
 
     Args:
-        programs: those it knows. xla_flags: for its process.
-        sources: files of this folder that it measures with, besides its own and the models.
-        summary: a module with `summary(rows)` for the head of its page; where it has them, `page_table(rows)` for the
-            tables, and `publish(rows, about)` where something else tells its results too. Without `page_table`, a page
-            has all columns of all rows.
-        module: the module's name in this package, where it is not the benchmark's.
-        xla_flags_of: of single programs, in place of `xla_flags`.
-        sources_of: of single programs, what they are measured with besides: a change there leaves the others as they are.
+        programs: names of the programs that it measures.
+        xla_flags: XLA flags of its process.
+        sources: files of this folder that it measures with, in addition to its own and the models.
+        summary: a module with `summary(rows)` for the head of its page. It may have `page_table(rows)` for the tables,
+            and `publish(rows, about)` to write its results elsewhere too. Without `page_table`, a page has all columns
+            of all rows.
+        module: the module's name in this package, if it is not the benchmark's.
+        xla_flags_of: for single programs, flags in place of `xla_flags`.
+        sources_of: for single programs, further files that they measure with: a change there affects no other program.
     """
 
     programs: tuple[str, ...]
@@ -54,11 +55,11 @@ class Benchmark:
 
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
-#: Models whose steps are run in stages.
+#: Models whose steps run in pipeline stages.
 _EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
-#: What approximate searches are measured on, and what makes it, besides what all share.
+#: Data sets of the approximate searches, and the files that make them, in addition to the shared ones.
 _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
-#: Parts of serving, and what they measure with besides their own module.
+#: Parts of serving, and the files that they measure with, in addition to their own module.
 _SERVED = {
     "scheduling": (),
     "paging": ("timing.py",),
@@ -68,7 +69,7 @@ _SERVED = {
     "eight devices": (),
     "transformers": ("inference/torch_generate.py",),
 }
-#: Models that are split by hand, and what for.
+#: Hand-sharded models, and the settings they are planned for.
 _SPLIT = (
     "gpt2",
     "bert",
@@ -247,8 +248,7 @@ def main() -> None:
 
 
 def _run(name: str, again: bool, only: str = "") -> bool:
-    """Measure every program of a benchmark that has no result yet, or of these those with a text in their name; False
-    where one failed."""
+    """Measure a benchmark's programs without a result whose name contains `only`; False if one failed."""
     done = set() if again else {_key(record) for record in _records(name)}
     succeeded = True
     for program in (one for one in BENCHMARKS[name].programs if only in one):
@@ -273,7 +273,7 @@ def _run(name: str, again: bool, only: str = "") -> bool:
 
 
 def _measure(name: str, program: str) -> list[Record] | None:
-    """Rows from a process of its own: fresh memory, its own XLA flags, no GPU plugin started."""
+    """Rows from a process of its own: fresh memory, its own XLA flags, no GPU plugin."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": BENCHMARKS[name].xla_flags_of.get(program, BENCHMARKS[name].xla_flags),
@@ -305,7 +305,7 @@ def _blank_record(name: str, program: str) -> Record:
 
 
 def _module_file(name: str) -> Path:
-    """The file that measures; its docstring heads the page."""
+    """The file of the benchmark; its module docstring heads the page."""
     return Path(__file__).parent / f"{(BENCHMARKS[name].module or name).replace('.', '/')}.py"
 
 
@@ -324,7 +324,7 @@ def _path(name: str, suffix: str) -> Path:
 
 
 def _page(name: str) -> str:
-    """The newest result of each program and JAX version, with what it takes to repeat it."""
+    """The page: the newest result of each program and JAX version, and how to repeat it."""
     about = ast.get_docstring(ast.parse(_module_file(name).read_text())) or ""
     parts, table = [f"# {name}", about], _table
     if BENCHMARKS[name].summary:
@@ -347,7 +347,7 @@ def newest_rows(name: str) -> list[Record]:
 
 
 def _about(name: str) -> str:
-    """What the newest results were made with, for a page that does not show them one by one."""
+    """What the newest results were measured with, for a page that shows no single records."""
     newest = _newest(name)[-1]
     return (
         f"{newest['date']}, jax {newest['versions']['jax']}; `{newest['command']}`,"

@@ -1,9 +1,9 @@
-"""The second start of a train step against the first: GPT-2 small on 4 virtual CPU devices.
+"""Measure the second start of a train step against the first: GPT-2 small on 4 virtual CPU devices.
 
-Each start is a process of its own with the same, at first empty, cache folder. Timed is from the decorated step to the
-end of its first run, which the state's making precedes: tracing, planning or finding the plan, lowering, compiling or
-finding the program, and one step of one sequence of 128 tokens for each device. `cpu_s` is what the process used, of all
-cores together, which a busy machine changes less.
+Each start is a process of its own. Both use the same cache folder, which is empty at first. The time runs from the
+decorated step, after the state is made, to the end of its first run: tracing, planning or loading the plan, lowering,
+compiling or loading the program, and one step with a sequence of 128 tokens per device. `cpu_s` is the CPU time of the
+process over all cores, which a busy machine changes less than wall time.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ MARK = "SECOND START "
 
 
 def measure(program: str) -> list[Row]:
-    """One row: seconds of both starts, and their parts."""
+    """One row: seconds of both starts and of their parts."""
     assert program == "gpt2_small"
     with tempfile.TemporaryDirectory() as folder:
         first, second = start(folder), start(folder)
     row: Row = {}
     for unit in ("s", "cpu_s"):
-        for which, told in (("first", first), ("second", second)):
-            row[f"{which}_{unit}"] = sum(told[f"{part}_{unit}"] for part in PARTS)
-            row |= {f"{which}_{part}_{unit}": told[f"{part}_{unit}"] for part in PARTS}
+        for which, times in (("first", first), ("second", second)):
+            row[f"{which}_{unit}"] = sum(times[f"{part}_{unit}"] for part in PARTS)
+            row |= {f"{which}_{part}_{unit}": times[f"{part}_{unit}"] for part in PARTS}
     return [row]
 
 
 def start(folder: str) -> dict[str, float]:
-    """One start, in a process of its own."""
+    """Run one start in a process of its own."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={NUM_DEVICES}",
@@ -57,7 +57,7 @@ def start(folder: str) -> dict[str, float]:
 
 
 def once() -> dict[str, float]:
-    """This process's start, by parts."""
+    """Time the start of this process, by parts."""
     import jax
 
     import autopar

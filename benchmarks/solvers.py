@@ -1,11 +1,11 @@
-"""autopar's solver against others, on the same problems: cost, lower bound, seconds.
+"""Compare autopar's solver with others on the same problems: cost, lower bound, seconds.
 
-The problems: instances of the ASPLOS 2025 contest on intra-operator parallelism (`iopddl.py`), each from a cold start,
-in the contest's time, reading the file included; its example of five nodes; and the problems that planning GPT-2
-small's train step for 8 H100s makes, without and with a limit of memory. The solvers: autopar's, with three seeds, the
-worst of which counts; HiGHS alone on the same programme without any reduction; dynamic programming along the order of
-the nodes, as OptCNN and Tofu do, which does not look at memory; randomised search, as FlexFlow's. XLA's own solver
-scores, by the contest's published table, 13,214,846,074 on A and 1,264,777 on G, and has no score on M and S.
+The problems: instances of the ASPLOS 2025 contest on intra-operator parallelism (`iopddl.py`), each from a cold start
+within the contest's time limit, including reading the file; the contest's example of five nodes; and the problems of
+planning GPT-2 small's train step for 8 H100s, without and with a memory limit. The solvers: autopar's with three seeds,
+of which the worst counts; HiGHS alone on the same programme without any reduction; dynamic programming along the order
+of the nodes, as in OptCNN and Tofu, which ignores memory; randomised search, as in FlexFlow. XLA's own solver scores,
+by the contest's published table, 13,214,846,074 on A and 1,264,777 on G, and has no score on M and S.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from benchmarks.baselines.mcmc import Mcmc
 Row = dict[str, str | float | bool]
 PROGRAMS = ("G", "A", "M", "S", "example", "gpt2_small", "gpt2_small_tight")
 SEEDS = (0, 1, 2)
-_LIMIT_S = 60.0  # where the contest sets none
+_LIMIT_S = 60.0  # for problems without a limit of the contest
 _KNOWN = {"example": 445.0, "A": 6_548_641_531.0, "G": 217_039.0, "M": 49_928_460_991.0, "S": 1_534_613_444.0}
-_TIGHT_BYTES = 12.5e9  # of 12.7e9 that the free plan has
-_MARGIN = 0.03  # of the time, for what comes after the search
+_TIGHT_BYTES = 12.5e9  # the unlimited plan takes 12.7e9
+_MARGIN = 0.03  # share of the time limit, for the work after the search
 
 
 def measure(program: str) -> list[Row]:
-    """One row for each solver; of autopar's, one for each seed."""
+    """One row for each solver, and for each seed of autopar's."""
     limit_s = iopddl.LIMITS_S.get(program, _LIMIT_S)
-    rows = [_in_fresh_process(program, f"autopar, seed {seed}", limit_s) for seed in SEEDS]  # each has both cores
-    with ThreadPoolExecutor(2) as pool:  # the others have use for one
+    rows = [_in_fresh_process(program, f"autopar, seed {seed}", limit_s) for seed in SEEDS]  # each run has both cores
+    with ThreadPoolExecutor(2) as pool:  # these use one core
         others = ("HiGHS alone", "randomised", "dynamic programming")
         return rows + list(pool.map(lambda name: _in_fresh_process(program, name, limit_s), others))
 
 
 @dataclass(frozen=True, slots=True)
 class HighsAlone:
-    """HiGHS on the whole programme."""
+    """HiGHS on the unreduced programme."""
 
     time_limit_s: float
 
     def solve(self, problem: Problem) -> Solution:
-        """Its best, by its own bound."""
+        """Its best solution, with its own bound."""
         allowed = reduce(problem, rules=(delete_forbidden,))
         if allowed is None:
             return Solution((), math.inf, math.inf, Status.INFEASIBLE)
@@ -66,7 +66,8 @@ class HighsAlone:
 
 
 def _in_fresh_process(program: str, name: str, limit_s: float) -> Row:
-    """A solver's row, started cold: its process begins with nothing imported, and the limit counts from there."""
+    """The row of a solver that starts cold: nothing is imported when its process begins, and the limit counts from
+    there."""
     command = [sys.executable, "-m", "benchmarks.solvers", program, name, str(limit_s), str(time.time())]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     cost, bound, seconds, cpu_s, status = child.stdout.splitlines()[-1].split("\t")
@@ -100,8 +101,8 @@ def _problem(program: str) -> Problem:
 
 
 def _train_step(*, tight: bool) -> Problem:
-    """The largest of the problems that a plan on 8 H100s solves; perhaps with less memory than its optimum has."""
-    # Solving a file's problem is timed from a cold start, and has no use for Flax.
+    """The largest problem of planning for 8 H100s; if `tight`, with less memory than its optimum takes."""
+    # Contest problems are timed from a cold start, and do not import Flax.
     import autopar
     from benchmarks.models import gpt2_small_target
 
@@ -121,7 +122,7 @@ def _train_step(*, tight: bool) -> Problem:
 
 def _child(program: str, name: str, limit_s: float, began: float) -> None:
     problem = _problem(program)
-    start = began if program in iopddl.LIMITS_S else time.time()  # cold: reading and importing count
+    start = began if program in iopddl.LIMITS_S else time.time()  # cold start: reading and importing count
     left_s = limit_s * (1 - _MARGIN) - (time.time() - start)
     solution = _solver(name, left_s).solve(problem)
     assert not solution.choices or problem.fits(solution.choices)

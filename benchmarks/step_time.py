@@ -1,7 +1,7 @@
-"""Step time of autopar's plan against hand-written shardings, on 8 virtual CPU devices.
+"""Measure the step time of autopar's plan against hand-written shardings, on 8 virtual CPU devices.
 
-The demo's GPT (`examples/train_gpt.py`). All contenders take turns in one process; medians count.
-The best by hand is the fastest of all the recipes in `benchmarks/baselines/by_hand.py`.
+The model is the demo's GPT (`examples/train_gpt.py`). All contenders take turns in one process; medians count. The
+baseline is the fastest of the recipes in `benchmarks/baselines/by_hand.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vectors made up: FAISS's synthetic set, the same numbers without FAISS, and clusters of very unequal size."""
+"""Generate synthetic vectors: FAISS's synthetic set without FAISS, and clusters of very unequal size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 class VectorSet(NamedTuple):
-    """f32 `[n, d]` each: vectors to train on, to search, and to search by."""
+    """Three f32 arrays `[n, d]`: training vectors, corpus, queries."""
 
     train: np.ndarray
     corpus: np.ndarray
@@ -16,10 +16,10 @@ class VectorSet(NamedTuple):
 
 
 def faiss_synthetic(dim: int, num_train: int, num_vectors: int, num_queries: int, seed: int = 1338) -> VectorSet:
-    """What `faiss.contrib.datasets.SyntheticDataset` draws: a Gaussian of 10 dimensions, laid linearly into `dim`, then
-    bent by a sine."""
+    """The vectors of `faiss.contrib.datasets.SyntheticDataset`: a Gaussian of 10 dimensions, mapped linearly into
+    `dim`, then passed through a sine."""
     intrinsic = 10
-    draw = np.random.RandomState(seed)  # FAISS's own generator: the same numbers
+    draw = np.random.RandomState(seed)  # FAISS's own generator, for the same numbers
     vectors = draw.normal(size=(num_vectors + num_train + num_queries, intrinsic)) @ draw.rand(intrinsic, dim)
     vectors = np.sin(vectors * (draw.rand(dim) * 4 + 0.1)).astype(np.float32)
     return VectorSet(*np.split(vectors, [num_train, num_train + num_vectors]))
@@ -28,7 +28,7 @@ def faiss_synthetic(dim: int, num_train: int, num_vectors: int, num_queries: int
 def skewed_clusters(
     dim: int, num_vectors: int, num_queries: int, num_clusters: int = 200, exponent: float = 1.0, seed: int = 0
 ) -> VectorSet:
-    """Gaussian clusters, the i-th of them `i ** -exponent` as likely as the first (Zipf), in vectors and in queries."""
+    """Vectors and queries from Gaussian clusters; the i-th is `i ** -exponent` as likely as the first (Zipf)."""
     draw = np.random.default_rng(seed)
     share = np.arange(1, num_clusters + 1) ** -exponent
     cluster = draw.choice(num_clusters, size=num_vectors + num_queries, p=share / share.sum())

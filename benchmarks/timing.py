@@ -1,4 +1,4 @@
-"""Fair timing on a shared machine: contenders take turns, and medians are compared."""
+"""Time contenders fairly on a shared machine: they take turns, and medians are compared."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warmu
     """Run every contender once per round, in an order that rotates so that none is always first.
 
     Args:
-        contenders: each runs once and returns the seconds that count.
-        rounds: how often each is measured, after `warmup` rounds that are thrown away.
+        contenders: functions that run once and return the measured seconds.
+        rounds: number of measured rounds.
+        warmup: number of earlier rounds that are discarded.
     """
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -34,7 +35,7 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def median_s(call: Callable[[], Any], rounds: int) -> float:
-    """Median seconds from a call until its results are there; the first, which may compile, is thrown away."""
+    """Median seconds from a call until its results are ready; the first call, which may compile, is discarded."""
     times: list[float] = []
     for _ in range(1 + rounds):
         start = time.perf_counter()
@@ -44,7 +45,7 @@ def median_s(call: Callable[[], Any], rounds: int) -> float:
 
 
 class TimedLoop:
-    """A training loop that can be advanced one timed step at a time.
+    """A training loop that runs one timed step at a time.
 
     Args:
         step: `(state, batch) -> (state, loss)`; may donate the state.
@@ -54,7 +55,7 @@ class TimedLoop:
         self.step, self.state, self.batch = step, state, batch
 
     def run(self) -> float:
-        """Seconds from the call until its results are there."""
+        """Seconds from the call until its results are ready."""
         start = time.perf_counter()
         self.state, _ = jax.block_until_ready(self.step(self.state, self.batch))
         return time.perf_counter() - start

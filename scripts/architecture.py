@@ -1,7 +1,7 @@
-"""Write the tables of `docs/architecture.md`: the packages, from their docstrings, and the layers, from `pyproject.toml`.
+"""Write the tables of `docs/architecture.md`: packages from their docstrings, layers from `pyproject.toml`.
 
-Usage, from the repository root: `.venv/bin/python scripts/architecture.py`, after a change to either. `tests/test_docs.py`
-fails where the page is not what this writes.
+Usage, from the repository root: `.venv/bin/python scripts/architecture.py`, after a change to either.
+`tests/test_docs.py` fails if the page differs from this script's output.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FIELDS = ("In", "Out", "Imported by")
 
 
 def layers() -> list[str]:
-    """The rows of the import contract, the last of which imports nothing."""
+    """The rows of the import contract, highest layer first."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     return next(c["layers"] for c in settings["tool"]["importlinter"]["contracts"] if c["id"] == "layers")
 
 
 def packages() -> Iterator[Path]:
-    """The folders of packages in reading order: each after those that it imports, its own packages after it."""
+    """The folders of packages in reading order: each follows those that it imports, and its subpackages follow it."""
     for row in reversed(layers()):
         for name in row.split(" | "):
             if (PACKAGE / name).is_dir():
@@ -33,7 +33,7 @@ def packages() -> Iterator[Path]:
 
 
 def docstring(folder: Path) -> tuple[str, dict[str, str]]:
-    """What a package is, and its fields.
+    """The headline and the fields of a package's docstring.
 
     Raises:
         ValueError: a field is missing.
@@ -55,7 +55,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with its tables as they are to be."""
+    """The page with updated tables."""
     for name, text in {"packages": table(), "layers": "```text\n" + "\n".join(layers()) + "\n```\n"}.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
         head, _, rest = page.partition(begin)

@@ -1,11 +1,11 @@
-"""Hold the pricing of a device's program against XLA's own estimate of the same program.
+"""Compare the pricing of a device program with XLA's own estimate of the same program.
 
-XLA's compiled program is read back into a `DeviceProgram`: no planning, no guess of what XLA fuses. So
-what `autopar.xla_model.simulation.simulate` gets wrong here is pricing and scheduling alone. The programs are those that
-`benchmarks.proof` has collected (`~/.cache/autopar-proof`), or one text file with `--program`.
+XLA's compiled program is read back into a `DeviceProgram`, so no planning and no prediction of fusions is involved:
+errors of `autopar.xla_model.simulation.simulate` here are errors of pricing and scheduling. The programs are those that
+`benchmarks.proof` has collected (`~/.cache/autopar-proof`), or one text file given by `--program`.
 
-`python scripts/check_estimator.py --index ~/.cache/autopar-proof/index.tsv` prints a table: XLA's estimate,
-ours, both in milliseconds, their ratio, and the exposed collectives of both.
+`python scripts/check_estimator.py --index ~/.cache/autopar-proof/index.tsv` prints a table: XLA's estimate and ours in
+milliseconds, their ratio, and the exposed collectives of both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _ARRAY = re.compile(r"\b(pred|[suf]\d+|bf16|f8\w+|c64|c128)\[([\d,]*)\]")
 _ARRAY_SHAPE = re.compile(_ARRAY.pattern + r"(?:\{[^}]*\})?")
 _NAMES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "s8": "int8", "s32": "int32"}
 _KIND = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?")
-#: XLA's name of a dtype in its table of cycles.
+#: A dtype's name in XLA's table of cycles.
 _CYCLE_DTYPE = {
     "f32": "F32",
     "f16": "F16",
@@ -66,12 +66,12 @@ _CYCLE_DTYPE = {
     "s8": "S8",
 }
 _FREE = {"parameter", "get-tuple-element", "bitcast", "tuple", "constant", "partition-id", "replica-id", "iota"}
-_L1_BYTES, _L2_BYTES = 132 * 2048, 52428800  # of an H100, by the estimator
+_L1_BYTES, _L2_BYTES = 132 * 2048, 52428800  # of an H100, as XLA's estimator has them
 
 
 @dataclass(slots=True)
 class Instruction:
-    """A line of XLA's text."""
+    """A line of XLA's program text."""
 
     name: str
     shape: str
@@ -124,7 +124,7 @@ def bits(dtype: str) -> int:
 
 
 def read_text(text: str) -> tuple[dict[str, Computation], Computation]:
-    """Computations by name, and the one that is run."""
+    """Computations by name, and the entry computation."""
     computations: dict[str, Computation] = {}
     here: Computation = {}
     entry: Computation = {}
@@ -145,7 +145,7 @@ def read_text(text: str) -> tuple[dict[str, Computation], Computation]:
 
 
 def _element_of(element: str, here: Computation) -> Instruction:
-    """What newer XLA writes `%tuple#1`, as the instruction that older XLA wrote for it."""
+    """The instruction that newer XLA abbreviates as `%tuple#1`, as older XLA writes it."""
     name, index = element.split("#")
     shapes = [found[0] for found in _ARRAY_SHAPE.finditer(here[name].shape)] if name in here else []
     shape = shapes[int(index)] if int(index) < len(shapes) else ""
@@ -154,7 +154,7 @@ def _element_of(element: str, here: Computation) -> Instruction:
 
 @cache
 def cycles_table() -> Mapping[tuple[str, str], float]:
-    """XLA's cycles per element by opcode and dtype: those of sm_86, which it falls back on for all GPUs seen."""
+    """XLA's cycles per element by opcode and dtype: those of sm_86, XLA's fallback for all GPUs seen."""
     binary: mmap.mmap = plugin()
     inside = binary.find(b'key: "sm_86"', binary.find(b'key: "sm_107"  #'))
     text = binary[inside : binary.find(b'key: "sm_80"', inside)].decode(errors="replace")
@@ -174,7 +174,7 @@ _ELEMENTWISE = frozenset(
 
 
 def flops_of(one: Instruction, inside: Computation, computations: Mapping[str, Computation]) -> float:
-    """XLA's count of operations of one instruction."""
+    """XLA's count of FLOPs of one instruction."""
     if one.opcode in _ELEMENTWISE and one.opcode not in ("copy", "bitcast-convert"):
         return one.num_elements * cycles_table().get((one.opcode, _CYCLE_DTYPE.get(one.dtype, "")), 3.0)
     if one.opcode in ("reduce", "reduce-window"):
@@ -196,7 +196,7 @@ def flops_of(one: Instruction, inside: Computation, computations: Mapping[str, C
 
 
 def utilization_of(one: Instruction, index: int, inside: Computation) -> float:
-    """Reads of an operand's elements per element of it."""
+    """Reads of an operand per element of it."""
     if one.operands[index] not in inside:
         return 1.0
     operand = inside[one.operands[index]]
@@ -211,7 +211,7 @@ def utilization_of(one: Instruction, index: int, inside: Computation) -> float:
 
 
 def fusion_work(inside: Computation, computations: Mapping[str, Computation]) -> tuple[float, dict[int, float]]:
-    """Operations, and how often the elements of each parameter are read."""
+    """FLOPs, and the number of reads per element of each parameter."""
     order = list(inside.values())
     roots: dict[str, dict[str, None]] = {one.name: {} for one in order}
     reads: dict[str, float] = dict.fromkeys(roots, 0.0)
@@ -236,7 +236,7 @@ def fusion_work(inside: Computation, computations: Mapping[str, Computation]) ->
 
 
 def _post_order(order: Sequence[Instruction]) -> Sequence[Instruction]:
-    return order  # XLA writes operands before their readers
+    return order  # XLA writes operands before their users
 
 
 # -- operations ------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def device_program(text: str, mesh: MeshShape) -> DeviceProgram:
         buffers.append(Buffer(one.num_bytes, buffer_of[name], one.opcode == "parameter", one.root))
         reads = tuple(dict.fromkeys(b for o in one.operands for b in through.get(o, ())))
         if one.opcode == "parameter" or one.opcode.endswith("-done"):
-            through[name] = reads  # what ends a collective is the collective
+            through[name] = reads  # the end of a collective stands for the collective
             continue
         through[name] = (buffer_of[name],)
         if one.opcode in _FREE:
@@ -303,7 +303,7 @@ def _collective(kind: Instruction, issued: Instruction, common: dict[str, Any], 
     payload = max(read, result) if name != "all-reduce" else result
     dtype = _NAMES.get(issued.dtype, issued.dtype)
     if name == "all-reduce" and issued is kind:
-        # Merged, though XLA has made one buffer of theirs: else it would have written a kernel for it.
+        # Merged although XLA gave their results one buffer, since otherwise it would have written a kernel for it.
         common = common | {"writes": (*common["writes"], -1 - common["node"])}
     return Op(
         "collective", collective=name, axes=axes, payload_bytes=payload, dtype=dtype,
@@ -351,7 +351,7 @@ def _fusion(
 
 
 def _num_blocks(one: Instruction, root: Instruction, inside: Computation) -> float:
-    """Thread blocks, where they may be too few to read at the full rate."""
+    """Thread blocks, if they may be too few to read at the full rate."""
     if root.opcode == "scatter":
         return max(1, inside[root.operands[-1]].num_elements // 128) if root.operands[-1] in inside else 0
     if "kind=kInput" in one.rest:
@@ -363,7 +363,7 @@ def _num_blocks(one: Instruction, root: Instruction, inside: Computation) -> flo
 
 
 def _column_blocks(inside: Computation) -> float:
-    """Those of a sum down columns; 0 where the sum runs along rows, or there is none."""
+    """Thread blocks of a column reduction; 0 if there is none."""
     found = next((x for x in inside.values() if x.opcode == "reduce" and x.operands[0] in inside), None)
     if found is None:
         return 0
@@ -372,7 +372,7 @@ def _column_blocks(inside: Computation) -> float:
     order = [int(d) for d in layout[1].split(",")] if layout else list(range(len(summed.dims)))[::-1]
     over = set(found.numbers("dimensions"))
     columns, outer, before = 1, 1, True
-    for dim in order:  # from the fastest
+    for dim in order:  # from the fastest dim
         if dim in over:
             before = False
         elif before:
@@ -392,48 +392,49 @@ def _column_blocks(inside: Computation) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One program: seconds by XLA and by us, and how long ours took."""
+    """One program: seconds by XLA and by our simulation, and the simulation's own time."""
 
     case: str
-    told: Mapping[str, Any]
+    xla: Mapping[str, Any]
     ours: Timeline
     num_ops: int
     took_s: float
 
     @property
     def ratio(self) -> float:
-        return self.ours.step_time_s / self.told["step_time_s"]
+        return self.ours.step_time_s / self.xla["step_time_s"]
 
     @property
     def row(self) -> str:
-        """Of the printed table; exposed collectives above 50 us."""
+        """A row of the printed table; lists exposed collectives above 50 us."""
         theirs, ours = (
             ", ".join(f"{kind} {seconds * 1e3:.2f}" for kind, seconds in exposed.items() if seconds > 5e-5)
-            for exposed in (dict(self.told.get("exposed_s", {})), self.ours.exposed_s)
+            for exposed in (dict(self.xla.get("exposed_s", {})), self.ours.exposed_s)
         )
         return f"{self.short_row} {theirs} | {ours} | {self.num_ops} ops in {self.took_s:.1f} s |"
 
     @property
     def short_row(self) -> str:
-        told, ours = self.told["step_time_s"] * 1e3, self.ours.step_time_s * 1e3
-        return f"| {self.case} | {told:.2f} | {ours:.2f} | {self.ratio - 1:+.1%} |"
+        xla, ours = self.xla["step_time_s"] * 1e3, self.ours.step_time_s * 1e3
+        return f"| {self.case} | {xla:.2f} | {ours:.2f} | {self.ratio - 1:+.1%} |"
 
 
-def check(case: str, text: str, told: Mapping[str, Any], mesh: MeshShape, profile: HardwareProfile) -> Checked:
+def check(case: str, text: str, xla: Mapping[str, Any], mesh: MeshShape, profile: HardwareProfile) -> Checked:
     """Price and schedule XLA's program."""
     program = device_program(text, mesh)
     start = time.perf_counter()
     ours = simulate(program, mesh, profile)
-    return Checked(case, told, ours, len(program.ops), time.perf_counter() - start)
+    return Checked(case, xla, ours, len(program.ops), time.perf_counter() - start)
 
 
 def kendall_tau(found: Sequence[Checked]) -> float:
-    """Agreement in order of all pairs of plans of one model for as many devices: 1 for all, -1 for none."""
+    """Kendall's tau over all pairs of plans of one model for equally many devices: from 1 (same order) to -1
+    (opposite)."""
     score = pairs = 0
     for one, other in itertools.combinations(found, 2):
-        alike = one.case.split("/")[0] == other.case.split("/")[0]
-        if alike and _num_devices(one.case) == _num_devices(other.case):
-            theirs = one.told["step_time_s"] - other.told["step_time_s"]
+        same_model = one.case.split("/")[0] == other.case.split("/")[0]
+        if same_model and _num_devices(one.case) == _num_devices(other.case):
+            theirs = one.xla["step_time_s"] - other.xla["step_time_s"]
             score += 1 if theirs * (one.ours.step_time_s - other.ours.step_time_s) > 0 else -1
             pairs += 1
     return score / pairs if pairs else 1.0
@@ -444,18 +445,18 @@ def _num_devices(case: str) -> int:
 
 
 def collected(index: Path, skip: Iterable[str]) -> Iterable[tuple[str, str, dict[str, Any], MeshShape]]:
-    """Cases of the index whose program is there."""
+    """Cases of the index with a stored program."""
     for line in index.read_text(encoding="utf-8").splitlines()[1:]:
         case, key = line.split("\t")[:2]
         if any(case.startswith(model) for model in skip) or not (CACHE / f"{key}.hlo.gz").exists():
             continue
-        told = json.loads((CACHE / f"{key}.json").read_text(encoding="utf-8"))
+        xla = json.loads((CACHE / f"{key}.json").read_text(encoding="utf-8"))
         text = gzip.decompress((CACHE / f"{key}.hlo.gz").read_bytes()).decode()
-        yield case, text, told, parse_mesh(case.split("@")[1])
+        yield case, text, xla, parse_mesh(case.split("@")[1])
 
 
 def main() -> None:
-    """Print the table, the mean and the worst error, and the agreement in order."""
+    """Print the table, the mean and the worst error, and the rank correlation."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--index", type=Path, default=CACHE / "index.tsv")
     parser.add_argument("--hardware", default="h100-sxm")
@@ -466,10 +467,10 @@ def main() -> None:
     profile = load(options.hardware)
     print("| case | XLA ms | ours ms | off | XLA exposed | ours exposed | |\n|---|---|---|---|---|---|---|")
     found = []
-    for case, text, told, mesh in collected(options.index, options.skip):
-        if options.only in case and told.get("step_time_s"):
-            informed = any("partition_size" in flag for flag in told.get("flags", ()))
-            found.append(check(case, text, told, mesh, profile if informed else uninformed(profile)))
+    for case, text, xla, mesh in collected(options.index, options.skip):
+        if options.only in case and xla.get("step_time_s"):
+            informed = any("partition_size" in flag for flag in xla.get("flags", ()))
+            found.append(check(case, text, xla, mesh, profile if informed else uninformed(profile)))
             print(found[-1].row, flush=True)
     errors = [abs(one.ratio - 1) for one in found]
     summary = (
@@ -482,7 +483,7 @@ def main() -> None:
 
 
 def uninformed(profile: HardwareProfile) -> HardwareProfile:
-    """The profile for programs compiled without `partition_size`: XLA has one price between hosts then."""
+    """The profile for programs compiled without `partition_size`, for which XLA has one price between hosts."""
     assert profile.xla_estimator is not None
     flat = replace(profile.xla_estimator.network, always_flat=True)
     return replace(profile, xla_estimator=replace(profile.xla_estimator, network=flat))

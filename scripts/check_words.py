@@ -1,7 +1,7 @@
-"""Check the words of the project: refuse coined ones in names, headlines and reports, and warn of them in prose.
+"""Check the project's words: refuse coined words in names, headlines and reports, and warn of them in prose.
 
-`python scripts/check_words.py` fails where there are more of them than `MOST` allows: lower it as they go. It also checks
-that the subjects of the last commits are short.
+`python scripts/check_words.py` fails if there are more of them than `MOST` allows; lower `MOST` as they go. It also
+checks that the subjects of the latest commits are short.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ COINED = {
     "held against": "compared with",
     "stands at the peak": "is live at the peak",
 }
-#: How many there may be, of each kind; none may be added.
+#: The number allowed, by kind; never raise it.
 MOST = {"identifiers": 0, "headlines": 0, "reports": 0}
-#: Where every string is text that a user reads.
+#: Packages in which every string is text for the user.
 REPORTS = ("report", "cli")
 MOST_LETTERS = 72
 _COMMITS = 20
@@ -58,7 +58,7 @@ def coined(text: str) -> list[str]:
 
 
 def coined_in_name(name: str) -> list[str]:
-    """Coined words in an identifier, of either style."""
+    """Coined words in an identifier, in snake_case or CamelCase."""
     return coined(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_", " ", name))
 
 
@@ -76,7 +76,7 @@ def defined_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 
 def findings(path: Path) -> Iterator[tuple[str, str, int, str]]:
-    """Kind, text, line and words of what is coined in a file."""
+    """Kind, text, line and coined word of each finding in a file."""
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source)
     for name, line in defined_names(tree):
@@ -104,7 +104,7 @@ def _has_docstring(node: ast.AST) -> bool:
 
 
 def long_subjects() -> list[str]:
-    """Subjects of the last commits that are too long; none where there is no git history."""
+    """Subjects of the latest commits that are too long; none without a git history."""
     try:
         command = ["git", "log", f"-{_COMMITS}", "--no-merges", "--format=%s"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -114,7 +114,7 @@ def long_subjects() -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Print what is coined, with `--all` also in prose; exit code 1 where there is too much."""
+    """Print coined words, with `--all` also those in prose; exit code 1 if there are too many."""
     count: Counter[str] = Counter()
     for path in sorted((ROOT / "autopar").rglob("*.py")):
         for kind, text, line, word in findings(path):

@@ -1,8 +1,8 @@
-"""A hook of mkdocs: add files outside `docs/` that the documentation links to as pages of the site.
+"""Add files outside `docs/` that the documentation links to as pages of the site: a hook of mkdocs.
 
-mkdocs reads `docs/` alone, and its pages link to result tables, profiles and examples by paths that GitHub follows. Each
-such file, and what it links to in turn, becomes a page under `repository/`, and links are rewritten to it. Programs are
-shown as code. In `nav`, `decisions/*.md` stands for all decisions.
+mkdocs reads only `docs/`, whose pages link to result tables, profiles and examples by paths that GitHub follows. Each
+such file, and each file that it links to in turn, becomes a page under `repository/`, and links are rewritten. Programs
+are shown as code. In `nav`, `decisions/*.md` means all decisions.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 _OUTSIDE = "repository/"
 _DECISIONS = "decisions/"
-_WIDE = f"{_OUTSIDE}benchmarks/results/"  # tables that take all the room there is
+_WIDE = f"{_OUTSIDE}benchmarks/results/"  # tables that need the full width
 _LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
-# Links outside of blocks and spans of code; the path, then the anchor.
+# Links outside blocks and spans of code: the path, then the anchor.
 _LINK = re.compile(r"^```.*?^```$|`[^`\n]+`|\]\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)", re.MULTILINE | re.DOTALL)
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages that there are in the place of a pattern in `nav`."""
+    """Replace a pattern in `nav` by the existing pages."""
     config.nav = [_listed(entry) for entry in config.nav]
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files that are linked to, or named in `nav`; and those that they link to."""
+    """Add the files that pages link to or `nav` names, and those that they link to."""
     waiting = [file.src_uri for file in files.documentation_pages()]
     named = re.findall(r"'(repository/[^']+)'", str(config.nav))
     for uri in named:
@@ -50,10 +50,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links from or to files beside `docs/` to where these are on the site; make room for wide tables."""
+    """Rewrite links between `docs/` and other files to their places on the site, and widen pages with wide tables."""
     uri = page.file.src_uri
     if uri.startswith((_OUTSIDE, _DECISIONS)):
-        page.meta.setdefault("search", {"boost": 0.2})  # the search lists guides first
+        page.meta.setdefault("search", {"boost": 0.2})  # list guides first in search results
     if uri.startswith(_WIDE):
         page.meta.setdefault("hide", ["toc"])
 
@@ -78,7 +78,7 @@ def _listed(entry: Any) -> Any:
 
 
 def _added(path: str, config: Any) -> File:
-    """A file of the repository: Markdown and pictures as they are, a program as a page that shows it."""
+    """A file of the repository: Markdown and pictures unchanged, a program as a page with its code."""
     language = _LANGUAGES.get(Path(path).suffix)
     if language is None:
         return File.generated(config, _uri_of(path), abs_src_path=str(ROOT / path))
@@ -87,19 +87,19 @@ def _added(path: str, config: Any) -> File:
 
 
 def _linked(path: str, target: str) -> str:
-    """The path, from the root of the repository, of what a file links to."""
+    """The target of a link in a file, as a path from the repository's root."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
 
 
 def _uri_of(path: str) -> str:
-    """Where a file of the repository is on the site, as mkdocs names sources."""
+    """The place of a repository's file on the site, as mkdocs names sources."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{_OUTSIDE}{path}" + (".md" if Path(path).suffix in _LANGUAGES else "")
 
 
 def _path_of(uri: str) -> str:
-    """The opposite of `_uri_of`."""
+    """The inverse of `_uri_of`."""
     if not uri.startswith(_OUTSIDE):
         return f"docs/{uri}"
     path = uri.removeprefix(_OUTSIDE)

@@ -1,8 +1,8 @@
-"""The README's picture: a part of the real page of a plan, light and dark, as Chromium shows it.
+"""Draw the README's picture: a part of a plan's real page, light and dark, as Chromium shows it.
 
-Usage, from the repository root: `.venv/bin/python scripts/draw_report.py`, after a change to the page of `explain --html`.
-Plans GPT-2 small for 8 H100s with 6 GB each, which are not there (two minutes; the extra `bench`), and writes
-`docs/images/report-light.webp` and `report-dark.webp`. Sections between the picture's own are left out of it.
+Usage, from the repository root: `.venv/bin/python scripts/draw_report.py`, after a change to the page of `explain
+--html`. Plans GPT-2 small for 8 absent H100s with 6 GB each (two minutes; needs the extra `bench`), and writes
+`docs/images/report-light.webp` and `report-dark.webp`. Sections between those in the picture are left out.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))  # where pages are opened in Chromium
+sys.path.insert(0, str(ROOT / "tests"))  # has the module that opens pages in Chromium
 
 from chromium import Tab, chromium, find_chromium  # noqa: E402
 
 PLAN = "benchmarks/models.py:gpt2_small_target --hardware h100-sxm --mesh 2x4 --memory-budget 6GB"
-FOLDED = ["wte", "mlp"]  # modules that are folded in, as by a click
+FOLDED = ["wte", "mlp"]  # modules that are collapsed, as by a click
 IMAGES = ROOT / "docs" / "images"
-WIDTH = 1040  # of the page; the picture has twice as many pixels
+WIDTH = 1040  # CSS width of the page; the picture has two pixels per CSS pixel
 LEFT_OUT = "nav, #peak, #trace, #decisions, #collectives, footer"
 
 
@@ -45,9 +45,9 @@ def _autopar(arguments: str) -> None:
 
 
 def _picture(tab: Tab) -> bytes:
-    """The top of the page, down to the first tensor that both axes split, pointed at to show its shards."""
+    """The top of the page, down to the first tensor that both axes shard, with the pointer on it to show its shards."""
     tab.value(f"document.querySelectorAll({LEFT_OUT!r}).forEach(e => e.style.display = 'none')")
-    tab.value("document.querySelector('header').style.marginBottom = '1rem'")  # as the links below it have
+    tab.value("document.querySelector('header').style.marginBottom = '1rem'")  # the same margin as the links below it
     tab.value(
         "[...document.querySelectorAll('#modules details')]"
         f".filter(e => {FOLDED!r}.includes(e.querySelector('.module-name')?.textContent)).forEach(e => e.open = false);"
@@ -57,8 +57,8 @@ def _picture(tab: Tab) -> bytes:
     tab.point_at("#both")
     bottom = tab.value("document.getElementById('shown').getBoundingClientRect().bottom")
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": bottom + 16, "scale": 2}
-    told = tab.call("Page.captureScreenshot", format="webp", quality=85, clip=clip, captureBeyondViewport=True)
-    return base64.b64decode(told["data"])
+    capture = tab.call("Page.captureScreenshot", format="webp", quality=85, clip=clip, captureBeyondViewport=True)
+    return base64.b64decode(capture["data"])
 
 
 if __name__ == "__main__":

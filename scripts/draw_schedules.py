@@ -1,7 +1,7 @@
 """Draw the pictures of `docs/schedules.md`, into `docs/images/schedules/`.
 
-Usage, from the repository root: `.venv/bin/python scripts/draw_schedules.py`. `tests/test_schedules.py` fails when the
-pictures there are not those drawn here.
+Usage, from the repository root: `.venv/bin/python scripts/draw_schedules.py`. `tests/test_schedules.py` fails if the
+pictures there differ from this script's.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from autopar.pipeline.schedule.tasks import Task
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images" / "schedules"
 NUM_SUBMESHES, NUM_MICROBATCHES, VIRTUAL = 4, 8, 2
-#: Of a submesh's work on one microbatch. A backward pass is both its parts.
+#: Seconds of a submesh's work on one microbatch. A backward pass is the sum of its two parts.
 SECONDS = {"forward": 1e-3, "backward": 2e-3, "input": 1e-3, "weight": 1e-3, "update": 1e-3}
 
 
 def pictures() -> dict[str, str]:
-    """SVG by the schedule's name: the same work under each."""
+    """An SVG for each schedule's name, all for the same work."""
     drawn = {}
     for name, kind in SCHEDULES.items():
         one_each = unmet(kind, PipelineShape(NUM_SUBMESHES, NUM_MICROBATCHES)) is None

@@ -1,12 +1,11 @@
-"""Fit compact formulas to the tables that XLA's latency estimator looks its times up in.
+"""Fit compact formulas to the lookup tables of XLA's latency estimator.
 
-The CUDA plugin wheel of JAX carries measured matrix products and collectives of several GPUs. They are
-read from the installed wheel each time, and never copied here: what is kept are the coefficients of
-`autopar.cost.kernel_time`, a handful for each dtype and kind, with the error that they have on rows that the fit
-had not seen (5-fold cross-validation).
+JAX's CUDA plugin wheel contains measured matmuls and collectives of several GPUs. This script reads them from the
+installed wheel each time and never copies them: it keeps only the coefficients of `autopar.cost.kernel_time`, a handful
+per dtype and kind, with their error on held-out rows (5-fold cross-validation).
 
 `python scripts/fit_xla_tables.py` prints the fits, the errors, and the `[xla_estimator]` tables of the profiles;
-`--write` also renews the section of `cost_models/accuracy.md`.
+`--write` also updates the section of `cost_models/accuracy.md`.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from benchmarks.replay.xla_tables import Collective, Gemm, plugin, read_collecti
 MODELS = ROOT / "cost_models" / "hardware"
 ACCURACY = MODELS.parent / "accuracy.md"
 HEADING = "## XLA's latency estimator"
-#: Profile, and the names that XLA's tables have for it: of products, of collectives.
+#: Profile -> its names in XLA's tables of matmuls and of collectives.
 DEVICES = {"h100-sxm": ("sm_90", "sm_90"), "b200": ("sm_100_B200", "sm_100_B200")}
-#: Dtype of `EstimatorProfile.gemms`: XLA's name, bytes of an operand's element and of the result's.
+#: Dtype of `EstimatorProfile.gemms` -> XLA's name, and bytes per element of an operand and of the result.
 DTYPES = {
     "bfloat16": ("bf16xbf16->bf16", 2, 2),
     "float32": ("f32xf32->f32", 4, 4),
     "float8": ("f8e4m3fnxf8e4m3fn->bf16", 1, 2),
 }
-#: The smallest collectives are set apart, each kind's mean for both sizes: they are all latency, and mostly noise. The
-#: table's first row is several times dearer than the next, as if the links had to wake.
+#: The smallest collectives are fitted separately, by each kind's mean for both sizes: they are all latency, and mostly
+#: noise. The table's first row is several times as slow as the next, as if the links had to wake.
 TINY_BYTES, SMALL_BYTES = 1 << 10, 16 << 10
 GEMM_TERMS = {
     "launch": "launch_s",
@@ -54,7 +53,7 @@ COLLECTIVE_TERMS = ("launch", "root bytes", "bytes")
 
 
 def gemm_samples(rows: Sequence[Gemm], dtype: str, num_cores: int) -> list[Sample]:
-    """What `kernels.gemm_seconds` counts of each row."""
+    """The terms of `kernels.gemm_seconds` for each row."""
     name, in_size, out_size = DTYPES[dtype]
     samples = []
     for row in rows:
@@ -72,9 +71,9 @@ def gemm_samples(rows: Sequence[Gemm], dtype: str, num_cores: int) -> list[Sampl
 
 
 def collective_samples(rows: Sequence[Collective]) -> dict[tuple[str, int], list[Sample]]:
-    """What `kernels.collective_seconds` counts of each row but the smallest, by kind and devices.
+    """The terms of `kernels.collective_seconds` for each row but the smallest, by kind and devices.
 
-    Permutes are measured over 4 and 8 pairs; the devices of the ring do not matter to XLA, so all are one.
+    Permutes are measured over 4 and 8 pairs; they have one fit, since XLA ignores the number of devices in the ring.
     """
     groups = defaultdict(list)
     for row in rows:
@@ -86,7 +85,7 @@ def collective_samples(rows: Sequence[Collective]) -> dict[tuple[str, int], list
 
 
 def small_seconds(rows: Sequence[Collective], least: int, most: int) -> dict[tuple[str, int], float]:
-    """The mean of the rows of these sizes, by kind and devices."""
+    """Mean seconds of the rows of these sizes, by kind and devices."""
     groups = defaultdict(list)
     for row in rows:
         if least <= row.num_bytes <= most:
@@ -99,7 +98,7 @@ def _group(row: Collective) -> tuple[str, int]:
 
 
 def main() -> None:
-    """Print everything; with `--write`, renew the section on accuracy too."""
+    """Print everything; with `--write`, also update the section on accuracy."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -160,7 +159,7 @@ def _write(lines: Sequence[str]) -> None:
 
 
 def write_section(file: Path, heading: str, lines: Sequence[str]) -> None:
-    """Renew a section of a page, or add it at the end."""
+    """Replace a section of a page, or add it at the end."""
     text = file.read_text(encoding="utf-8")
     start = text.find(heading + "\n")
     start = len(text) if start < 0 else start

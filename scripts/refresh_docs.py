@@ -1,19 +1,19 @@
-"""Run what the documentation shows, and put the real output into it.
+"""Run the documentation's commands and programs, and insert their real output.
 
-Usage, from the repository root: `.venv/bin/python scripts/refresh_docs.py [PAGE ...]`, after a change to what a command
-prints or to what the planner finds; without a page, all that have outputs. Then read the sentences around what changed.
+Usage, from the repository root: `.venv/bin/python scripts/refresh_docs.py [PAGE ...]`, after a change to a command's
+output or to the planner; without a page, all pages with outputs. Then read the sentences around each change.
 
-A page is its own template. A comment, which readers do not see, stands before a block or a table that is an output:
+A page is its own template. A hidden comment marks the block or table after it as an output:
 
-    <!-- output -->                             of what stands above: the last command of a block of `sh`, or what a block
-                                                of Python with a `title`, the file it belongs to, prints
+    <!-- output -->                             of the block above: the last command of a block of `sh`, or a block of
+                                                Python, whose `title` is the file it belongs to
     <!-- output: COMMAND -->                    of a command that is not shown
     <!-- output | from A | to B | lines N -->   a part: from the first A to before the next B, at most N lines, then `…`
-    <!-- output: COMMAND | fails -->            the error that ends it, wrapped
-    <!-- page: tutorial.md -->                  this page goes on in the folder where that one's programs have run
+    <!-- output: COMMAND | fails -->            its final error, wrapped
+    <!-- page: tutorial.md -->                  this page continues in that page's folder
 
-Blocks with a title are written into files of an empty folder, those of one title one after the other, and commands run
-there in order. `tests/test_docs.py` runs the same, and fails where a page shows what is no longer printed.
+Blocks with a title are appended to files of that name in an empty folder, and commands run there in order.
+`tests/test_docs.py` does the same, and fails if a page shows outdated output.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _OUTPUT = re.compile(
     r"(?:```\w*\n(?P<block>.*?)^```$|(?P<table>(?:\|[^\n]*\n)+))",
     re.M | re.S,
 )
-_MARK = "\f"  # printed after each block of a file whose blocks' outputs are shown one by one
+_MARK = "\f"  # separates the outputs of a file's blocks that are shown separately
 
 
 class Shown(NamedTuple):
-    """A place in a page where an output stands."""
+    """A place in a page that shows an output."""
 
-    command: str  # empty: what the block above prints
+    command: str  # empty for the output of the block above
     options: dict[str, str]
     text: str
     start: int
@@ -62,10 +62,10 @@ def shown(page: str) -> list[Shown]:
 
 
 def outputs(path: Path, folder: Path, more: Mapping[str, str] | None = None) -> Iterator[tuple[Shown, str]]:
-    """Run a page's programs and commands in a folder; for each output, where it stands and what was printed.
+    """Run a page's programs and commands in a folder; yields each output's place, and what was printed.
 
     Args:
-        more: environment variables on top of the usual ones.
+        more: further environment variables.
     """
     page = path.read_text(encoding="utf-8")
     before = re.search(r"^<!-- page: (\S+) -->$", page, re.M)
@@ -107,7 +107,8 @@ def _write_files(blocks: list[re.Match[str]], one_by_one: set[str | None], folde
 
 
 def run(command: str, folder: Path, more: Mapping[str, str] | None = None, *, fails: bool = False) -> str:
-    """What a command prints, of this checkout's package, on 8 virtual devices; where it fails, the error that ends it, wrapped."""
+    """The output of a command with this checkout's package on 8 virtual devices; if it fails, the final error,
+    wrapped."""
     env = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
@@ -135,9 +136,9 @@ def _cut(printed: str, options: Mapping[str, str]) -> str:
 
 
 def refreshed(path: Path, folder: Path) -> str:
-    """A page's text with the outputs that were printed."""
+    """A page's text with the new outputs."""
     page = path.read_text(encoding="utf-8")
-    found = list(outputs(path, folder, {"XDG_CACHE_HOME": str(folder / "cache")}))  # no plan of an earlier run
+    found = list(outputs(path, folder, {"XDG_CACHE_HOME": str(folder / "cache")}))  # no plan from an earlier run
     for place, printed in reversed(found):
         page = page[: place.start] + printed + page[place.end :]
     return page

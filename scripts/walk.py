@@ -1,10 +1,11 @@
-"""The way from a call of a planned step to the optimization problem: frames, modules, and calls against the layers.
+"""Trace the path from a call of a planned step to the optimization problem, and check it against the layers.
 
     python scripts/walk.py
 
-In: a two-layer MLP, for eight devices; CPU devices stand for them. Out: the frames from `parallelize` to the formulation, the modules
-on the way, and the calls from a lower package into a higher one while the step is planned; exit code 1 where there are more
-than `MOST_FRAMES` frames or any such call. Functions of the user's (the step itself, `progress`) are no package's.
+In: a two-layer MLP for eight devices; CPU devices stand for them. Out: the frames from `parallelize` to the
+formulation, the modules on the path, and the calls from a lower package into a higher one during planning. Exit code 1
+if there are more than `MOST_FRAMES` frames, or any such call. The user's functions (the step itself, `progress`) belong
+to no package.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ import jax.numpy as jnp  # noqa: E402
 
 import autopar  # noqa: E402
 
-#: From the call of the planned step to the formulation, both counted.
+#: From the call of the planned step to the formulation, inclusive.
 MOST_FRAMES = 10
 _END = "formulate.formulation.formulate"
 
 
 def layers() -> dict[str, int]:
-    """Of each package its row in the import contract; the higher packages have the lower numbers."""
+    """Package -> its row in the import contract; higher packages have lower numbers."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = config["tool"]["importlinter"]["contracts"]
     rows = next(one["layers"] for one in contracts if one["id"] == "layers")
@@ -41,7 +42,7 @@ def layers() -> dict[str, int]:
 
 
 class Walk:
-    """Calls among the modules of the package, as the interpreter makes them."""
+    """Calls among the package's modules, as the interpreter makes them."""
 
     def __init__(self) -> None:
         self.frames: list[str] = []
@@ -65,7 +66,7 @@ class Walk:
 
     @property
     def modules(self) -> list[str]:
-        """The modules on the way, in order."""
+        """The modules on the path, in order."""
         return list(dict.fromkeys(_module(name) for name in self.frames))
 
 
@@ -78,7 +79,7 @@ def _callers(frame: FrameType | None) -> list[FrameType]:
 
 
 def _name(frame: FrameType) -> str | None:
-    """The module and function of a frame of the package; None of others."""
+    """The module and function of a frame in the package; None for other frames."""
     module = frame.f_globals.get("__name__", "")
     if not module.startswith("autopar."):
         return None
@@ -102,7 +103,7 @@ def step(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> tuple[dic
 
 
 def walk() -> Walk:
-    """Plan the step, and see who calls whom."""
+    """Plan the step, and record the calls."""
     planned = autopar.parallelize(step, num_devices=8, hardware="h100-sxm", cache=False)
     params = {"w1": jnp.ones((256, 1024)), "w2": jnp.ones((1024, 256))}
     batch = {"x": jnp.ones((512, 256)), "y": jnp.ones((512, 256))}
@@ -116,7 +117,7 @@ def walk() -> Walk:
 
 
 def main() -> int:
-    """Print the walk; 1 where a limit is passed."""
+    """Print the path; 1 if a limit is exceeded."""
     seen = walk()
     print(f"{len(seen.frames)} frames from the call to the formulation (at most {MOST_FRAMES}):")
     for depth, name in enumerate(seen.frames):

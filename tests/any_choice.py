@@ -1,4 +1,4 @@
-"""A solver that takes whatever: every assignment of a problem without a budget is a plan."""
+"""A solver that returns a valid assignment without optimizing, for problems without a memory budget."""
 
 from __future__ import annotations
 

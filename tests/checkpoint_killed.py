@@ -1,7 +1,7 @@
-"""Processes that save until they are killed, one after another; each restores what the one before it left.
+"""Run processes that save checkpoints until they are killed; each restores what the one before it saved.
 
-Run as `checkpoint_killed.py FOLDER COUNT`. It imports everything once and forks, before JAX has a back end or a
-thread. Prints what happened as JSON; fails where a restore does, or brings what nobody saved.
+Run as `checkpoint_killed.py FOLDER COUNT`. It imports everything once and forks, before JAX has a back end or a thread.
+Prints the results as JSON; fails if a restore fails, or returns something that no process saved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the checkpoint tests save and restore, in this process and in others.
+"""The steps and states that checkpoint tests save and restore, in this process and in others.
 
-In: a number of devices, or a mesh of them. Out: steps of one program planned for these, and states that are known by
-their number alone.
+In: a number of devices, or a mesh of them. Out: steps of one program planned for these devices, and states that a
+single number determines.
 """
 
 from __future__ import annotations

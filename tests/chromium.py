@@ -1,7 +1,7 @@
-"""A headless Chromium that opens pages and says what they show, by its own protocol over a pipe.
+"""Drive a headless Chromium by its own protocol over a pipe.
 
-In: a page. Out: `Tab`: what scripts evaluate to, what is on its console, pictures. No driver is needed, nor a port: the
-protocol is JSON, a message ends in a NUL byte.
+In: a page. Out: `Tab`: results of scripts, console messages, screenshots. It needs neither a driver nor a port: the
+protocol is JSON, and a NUL byte ends each message.
 """
 
 from __future__ import annotations

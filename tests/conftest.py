@@ -1,6 +1,7 @@
-"""Eight virtual CPU devices for every test, set before anything imports JAX.
+"""Give every test eight virtual CPU devices, before anything imports JAX.
 
-XLA makes CPU code without its backend's optimizations, which here take most of the time and split nothing.
+XLA compiles for CPUs without its backend's optimizations, which take most of the time here and do not change the
+sharding.
 """
 
 from __future__ import annotations

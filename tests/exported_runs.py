@@ -1,9 +1,10 @@
-"""Run exported files as their users would: in a process where autopar cannot be imported.
+"""Run exported files as their users would: in a process in which autopar cannot be imported.
 
     python exported_runs.py FOLDER NAME...
 
-In: a folder with `NAME.py`, as `autopar export` wrote it, and the names of `CASES`. Out, in the folder: `NAME.hlo`, the
-compiled step; on standard output, the largest difference of its results from those of the plain jitted step, by name.
+In: a folder with `NAME.py`, as written by `autopar export`, and the names of `CASES`. Out, in the folder: `NAME.hlo`,
+the compiled step; on standard output, for each name, the largest difference of its results from those of the plain
+jitted step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Train steps of every front end that autopar takes, in one form: for the contract test, and for trying out.
+"""Train steps of every supported front end in one form, for the contract test and for experiments.
 
-In: nothing. Out: `Case`s. A case's step is written as its library's users write it; the rest says how to make its state,
-how to go on after a step, how to run it without autopar, and what to compare.
+Out: `Case`s. A case's step is written as its library's users write it. The other fields say how to make its state, how
+to continue after a step, how to run it without autopar, and what to compare.
 """
 
 from __future__ import annotations

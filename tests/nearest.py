@@ -1,4 +1,4 @@
-"""What is nearest, the slow way: the reference that indexes are held against."""
+"""Exact nearest neighbours by brute force: the reference for indexes."""
 
 from __future__ import annotations
 

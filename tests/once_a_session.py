@@ -1,7 +1,7 @@
-"""Results that several tests ask for, in either of the processes that share the tests, made by the first that asks.
+"""Share results between tests and between the two test processes; the first test that needs a result makes it.
 
-In: a name that says all that a result depends on, and how it is made. Out: the result, which has to be data (pickled).
-They are kept in a folder of this session's, which `conftest` makes and removes.
+In: a name that covers everything that a result depends on, and a function that makes it. Out: the result, which must be
+picklable data. Results are kept in a folder of this session, which `conftest` creates and removes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reference results for comparison, and solvers that force strategies which no optimum would choose."""
+"""Reference results for comparison, and a solver that forces strategies that no optimum would choose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_ASSIGNMENTS = 200_000
 
 
 def exhaustive(problem: Problem) -> Solution:
-    """The optimum by looking at every assignment; for problems of a few nodes."""
+    """The optimum by exhaustive search; for problems of a few nodes."""
     sizes = [len(c) for c in problem.node_costs]
     assert math.prod(sizes) <= MOST_ASSIGNMENTS, "too large to try everything"
     best: tuple[int, ...] = ()
@@ -29,16 +29,16 @@ def exhaustive(problem: Problem) -> Solution:
 
 
 def least_memory(problem: Problem) -> float:
-    """The least peak of any assignment of finite cost, by looking at every one."""
+    """The least peak memory of any assignment of finite cost, by exhaustive search."""
     every = itertools.product(*(range(len(c)) for c in problem.node_costs))
     return min((problem.peak_memory(c) for c in every if math.isfinite(problem.evaluate(c))), default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class RandomSolver:
-    """Random strategies: an assignment of finite cost that fits, drawn by pricing strategies at random.
+    """Random strategies: an assignment of finite cost that fits, found by random prices of strategies.
 
-    So that a plan nobody would choose is run too. The same seed draws the same assignment.
+    So tests also run plans that no solver would choose. Equal seeds draw equal assignments.
     """
 
     seed: int

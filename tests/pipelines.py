@@ -1,7 +1,7 @@
-"""Steps cut into stages and run on virtual devices, for tests.
+"""Cut steps into stages and run them on virtual devices, for tests.
 
-In: a step and its arguments, a number of stages and microbatches, a schedule. Out: the step as a function, stage by stage.
-Each stage has as many layers of equal work as the others, on as many devices.
+In: a step and its arguments, a number of stages and microbatches, a schedule. Out: the step as a function, stage by
+stage. The stages have equally many layers of equal FLOPs, on equally many devices.
 """
 
 from __future__ import annotations

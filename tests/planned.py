@@ -1,4 +1,4 @@
-"""Plans of traced programs, by options as keyword arguments."""
+"""Plan traced programs with options given as keyword arguments."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the tests of several processes run in each: `python process_programs.py NAME [ARGUMENTS]`.
+"""The programs that multi-process tests run in each process: `python process_programs.py NAME [ARGUMENTS]`.
 
-A small regression, trained by a plan; and everything that can go wrong. Results are printed as JSON, one value a line.
+A small regression trained by a plan, and each way in which this can fail. Results are printed as JSON, one value per
+line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A catalogue of ordinary train steps to plan, run and compare: nothing here knows of autopar.
+"""A catalogue of ordinary train steps to plan, run and compare; it does not use autopar.
 
-In: sizes. Out: a `Program`: the step, how to build its state, how to make a batch. Everything is
-fp32, small and deterministic by seed, with dims that 8 devices divide. `PROGRAMS` holds one entry
-per kind of program; tests that need other sizes call the builders below it.
+In: sizes. Out: a `Program`: the step, and functions for its state and its batch. Everything is fp32, small and
+deterministic by seed, with dims that 8 devices divide. `PROGRAMS` holds one entry per kind of program; tests that need
+other sizes call the builders.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Batch = dict[str, np.ndarray]
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One train step and what it needs.
+    """One train step with its state and batches.
 
     Args:
         step: `(*state, batch) -> (*state, loss)`.
-        create_state: `rng -> state`, or `rng -> (state, ...)` where the step takes several.
+        create_state: `rng -> state`, or `rng -> (state, ...)` if the step takes several.
         make_batch: `seed -> batch`; different seeds give different values of the same shapes.
-        optimizer_kind: which tolerance the comparison with the unsharded step has to use.
-        num_state_args: how many leading arguments of the step carry state.
+        optimizer_kind: the optimizer, which determines the tolerance of comparisons with the unsharded step.
+        num_state_args: number of leading arguments of the step that carry state.
     """
 
     step: Callable[..., Any]
@@ -52,14 +52,14 @@ class Program:
 
 
 def _optimizer(kind: OptimizerKind) -> optax.GradientTransformation:
-    # A key bias has no gradient but rounding, which Adam would scale up to whole learning rates:
-    # an eps (Llama 2's) above the rounding keeps it out of the comparison with the unsharded step.
-    makers = {
+    # A key bias has no gradient but rounding errors, which Adam would scale up to whole learning rates. An eps (Llama
+    # 2's) above the rounding errors keeps it out of the comparison with the unsharded step.
+    optimizers = {
         "sgd": partial(optax.sgd, 1e-2),
         "adam": partial(optax.adam, 1e-3, eps=1e-5),
         "adamw": partial(optax.adamw, 3e-4, eps=1e-5, weight_decay=0.01),
     }
-    return makers[kind]()
+    return optimizers[kind]()
 
 
 def _normal(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
@@ -68,7 +68,7 @@ def _normal(seed: int, *shapes: tuple[int, ...]) -> list[np.ndarray]:
 
 
 class MLP(nn.Module):
-    """Dense layers of one width, relu between."""
+    """Dense layers of one width with relu between them."""
 
     width: int
     num_layers: int
@@ -103,7 +103,7 @@ def _regression(model: nn.Module, shape: tuple[int, ...], optimizer_kind: Optimi
 
 
 def mlp(batch: int = 32, width: int = 64, num_layers: int = 6, optimizer: OptimizerKind = "sgd") -> Program:
-    """Flax Dense with bias, relu between; input, hidden and output all `width` wide."""
+    """Flax Dense with bias and relu between layers; input, hidden and output are all `width` wide."""
     return _regression(MLP(width, num_layers), (batch, width), optimizer)
 
 
@@ -165,7 +165,7 @@ class ConvNet(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         for scale in (1, 2):
-            # No bias before a BatchNorm: its gradient is nought, so only rounding would be compared.
+            # No bias before a BatchNorm: its gradient is zero, so only rounding errors would be compared.
             x = nn.Conv(scale * self.features, (3, 3), use_bias=False)(x)
             x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
             x = nn.max_pool(x, (2, 2), strides=(2, 2))
@@ -218,7 +218,7 @@ class GPTSizes:
 
 
 class Block(nn.Module):
-    """A pre-LayerNorm decoder block with fused QKV, split as GPT-2 does: (3, heads, head_dim)."""
+    """A pre-LayerNorm decoder block with fused QKV, split as in GPT-2: (3, heads, head_dim)."""
 
     sizes: GPTSizes
 
@@ -294,7 +294,7 @@ def gpt(
 
 
 def pure_function(batch: int = 16, width: int = 32) -> Program:
-    """No library at all: a dict of arrays and gradient descent by hand."""
+    """No library: a dict of arrays, and gradient descent by hand."""
 
     def create_state(rng: jax.Array) -> dict[str, jax.Array]:
         first, second = jax.random.split(rng)
@@ -320,7 +320,7 @@ def pure_function(batch: int = 16, width: int = 32) -> Program:
 
 
 def two_state_args(batch: int = 32, width: int = 32) -> Program:
-    """State in two arguments, as optax's own examples have it: `params, opt_state, batch`."""
+    """State in two arguments, as in optax's own examples: `params, opt_state, batch`."""
     model, tx = MLP(width, 3), _optimizer("adam")
 
     def create_state(rng: jax.Array) -> tuple[Any, optax.OptState]:
@@ -342,7 +342,7 @@ def two_state_args(batch: int = 32, width: int = 32) -> Program:
     return Program(train_step, create_state, make_batch, "adam", num_state_args=2)
 
 
-#: Every kind of program that a sharded step is compared with its unsharded self for.
+#: Every kind of program whose sharded step is compared with its unsharded one.
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "mlp": mlp,
     "mlp_adam": partial(mlp, optimizer="adam"),

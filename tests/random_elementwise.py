@@ -1,6 +1,6 @@
-"""Operations of random programs element by element: functions, comparisons, conversions, choices.
+"""Elementwise operations of random programs: functions, comparisons, conversions, selections.
 
-In: a `Builder`. Each draws its parameters, takes values made before, and adds itself (`random_operations`).
+In: a `Builder`. Each operation draws its parameters, takes existing values, and adds itself (`random_operations`).
 """
 
 from __future__ import annotations

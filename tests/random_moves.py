@@ -1,6 +1,6 @@
-"""Operations of random programs that move elements: reshapes, transposes, cuts and joins.
+"""Operations of random programs that move elements: reshapes, transposes, slices and concatenations.
 
-In: a `Builder`. Each draws its parameters, takes values made before, and adds itself (`random_operations`).
+In: a `Builder`. Each operation draws its parameters, takes existing values, and adds itself (`random_operations`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The operations of random programs: each draws its parameters, takes values made before, and adds itself.
+"""The operations of random programs: each draws its parameters, takes existing values, and adds itself.
 
-In: a `Builder`. `OPERATIONS` reaches every primitive that has a rule (`test_fuzz.py` holds it to that);
-`COMBINATORS` wrap a body drawn from them: calls, branches, loops. What could grow without bound is kept small, so
-that a wrong result stands out from rounding.
+In: a `Builder`. `OPERATIONS` reaches every primitive with a rule (`test_fuzz.py` checks this); `COMBINATORS` wrap a
+body drawn from them: calls, branches, loops. Values that could grow without bound are kept small, so that a wrong
+result differs visibly from rounding errors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Random problems of a few nodes whose limit lies within a ten-millionth of what some assignment holds, and their optima.
+"""Random problems of a few nodes with their optima; the memory limit is within 1e-7 of some assignment's memory.
 
-In: a seed. Out: a `Problem`, and by looking at every assignment at once the cost of the cheapest that fits.
+In: a seed. Out: a `Problem`, and the cost of the cheapest assignment that fits, by exhaustive search over arrays.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Operations of random programs of linear algebra: products, convolutions, decompositions, Fourier transforms.
+"""Linear algebra of random programs: matmuls, convolutions, decompositions, Fourier transforms.
 
-In: a `Builder`. Each draws its parameters, takes values made before, and adds itself (`random_operations`).
+In: a `Builder`. Each operation draws its parameters, takes existing values, and adds itself (`random_operations`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Random whole programs: operations that feed one another, with gradients and updates of state for some.
+"""Random whole programs: operations on each other's results, some with gradients and updates of state.
 
 In: a source of random choices (`random.Random`, or hypothesis's, which shrinks). Out: `RandomProgram`, a function with
-its arguments, which reads as text. The operations themselves are in `random_operations`.
+its arguments, and its source as text. The operations are in `random_operations`.
 
-A float is *exact* where any correct program computes the very same bits: an input, moved or compared, never summed.
-Whatever jumps (rounding, comparing, looking at bits) is given exact values only, for the order in which a sum is taken
-must not decide which way it jumps.
+A float is *exact* if any correct program computes the same bits: an input, moved or compared, never summed.
+Discontinuous operations (rounding, comparing, reading bits) get exact values only, so that the order of a sum cannot
+change their results.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Operations of random programs over whole dims: reductions, orders, windows, look-ups and updates.
+"""Operations of random programs over whole dims: reductions, sorts, windows, gathers and updates.
 
-In: a `Builder`. Each draws its parameters, takes values made before, and adds itself (`random_operations`).
+In: a `Builder`. Each operation draws its parameters, takes existing values, and adds itself (`random_operations`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Train steps run by a plan and without one, and how far apart they end up.
+"""Run train steps with and without a plan, and measure how far their results differ.
 
 In: a `Training` of the zoo and options of `autopar.plan`. Out: `Trained`: losses, the first step's gradients, and the
-plan. The gradients are read from AdamW's first moments, so the step is the user's, unchanged. XLA compiles without
-its backend's optimizations, which here take most of the time and split nothing.
+plan. The gradients are read from AdamW's first moments, so the step is the user's, unchanged. XLA compiles without its
+backend's optimizations, which take most of the time here and do not change the sharding.
 
-What XLA is given is run once: a program that is the same, on the same numbers, gives what it gave (`once_a_session`).
-So several files may ask for the same model's unsharded step, and of several meshes whose plans are one program, as 8,
-1x8 and 8x1 often are, one is run.
+An equal program on equal inputs runs once, and its results are shared (`once_a_session`). So several test files may use
+the same model's unsharded step, and meshes whose plans are the same program (often 8, 1x8 and 8x1) run once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Starts a program in several processes on this machine, as a launcher would, and collects what they print.
+"""Start a program in several processes on this machine, as a launcher would, and collect their output.
 
-In: the name of a program of `process_programs`, a number of processes, and of devices in each. Out: exit codes, and what
-each printed. Free ports on 127.0.0.1.
+In: the name of a program of `process_programs`, a number of processes, and of devices in each. Out: exit codes, and
+each process's output. It uses free ports on 127.0.0.1.
 """
 
 from __future__ import annotations

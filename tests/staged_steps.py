@@ -1,7 +1,8 @@
-"""Random train steps to cut into stages: blocks, an optimizer, a state with more than floats, and how they are to run.
+"""Random train steps to cut into stages: blocks, an optimizer, a state with more than floats, and execution options.
 
-In: a seed. Out: `StagedStep`, whose `text` says what was drawn. What a block computes of an example depends on that
-example alone, unless there is one microbatch; nothing jumps at a rounding error, so that any order of sums is as good.
+In: a seed. Out: `StagedStep`, whose `text` describes the draw. With several microbatches, a block's result for an
+example depends on that example alone. No operation is discontinuous, so the order of sums changes results by rounding
+errors only.
 """
 
 from __future__ import annotations

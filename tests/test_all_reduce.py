@@ -1,4 +1,4 @@
-"""All-reduce algorithms on real buffers: they sum, and send the steps and bytes of their formulas."""
+"""All-reduce algorithms on real buffers: correct sums, and the steps and bytes of their formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`parallelize` and `plan` as a user meets them: options, replays, re-planning, and every mistake."""
+"""`parallelize` and `plan` as a user calls them: options, replays, re-planning, and every error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step may be given: static leaves and arguments, keywords, defaults, nothing; and what is refused, in which words."""
+"""The arguments of a step: static leaves and arguments, keywords, defaults, none; and the errors for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs under plain `jit` runs here too, with the same numbers: loops by row, callbacks, collectives of `vmap`."""
+"""Programs of plain `jit` run here with the same results: loops over rows, callbacks, collectives of `vmap`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu`: every piece runs on CPUs without a solver, what fails is kept, and what is kept is not repeated."""
+"""`python -m benchmarks.gpu`: every piece runs on CPUs without a solver, failures are recorded, results are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches of a model on devices of their own, where they are the fastest: found, planned, told, saved, run, verified."""
+"""Branches of a model on devices of their own where that is fastest: found, planned, reported, saved, run, verified."""
 
 from __future__ import annotations
 

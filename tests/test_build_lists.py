@@ -1,4 +1,4 @@
-"""Lists and graphs built from vectors alone find the nearest."""
+"""Lists and graphs built from vectors alone: searches find the nearest neighbours."""
 
 from __future__ import annotations
 

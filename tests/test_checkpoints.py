@@ -1,4 +1,4 @@
-"""Checkpoints: saved under one plan, restored bit by bit under another; a killed save leaves the last good one."""
+"""Checkpoints: saved under one plan, restored bit for bit under another; a killed save leaves the last complete one."""
 
 from __future__ import annotations
 

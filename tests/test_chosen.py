@@ -1,7 +1,7 @@
-"""Experts, sequences and contexts split: assignments that nobody asks for, chosen where they are the optimum.
+"""Expert, sequence and context parallelism: chosen without a request where they are the optimum.
 
-Each program is planned under a slow GPU on 8 devices, so that it can be run here too and compared with one device;
-and at a size of today's under an H100, where XLA's GPU program must send what the plan says.
+Each program is planned under a slow GPU on 8 devices, so that it can run here and be compared with one device; and at a
+realistic size under an H100, where XLA's GPU program must send what the plan predicts.
 """
 
 from __future__ import annotations

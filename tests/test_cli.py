@@ -1,4 +1,4 @@
-"""The command line: what reaches the planner, what comes out, and every mistake in one sentence."""
+"""The command line: the planner's inputs, the output, and every error in one sentence."""
 
 from __future__ import annotations
 

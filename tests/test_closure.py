@@ -1,4 +1,4 @@
-"""Closure assignment: the further lists of a vector, and recall with few probes."""
+"""Closure assignment: the additional lists of a vector, and recall with few probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`autopar diff`: which tensors lie otherwise under another plan, and what each device must fetch."""
+"""`autopar diff`: the tensors with another sharding under another plan, and the bytes that each device must fetch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation says what is so: its programs run, its links lead somewhere, nothing public is left out."""
+"""The documentation is correct: its programs run, its links resolve, and it covers everything public."""
 
 from __future__ import annotations
 

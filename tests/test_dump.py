@@ -1,4 +1,4 @@
-"""What each pass made, as text: all passes are there, equal plans have equal files, and the figures are the plan's."""
+"""The text dumps of passes: all passes are there, equal plans have equal files, and the figures are the plan's."""
 
 from __future__ import annotations
 

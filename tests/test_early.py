@@ -1,4 +1,4 @@
-"""Reductions that are awaited early: which, where, and that the step's numbers and XLA's program are as meant."""
+"""Early gradient reductions: the values and places chosen, XLA's program, and unchanged results of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples a user may copy run as they stand; the demo's step is planned (`make demo` trains it)."""
+"""The examples run as they are; the demo's step is planned (`make demo` trains it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An explanation says what, how good, why and at what price; alike rows are one."""
+"""Explanations of a plan: the decision, its optimality, its reason, and its price; equal rows become one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that every report of a plan reads: parts that sum to what is predicted, curves whose tops are its peaks."""
+"""The values in all reports of a plan: parts that add up to the prediction, memory curves with its peaks as maxima."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The explicit program is well-formed under any assignment, and its communication is what the problem prices."""
+"""The explicit program is well-formed under any assignment, and its collectives are those that the problem prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported file runs without autopar, and compiles to the program that the plan runs as."""
+"""An exported file runs without autopar, and compiles to the same program as the plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dims that are cut into equal parts: which become two, and that the numbers stay."""
+"""Dims that are cut into equal parts: which become two dims, and unchanged results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and classes of the package stay small enough to be read at once."""
+"""Files and classes of the package stay short enough to read at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A first start compiles each of its two programs once, makes the state of `jax.jit`, and says on a terminal what it waits for."""
+"""A first start compiles its two programs once each, makes `jax.jit`'s state, and reports progress on a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every front end's state is saved and restored on other devices, and training goes on as if nothing had happened."""
+"""Every front end's state is saved and restored on other devices, and training continues with the same results."""
 
 from __future__ import annotations
 

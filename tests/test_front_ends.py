@@ -1,4 +1,4 @@
-"""Every front end trains as it does without autopar: three steps on eight devices, equal to unsharded."""
+"""Every front end trains as it does without autopar: three steps on eight devices equal the unsharded steps."""
 
 from __future__ import annotations
 

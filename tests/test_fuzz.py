@@ -1,11 +1,11 @@
-"""Random programs under random strategies compute what they compute unsharded.
+"""Random programs under random strategies compute the same as unsharded.
 
-Programs are drawn from all primitives that have a rule (`random_operations`), planned for a random mesh by a solver
-that takes strategies at random, and run. In CI 500 of them, always the same; any number of others by
+Programs are drawn from all primitives with a rule (`random_operations`), planned for a random mesh by a solver with
+random strategies, and run. CI runs 500 fixed programs; to run others:
 
     FUZZ_PROGRAMS=10000 FUZZ_SEED=1 python -m pytest tests/test_fuzz.py -n 2
 
-A failure is shrunk by hypothesis and printed as text.
+hypothesis shrinks a failure and prints it as text.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What XLA's GPU compiler makes of single decisions: the collectives of each strategy of each rule, and of reshardings.
+"""The collectives that XLA's GPU compiler makes for each strategy of each rule, and for reshardings.
 
-The compiler runs for GPUs that are not there. Many decisions stand in one program, each in a scope of its own name,
-and XLA is told to merge no collectives, so that every one can be laid at its decision's door.
+The compiler runs for absent GPUs. A program has many decisions, each in a named scope of its own, and collective
+combining is off, so every collective can be attributed to its decision.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Groups: what joins, what must not, and that every node of a catalogue program is in one."""
+"""Groups: which nodes are grouped, which must not be, and that every node of a catalogue program is in one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The committed hardware profiles are complete and sane, and every mistake in one is explained."""
+"""The committed hardware profiles are complete and plausible, and every error in a profile is explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files from strangers: whatever stands in a plan, an index or a model's file is read, or refused with a sentence of ours."""
+"""Untrusted files: any plan, index or model file is read, or refused with one of autopar's own errors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Test paged attention and the selection of its backend.
 
-Every backend gives NumPy's result, whatever is in a page after a sequence's end. A device with some of the heads needs no
-pages of other devices. A backend that is wrong, raises or is slow is rejected with a reason.
+Every backend gives NumPy's result, whatever is in a page after a sequence's end. A device with some of the heads needs
+no pages of other devices. A backend that is wrong, raises or is slow is rejected with a reason.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Test the paged KV cache.
 
-No order of operations leaks a page, loses one, or lets two sequences write to one. The prefix cache finds what brute force
-finds. On the device a paged cache gives the same bits as a contiguous one.
+No order of operations leaks a page, loses one, or lets two sequences write to one. The prefix cache finds what brute
+force finds. On the device a paged cache gives the same bits as a contiguous one.
 """
 
 from __future__ import annotations

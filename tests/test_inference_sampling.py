@@ -1,7 +1,7 @@
 """Test sampling and the verification of draft tokens.
 
-Tokens have the frequencies that NumPy computes. A request gets the same tokens in any slot. If the vocabulary is split over
-eight devices, the logits are not gathered.
+Tokens have the frequencies that NumPy computes. A request gets the same tokens in any slot. If the vocabulary is split
+over eight devices, the logits are not gathered.
 """
 
 from __future__ import annotations

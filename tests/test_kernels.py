@@ -1,4 +1,4 @@
-"""Prices of kernels and collectives against what XLA's estimator logged for small programs (JAX 0.12.0.1, H100)."""
+"""Prices of kernels and collectives compared with XLA's logged estimates for small programs (JAX 0.12.0.1, H100)."""
 
 from __future__ import annotations
 

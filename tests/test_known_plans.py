@@ -1,6 +1,6 @@
-"""Plans that people found by hand are found by the planner, and the compiled program obeys.
+"""The planner finds plans that people found by hand, and the compiled program follows them.
 
-All under one alpha-beta profile, on 4 CPU devices, counted in XLA's program (scalars ignored; XLA
+All use one alpha-beta profile and 4 CPU devices. Collectives are counted in XLA's program (scalars ignored; XLA
 combines the gradient all-reduces into one).
 """
 

@@ -1,4 +1,4 @@
-"""Layouts that are told before planning: by metadata on the arguments, by the plan of another step."""
+"""Shardings given before planning: by metadata on the arguments, or by the plan of another step."""
 
 from __future__ import annotations
 

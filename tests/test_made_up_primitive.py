@@ -1,4 +1,4 @@
-"""A primitive that autopar has never heard of is priced, chosen, reported, simulated, exported and run."""
+"""A primitive that autopar does not know is priced, chosen, reported, simulated, exported and run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Manual regions: each device's own part computes what the whole does, the solver chooses them where they pay, and
-XLA's program sends what is predicted."""
+"""Manual regions: equal results, chosen by the solver where they are faster, with the predicted bytes sent."""
 
 from __future__ import annotations
 

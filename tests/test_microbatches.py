@@ -1,4 +1,4 @@
-"""A batch split over time: the numbers stay, the sums are taken once, and what cannot be split is refused by name."""
+"""Gradient accumulation: unchanged results, gradients reduced once, and errors for a batch that cannot be split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`min_cut`: the source's side of a cheapest cut, against OR-Tools."""
+"""`min_cut`: the source side of a minimum cut, compared with OR-Tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A saved plan runs where there is no solver: JAX, Flax, optax and NumPy are all it takes."""
+"""A saved plan runs without a solver: JAX, Flax, optax and NumPy suffice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flax NNX objects as arguments: changed in place, the same objects kept the same, built sharded."""
+"""Flax NNX objects as arguments: updated in place, with shared objects kept shared, created sharded."""
 
 from __future__ import annotations
 

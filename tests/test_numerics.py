@@ -1,4 +1,4 @@
-"""The main promise: a step run by a plan, any plan, computes what the unsharded step computes."""
+"""The main promise: a step run by any plan computes what the unsharded step computes."""
 
 from __future__ import annotations
 

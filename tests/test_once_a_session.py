@@ -1,4 +1,4 @@
-"""What tests share is shared only where it is the same."""
+"""Tests share results only if the results are equal."""
 
 from __future__ import annotations
 

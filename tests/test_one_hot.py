@@ -1,4 +1,4 @@
-"""The gradient of picking one element of each row: the same numbers to the bit, without a scatter."""
+"""The gradient of picking one element per row: bit-identical results without a scatter."""
 
 from __future__ import annotations
 

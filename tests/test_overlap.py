@@ -1,4 +1,4 @@
-"""Plans by prices that count on overlap: which are tried, that what is found is faster by XLA's own compiler, and fits."""
+"""Plans by prices that include overlap: which are tried, and that the result fits and is faster by XLA's estimate."""
 
 from __future__ import annotations
 

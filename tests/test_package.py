@@ -1,4 +1,4 @@
-"""The package as a reader finds it: few names at its root, each package described, nothing loaded before it is used."""
+"""The package's structure: few names at its root, a docstring for each package, and no imports before use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a plan is well formed, whole in itself, and says what the plan says, whatever names are in it."""
+"""The page of a plan is well-formed, self-contained, and agrees with the plan, whatever names it contains."""
 
 from __future__ import annotations
 

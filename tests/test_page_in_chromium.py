@@ -1,4 +1,4 @@
-"""The page in a browser: nothing on its console, shards when pointed at, light and dark, narrow, printed."""
+"""The page in a browser: an empty console, shards on hover, light and dark, narrow, printed."""
 
 from __future__ import annotations
 

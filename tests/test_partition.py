@@ -1,4 +1,4 @@
-"""Layers to stages: equal to looking at every partition, on whatever cluster, memory and schedule."""
+"""The stage partition equals exhaustive search on clusters, memory limits and schedules of all kinds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that forks and joins: branches run side by side, on devices of their own."""
+"""A model that forks and joins: its branches run concurrently, on devices of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A value that passes between submeshes arrives whole, in as small parts as both sides have."""
+"""A transfer between submeshes is complete, and sends the smallest parts that both shardings allow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model whose layers are one loop is cut between its trips, and computes what it computed."""
+"""A model whose layers are one loop is cut between iterations, with unchanged results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measured twin of a timeline: every task once, on its submesh, after what it waits for; and what is told of it."""
+"""The measured timeline of a pipeline: every task once, on its submesh, after its dependences; and its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step in stages holds: as much as its schedule keeps in flight, and no longer than it is read."""
+"""The memory of a pipeline step: what its schedule has in flight, each value until its last use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gradient's sum over the devices of a stage is taken once a step, not in each microbatch."""
+"""A gradient is reduced over the devices of a stage once per step, not in each microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in stages over several processes computes what the step computes."""
+"""A pipeline step over several processes computes what the step computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any step can be cut: those whose batch feeds back, those that train nothing, and whatever else steps do."""
+"""Any step can be cut into stages: also steps whose batch feeds back, steps without training, and others."""
 
 from __future__ import annotations
 

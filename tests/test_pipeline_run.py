@@ -1,4 +1,4 @@
-"""A step run in stages computes what the step computes."""
+"""A pipeline step computes what the step computes."""
 
 from __future__ import annotations
 

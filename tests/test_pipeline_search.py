@@ -1,4 +1,4 @@
-"""Stages found for real steps: what layers cost where, and which stages are worth it."""
+"""Stages found for real steps: the costs of layers, and the choice of stages."""
 
 from __future__ import annotations
 

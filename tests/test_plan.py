@@ -1,4 +1,4 @@
-"""Plan files round-trip, and errors name every way in which a file or a mesh can be wrong."""
+"""Plan files round-trip, and errors name every defect of a file or a mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans and compiled steps kept on disk: a second start plans nothing, and nothing wrong is ever taken."""
+"""The cache of plans and compiled steps: a second start plans nothing, and a wrong entry is never used."""
 
 from __future__ import annotations
 

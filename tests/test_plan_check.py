@@ -1,4 +1,4 @@
-"""Changed code against its committed plan: the check fails for added costs and names their place."""
+"""Changed code compared with its committed plan: the check fails for added costs and names their source lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan files under version control: a change in one place of a model, or of its text, is a change in few lines of the file."""
+"""Plan files under version control: a local change of a model, or of its source, changes few lines of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernel times by a device's own rates: never shorter than their arithmetic takes at peak."""
+"""Kernel times by a device's own rates: never shorter than their FLOPs take at peak."""
 
 from __future__ import annotations
 

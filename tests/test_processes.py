@@ -1,4 +1,4 @@
-"""Several processes, as a launcher starts them: the same numbers, mistakes and faults by name."""
+"""Several processes, as a launcher starts them: the same results, and errors and faults by name."""
 
 from __future__ import annotations
 

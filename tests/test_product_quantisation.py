@@ -1,4 +1,4 @@
-"""Product quantization: nearest codes, the distances of FAISS, and recall of lists of codes with re-ranking."""
+"""Product quantization: nearest codes, FAISS's distances, and recall of inverted lists with re-ranking."""
 
 from __future__ import annotations
 

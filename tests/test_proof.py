@@ -1,4 +1,4 @@
-"""The benchmark that holds predictions against XLA: its figures, its pins, its cache. Nothing is compiled for GPUs."""
+"""The benchmark that compares predictions with XLA: its figures, its pins, its cache. Nothing is compiled for GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`examples/rag.py`: passages with their sources, vectors that are the same every time, answers and figures."""
+"""`examples/rag.py`: passages with their sources, reproducible vectors, answers and figures."""
 
 from __future__ import annotations
 

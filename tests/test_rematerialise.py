@@ -1,4 +1,4 @@
-"""Forward values computed again: the same numbers, in less memory."""
+"""Rematerialization: unchanged results, in less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that ran, beside what its plan said: how it is timed, what is told of it, and that it costs a call nothing."""
+"""The report of a run compared with its plan: timing, contents, and no cost per call."""
 
 from __future__ import annotations
 

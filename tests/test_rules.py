@@ -1,4 +1,4 @@
-"""What each rule says of a hand-written case. `test_rules_hold` checks that it is true of real equations."""
+"""Rules on hand-written cases. `test_rules_hold` checks them on real equations."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Every strategy that a rule offers, forced, computes what the unsharded primitive computes, and costs what it says.
+"""Every strategy of every rule, forced, computes what the unsharded primitive computes, and costs what the rule says.
 
-The test walks the table: each primitive stands in a sample program below. One compiled program per sample and mesh
-holds all strategies of all its equations: operands are constrained to the strategy's shardings, results too. In
-XLA's program nothing but an all-reduce for the factors that are summed may then be left, and, of a node run as a manual
-region, the gathers that it makes by itself and the strips of its halos.
+The test loops over the table: each primitive has a sample program below. One compiled program per sample and mesh holds
+all strategies of all its equations: operands and results are constrained to the strategy's shardings. XLA's program may
+then contain only an all-reduce for the summed factors and, for a manual region, its own gathers and halo slices.
 """
 
 from __future__ import annotations

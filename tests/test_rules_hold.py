@@ -1,8 +1,8 @@
-"""What the rules say is true of real equations, of many small functions and of whole train steps.
+"""The rules hold for real equations, of many small functions and of whole train steps.
 
-A rule's factors are checked by what its primitive computes: along a pass-through factor, one half
-of a result must not change when the other half of the operands does; along a reduction factor, the
-results of two halves of the operands must combine to the result of the whole.
+A rule's factors are checked by what its primitive computes. Along a pass-through factor, one half of a result must not
+change when the other half of the operands does. Along a reduction factor, the results of two halves of the operands
+must combine to the whole result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rules that users give in one line: what they say, what is refused, and a plan that uses them."""
+"""Rules that users give in one line: their parsing, their errors, and a plan that uses them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Our rules offer what Shardy's do: each loop that its registry of operations splits, unless splitting it costs more.
+"""Our rules offer Shardy's: each loop that its registry of operations shards, unless sharding it costs communication.
 
-The table says, for a StableHLO operation and the JAX primitive that lowers to it, which loops Shardy's registry names
-(openxla/shardy, op_sharding_rule_registry.cc, as of commit 009a911). Loops in capitals we leave out, each for a reason:
-Shardy's is a propagation, in which a loop may say how neighbours are best split, though running it takes
-communication. Our factors promise that nothing but an all-reduce is needed, and, for those that read in windows, the
-strips that neighbours send each other.
+For a StableHLO operation and the JAX primitive that lowers to it, the table lists the loops in Shardy's registry
+(openxla/shardy, op_sharding_rule_registry.cc, as of commit 009a911). We leave out loops in capitals, each for a reason:
+Shardy propagates shardings, so its loops may need communication. Our factors promise that an all-reduce suffices, or,
+for operations that read windows, the halo slices of neighbours.
 """
 
 from __future__ import annotations

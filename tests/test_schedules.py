@@ -1,6 +1,6 @@
-"""Every schedule of the table, and schedules that are not in it: order, figures, errors, pictures.
+"""Every schedule of the table, and custom schedules: order, figures, errors, pictures.
 
-Durations are whole numbers, so that equal means equal.
+Durations are whole numbers, so that equality is exact.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark of vector search: ratios at equal recall, gates, recall with ties, the page and its picture."""
+"""The vector search benchmark: ratios at equal recall, gates, recall with ties, the page and its plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums in kernels of their own: which, that XLA's program is as meant and faster by XLA, and that the numbers stay."""
+"""Reductions in kernels of their own: which, XLA's program and its estimate, and unchanged results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shapes as they come: dims no axis divides, batch 1, odd numbers of devices, three axes. Planned, run, the same."""
+"""Awkward shapes: dims that no axis divides, batch 1, odd numbers of devices, three axes. Planned, run, unchanged."""
 
 from __future__ import annotations
 

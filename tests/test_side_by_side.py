@@ -1,4 +1,4 @@
-"""Work shared with copies of this process: all of it is done, whatever becomes of the copies, and none stays behind."""
+"""Work shared with copies of this process: all of it is done, even if copies fail, and no copy remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spatial parallelism as an assignment: chosen where it is the optimum, exact, and its halos those that were predicted."""
+"""Spatial parallelism as an assignment: chosen where it is the optimum, exact, with the predicted halos."""
 
 from __future__ import annotations
 

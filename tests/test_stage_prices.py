@@ -1,4 +1,4 @@
-"""Prices of stages: from few plans, and as stages really are when they are planned."""
+"""Prices of stages: from few plans, compared with planned stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random train steps in stages are what they are under plain `jax.jit`: `staged_steps`."""
+"""Random train steps in stages give the results of plain `jax.jit` (`staged_steps`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps in stages by the one decorator: planned, run, saved, explained, compared, verified; and what is refused."""
+"""Pipeline steps by `parallelize`: planned, run, saved, explained, compared, verified, refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step in stages once got wrong, or ended in a traceback: it gives what plain `jax.jit` gives, or says why not."""
+"""Regression tests of pipeline steps: each gives the results of plain `jax.jit`, or an error that says why not."""
 
 from __future__ import annotations
 

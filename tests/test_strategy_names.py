@@ -1,4 +1,4 @@
-"""The strategy of a plan is called what people call it; its summary has MFU, throughput and what bounds the step."""
+"""The strategy of a plan has its common name; the summary has MFU, throughput and what bounds the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops, branches, recomputation, and what a program splits itself: laid open, planned with the rest, run as before."""
+"""Loops, branches, rematerialization and manual sharding in a program: expanded, planned, run as before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace: flat, alive, numbered afresh, and it remembers where everything came from."""
+"""The trace: flat, without dead code, renumbered, with the origin of every equation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The builder of traces: numbering, copies, written equations, loops, dead code, and what it refuses."""
+"""The trace builder: numbering, copies, written equations, loops, dead code, and errors."""
 
 from __future__ import annotations
 

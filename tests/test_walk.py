@@ -1,4 +1,4 @@
-"""From a call of a planned step to the problem is a short way, and no package calls one above it."""
+"""The path from a call of a planned step to the problem is short, and no package calls one above it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost of a runner-up for the whole step, explained by the difference of two plans."""
+"""The cost of a runner-up for the whole step, explained by the difference between two plans."""
 
 from __future__ import annotations
 

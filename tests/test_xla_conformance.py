@@ -1,8 +1,9 @@
 """Conformance of `autopar.xla_model` with XLA's own passes, on every supported JAX release.
 
-Small steps with pinned inputs are planned for eight H100s, predicted pass by pass, and compiled for eight absent ones. The
-compiled program shows the effect of each pass: bytes sent (SPMD partitioner), number of collectives (combiners), number of
-kernels (fusion), temporaries (buffer assignment), hidden collectives and estimated step time (latency-hiding scheduler).
+Small steps with pinned inputs are planned for eight H100s, predicted pass by pass, and compiled for eight absent ones.
+The compiled program shows the effect of each pass: bytes sent (SPMD partitioner), number of collectives (combiners),
+number of kernels (fusion), temporaries (buffer assignment), hidden collectives and estimated step time (latency-hiding
+scheduler).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Real models that nobody here wrote train by any plan as they do without one: the zoo's small configurations.
+"""Real models from their own libraries train by any plan as without one: the zoo's small configurations.
 
-Eight CPU devices; the planner's own mesh, and three that are forced.
+Eight CPU devices; the planner's own mesh, and three forced ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A traced step as the planner and the executor need it.
 
-In: a user's step and its arguments. Out: `Program`: its trace and graph, what is carried and what is donated, and what
-tells it from another.
+In: a user's step and its arguments. Out: `Program`: the step's trace and graph, its carried and donated inputs, and a
+signature that identifies it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class Program:
     """A traced step as the planner and the executor need it.
 
     Args:
-        signature: of the step as the user wrote it, whatever is computed again.
-        whole: where the trace sees dims as two, the same step with those dims as they were written.
-        num_microbatches, own_statistics: how its batch is split over time.
-        unsplit: where it is, the step as it was. split: where it is not, the steps in which it is, so far.
-        recomputed: what the trace computes again.
-        before: where it does, the same step without that.
-        annotations: of the step as traced, by path, how its arguments' own metadata say to split them.
+        signature: identifies the step as the user wrote it, before rematerialization.
+        whole: the same step with its dims as written, if the trace splits dims in two.
+        num_microbatches, own_statistics: how the batch is split into microbatches.
+        unsplit: the step with the whole batch, if this one runs in microbatches.
+        split: if this one does not, its versions in microbatches that have been built so far.
+        recomputed: the rematerialized segments of the trace.
+        before: the same step without rematerialization, if the trace has any.
+        annotations: by input path, the sharding that the arguments' own metadata ask for.
     """
 
     trace: Trace
@@ -63,17 +64,17 @@ class Program:
 
     @property
     def forms(self) -> tuple[Program, ...]:
-        """The forms that this step has; as it was written comes last."""
+        """The forms of this step; the form with dims as written comes last."""
         return (self,) if self.whole is None else (self, self.whole)
 
     @property
     def as_traced(self) -> Program:
-        """This step before its batch was split over time, and before anything in it was computed again."""
+        """This step before gradient accumulation and rematerialization."""
         first = self.before or self
         return first.unsplit or first
 
     def of(self, plan: Plan) -> Program:
-        """This step in the form that a plan is of: its batch split over time and values computed again as it says."""
+        """This step in the form that a plan was made for, with the plan's microbatches and rematerialized segments."""
         agains, split = tuple(one.segment for one in plan.rematerialized), plan.microbatches
         if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
             return self
@@ -82,15 +83,15 @@ class Program:
             first = first.in_microbatches(split.count, own_statistics=split.own_statistics)
         same = (form for form in first.forms if form.signature.fingerprint == plan.program.fingerprint)
         form = next(same, None)
-        if form is None:  # of another program, which is for the caller to refuse
+        if form is None:  # the plan is of another program; the caller refuses it
             return first
         return replace(recomputing(form, agains), before=first) if agains else form
 
     def in_microbatches(self, count: int, *, own_statistics: bool = False) -> Program:
-        """This step, as traced, with its batch split over time into `count` parts.
+        """This step, as traced, with its batch split into `count` microbatches.
 
         Raises:
-            MicrobatchError: where it cannot be.
+            MicrobatchError: the batch cannot be split.
         """
         traced, key = self.as_traced, (count, own_statistics)
         if count == 1:
@@ -106,7 +107,7 @@ class Program:
 
 
 def recomputing(program: Program, agains: Sequence[RematSegment]) -> Program:
-    """A step that computes some of its values again in the backward pass."""
+    """The step with some of its forward values recomputed in the backward pass."""
     if not agains:
         return program
     rewritten = recompute(program.trace, agains)
@@ -125,17 +126,18 @@ def program_of(
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: str | Sequence[str] | None = None,
 ) -> Program:
-    """Trace a step and say what is carried and what is donated."""
+    """Trace a step, and find which inputs it carries and which it donates."""
     with opened(Step.of(step, static_argnames), args, kwargs or {}) as call:
         return program_of_call(call, carry=carry, donate=donate)
 
 
 def program_of_call(call: Call, *, carry: Sequence[str] | None, donate: Sequence[str] | None) -> Program:
-    """Trace a call of a step and say what is carried and what is donated.
+    """Trace a call of a step, and find which inputs it carries and which it donates.
 
-    What objects hold is carried where the step changes it; of other arguments, what comes back in the result.
+    The state of an object argument is carried if the step changes it. Any other argument is carried if the result
+    returns it.
     """
-    args = jax.tree.map(shape_struct, call.trees)  # where an array lies now must not enter the trace
+    args = jax.tree.map(shape_struct, call.trees)  # the arrays' current shardings must not enter the trace
     traced = trace(call.function, args, step=call.step, names=call.names, hint=call.hint())
     outputs = jax.tree.unflatten(traced.out_tree, _abstract_outputs(traced))
     traced = replace(traced, output_paths=call.output_paths(outputs))
@@ -151,11 +153,12 @@ def program_of_call(call: Call, *, carry: Sequence[str] | None, donate: Sequence
 def program_of_trace(
     traced: Trace, leaves: tuple[tuple[int, int], ...], carried: tuple[int, ...], donated: tuple[int, ...]
 ) -> Program:
-    """A trace, and the same with dims that are cut into equal parts seen as two.
+    """Build a program from a trace; dims that are cut into equal parts become two dims.
 
     Args:
-        leaves: pairs of positions of inputs and outputs that hold one state.
-        carried: positions of the arguments that hold it. donated: positions of the inputs that are.
+        leaves: pairs (input, output) of positions that hold the same state.
+        carried: positions of the arguments that hold it.
+        donated: positions of the donated inputs.
     """
     graph = graph_of(traced, leaves)
     check(graph)
@@ -172,7 +175,7 @@ def _abstract_outputs(traced: Trace) -> list[Any]:
     def abstract(output: Any) -> Any:
         if isinstance(output, int):
             return jax.ShapeDtypeStruct(jax.numpy.shape(traced.avals[output]), traced.avals[output].dtype)
-        return jax.ShapeDtypeStruct((), jax.numpy.result_type(output.value))  # of JAX's own scalars, or Python's
+        return jax.ShapeDtypeStruct((), jax.numpy.result_type(output.value))  # a scalar of JAX or of Python
 
     return [abstract(output) for output in traced.outputs]
 

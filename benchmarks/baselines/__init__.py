@@ -1,1 +1,1 @@
-"""What autopar is measured against."""
+"""The baselines that autopar is measured against."""

@@ -1,8 +1,8 @@
 """Sharding recipes as experts write them by hand, for a GPT with fused QKV.
 
-A recipe is a mesh and two functions from a tensor's path and shape to its `PartitionSpec`; it is
-applied with `jax.jit`'s in and out shardings. Paths are like `params/block_0/qkv/kernel`; optimizer
-state ends in the path of its parameter and is split alike.
+A recipe is a mesh and two functions from a tensor's path and shape to its `PartitionSpec`; it is applied by `jax.jit`'s
+in and out shardings. Paths are like `params/block_0/qkv/kernel`; a path of the optimizer state ends with the path of
+its parameter and has the same sharding.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ SpecOf = Callable[[str, tuple[int, ...]], PartitionSpec]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Where every tensor of a `TrainState` and of the batch goes on a mesh of these axes.
+    """The sharding of every tensor of a `TrainState` and of the batch on a mesh with these axes.
 
     Args:
         axes: name and size of each mesh axis.
-        state_spec, batch_spec: how tensors come in and go out.
-        gather_params: whether the step starts by gathering the parameters: the one constraint
-            without which XLA moves activations rather than split weights.
+        state_spec, batch_spec: functions from a tensor's path and shape to its `PartitionSpec`.
+        gather_params: whether the step first all-gathers the parameters. Without this constraint, XLA reshards
+            activations rather than gather sharded weights.
     """
 
     axes: dict[str, int]
@@ -43,7 +43,7 @@ class Recipe:
 def apply(
     recipe: Recipe, step: Callable[..., Any], create_state: Callable[[jax.Array], Any], batch: Any
 ) -> tuple[Callable[..., Any], Any]:
-    """The step jitted by the recipe, with its state built already sharded."""
+    """The step jitted with the recipe's shardings, and its state, created sharded."""
     mesh, rng = recipe.mesh(), jax.random.key(0)
     state = _shardings(mesh, recipe.state_spec, jax.eval_shape(create_state, rng))
     whole = NamedSharding(mesh, PartitionSpec())
@@ -58,12 +58,12 @@ def apply(
 
 
 def data_parallel(num_devices: int) -> Recipe:
-    """Every device has the whole state and a part of the batch."""
+    """Data parallelism: the state is replicated, and the batch is sharded."""
     return Recipe({"data": num_devices}, _replicated, _split_batch)
 
 
 def fsdp(num_devices: int, gather_params: bool) -> Recipe:
-    """ZeRO-3: every tensor of the state is split on its largest dim that divides, the batch too."""
+    """ZeRO-3: every tensor of the state is sharded on its largest divisible dim; so is the batch."""
 
     def state_spec(path: str, shape: tuple[int, ...]) -> PartitionSpec:
         divisible = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
@@ -76,7 +76,7 @@ def fsdp(num_devices: int, gather_params: bool) -> Recipe:
 
 
 def megatron(num_data: int, num_model: int) -> Recipe:
-    """Megatron-LM: column then row in attention and MLP, the vocabulary split at both ends."""
+    """Megatron-LM: attention and MLP sharded by column, then by row; embedding and head sharded over the vocabulary."""
     column, row, vector = PartitionSpec(None, "model"), PartitionSpec("model"), PartitionSpec("model")
     table = {
         r"(qkv|mlp_in|head)/kernel$": column,
@@ -92,7 +92,7 @@ def megatron(num_data: int, num_model: int) -> Recipe:
 
 
 def recipes(num_devices: int) -> dict[str, Recipe]:
-    """All of them; Megatron on every mesh from tensor parallelism alone to two model shards."""
+    """All recipes; Megatron on every mesh from tensor parallelism alone to two model shards."""
     hybrids = {
         f"Megatron {data}x{num_devices // data}": megatron(data, num_devices // data)
         for data in range(1, num_devices)

@@ -1,6 +1,6 @@
-"""Every layer of a Flax model under `jax.checkpoint`, as users write it by hand where a step does not fit.
+"""Put every layer of a Flax model under `jax.checkpoint`, as users write it by hand if a step does not fit.
 
-In: where the layer's class stands. Out: a context in which models are built of such layers.
+In: module and name of the layer's class. Out: a context in which models are built of such layers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import flax.linen as nn
 
 @contextmanager
 def whole_layers(module: str, name: str) -> Iterator[None]:
-    """Layers keep what they are given, and compute the rest again in the backward pass.
+    """A context in which layers keep only their inputs, and recompute the rest in the backward pass.
 
     Args:
-        module, name: of the class; it is called with arrays by position, and flags by name.
+        module, name: the layer's class. It is called with arrays by position and with flags by name.
     """
     layer: Any = getattr(importlib.import_module(module), name)
 

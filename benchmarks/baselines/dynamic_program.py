@@ -1,10 +1,9 @@
-"""Dynamic programming along the order of the nodes, for comparison: exact where the graph is a chain.
+"""Solve by dynamic programming along the order of the nodes, for comparison: exact if the graph is a chain.
 
-In: a `Problem`. Node by node, each strategy keeps the cheapest way to get there from the strategies of the node
-before. An edge from further back is priced by what that way chose. So it was done before integer programmes: OptCNN
-(Jia et al., "Exploring hidden dimensions in parallelizing convolutional neural networks", 2018) and Tofu (Wang et al.,
-"Supporting very large models using automatic dataflow graph partitioning", 2019) make graphs into chains first. Memory
-is not looked at.
+In: a `Problem`. For each node in order, each strategy keeps its cheapest path from the strategies of the node before.
+An edge from an earlier node is priced by the strategy on that path. OptCNN (Jia et al., "Exploring hidden dimensions in
+parallelizing convolutional neural networks", 2018) and Tofu (Wang et al., "Supporting very large models using automatic
+dataflow graph partitioning", 2019) first reduce graphs to chains and then do this. Memory is ignored.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from autopar.solve.problem import Problem, Solution, Status
 
 @dataclass(frozen=True, slots=True)
 class DynamicProgram:
-    """A `Solver` that proves nothing."""
+    """A `Solver` without a proof."""
 
     def solve(self, problem: Problem) -> Solution:
-        """The assignment it finds; none where that is forbidden or holds too much."""
+        """The assignment that it finds; none if that is forbidden or needs too much memory."""
         num_nodes = len(problem.node_costs)
         if not all(len(costs) for costs in problem.node_costs):
             return Solution((), math.inf, -math.inf, Status.NOT_FOUND)
@@ -30,7 +29,7 @@ class DynamicProgram:
         for node, edges in enumerate(back):
             for other, _ in edges:
                 until[other] = max(until[other], node)
-        ways: dict[int, np.ndarray] = {}  # of the nodes that later ones ask for: their strategy on each way
+        ways: dict[int, np.ndarray] = {}  # node that later nodes read -> its strategy on each path
         steps: list[np.ndarray] = []
         costs = np.zeros(1)
         for node, own in enumerate(problem.node_costs):
@@ -56,7 +55,7 @@ class DynamicProgram:
 
 
 def _edges_back(problem: Problem) -> list[list[tuple[int, np.ndarray]]]:
-    """Of each node, the edges to lower nodes, with the other node's strategies as rows."""
+    """For each node, the edges to earlier nodes, with the other node's strategies as rows."""
     back: list[list[tuple[int, np.ndarray]]] = [[] for _ in problem.node_costs]
     for edge in problem.edges:
         if edge.source < edge.target:

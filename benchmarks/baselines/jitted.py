@@ -1,7 +1,7 @@
-"""A step jitted by a recipe as its user would write it: with `in_shardings` and `out_shardings`, and nothing inside.
+"""Jit a step by a recipe as its user would write it: with `in_shardings` and `out_shardings` alone.
 
-In: a step, its arguments (shapes are enough), pins as `pinned` gives them, a mesh. Out: what `jax.jit` returns; over a
-mesh without devices, for `autopar.diagnose`, or over devices.
+In: a step, its arguments (shapes are enough), pins from `pinned`, and a mesh, with or without devices. Out: the result
+of `jax.jit`. Without devices, `autopar.diagnose` can read it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from benchmarks.baselines.pinned import Pins
 
 
 def jitted(step: Any, args: tuple[Any, Any], pins: Pins, mesh: MeshShape | Mesh) -> Any:
-    """The step `(state, batch) -> (state, loss)`; the state goes out as it comes in, and is donated."""
+    """The jitted step `(state, batch) -> (state, loss)`; the new state has the old one's shardings, and the old one is
+    donated."""
     over = abstract_mesh(mesh) if isinstance(mesh, MeshShape) else mesh
     shardings = shardings_of(args, pins, over)
     out = (shardings[0], NamedSharding(over, PartitionSpec()))
@@ -25,7 +26,7 @@ def jitted(step: Any, args: tuple[Any, Any], pins: Pins, mesh: MeshShape | Mesh)
 
 
 def shardings_of(args: tuple[Any, Any], pins: Pins, mesh: Any) -> tuple[Any, Any]:
-    """Of state and batch, as pytrees."""
+    """Shardings of the state and of the batch, as pytrees."""
 
     def named(root: str, tree: Any) -> Any:
         def one(path: Any, leaf: Any) -> NamedSharding:

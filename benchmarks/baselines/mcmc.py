@@ -1,8 +1,8 @@
-"""Randomised search over strategies, as FlexFlow's: one node changes at a time, and Metropolis decides.
+"""Randomised search over strategies, as in FlexFlow: propose a change of one node, and accept it by Metropolis's rule.
 
-(Jia, Zaharia and Aiken, "Beyond data and model parallelism for deep neural networks", 2019.) Where it begins, each node
-has its cheapest strategy. As long as too much memory is held, a change that holds no more at the worst instant is taken
-for granted, and then none that exceeds the limit.
+(Jia, Zaharia and Aiken, "Beyond data and model parallelism for deep neural networks", 2019.) The search begins with
+each node's cheapest strategy. While the assignment exceeds the memory limit, changes that raise memory at no instant
+are always accepted; afterwards, changes that exceed the limit never are.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numpy as np
 from autopar.solve.live_instants import instants_of
 from autopar.solve.problem import Problem, Solution, Status
 
-_HEAT = 1e-6  # temperature, by the cost at hand
-_LOOKS = 256  # proposals between two looks at the clock
+_HEAT = 1e-6  # temperature, relative to the current cost
+_LOOKS = 256  # proposals between two checks of the time
 
 
 @dataclass(frozen=True, slots=True)
 class Mcmc:
-    """A `Solver` that proves nothing.
+    """A `Solver` without a proof.
 
     Args:
-        time_limit_s: seconds.
-        seed: of its random numbers.
+        time_limit_s: time limit in seconds.
+        seed: seed of its random numbers.
     """
 
     time_limit_s: float = 60.0
     seed: int = 0
 
     def solve(self, problem: Problem) -> Solution:
-        """The best assignment met that fits."""
+        """The best assignment found that fits."""
         deadline = time.monotonic() + self.time_limit_s
         walk = _Walk(problem, np.random.default_rng(self.seed))
         while time.monotonic() < deadline:
@@ -45,7 +45,7 @@ class Mcmc:
 
 
 class _Walk:
-    """The assignment at hand and the best so far."""
+    """The current assignment, and the best so far."""
 
     def __init__(self, problem: Problem, rng: np.random.Generator) -> None:
         self.best: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ class _Walk:
         self._remember()
 
     def propose(self) -> None:
-        """Propose another strategy of a node, and take it or not."""
+        """Propose another strategy for a node, and accept or reject it."""
         if not self._free:
             return
         node = self._free[int(self._rng.integers(len(self._free)))]
@@ -90,7 +90,7 @@ class _Walk:
         self._remember()
 
     def _easier(self, node: int, new: int) -> bool:
-        """Whether nothing more is held anywhere, while too much is."""
+        """Whether a change raises memory at no instant."""
         return all(amounts[new] <= amounts[self._choices[node]] for _, _, amounts in self._held[node])
 
     def _of(self, node: int, strategy: int) -> float:

@@ -1,8 +1,8 @@
-"""Keeps a planner from every use of an axis but Megatron's: weights and features split, data whole.
+"""Restrict a planner's use of an axis to Megatron's: weights and features sharded, data whole.
 
-Pins hold inputs alone, and with weights pinned as Megatron has them autopar still prefers to gather
-them and split the batch over the same axis. Within `data_whole_over`, what would split the batch, the
-sequence or an image's rows and columns over the axis is forbidden, as the solver's problem has it.
+Pins only fix inputs. Even with the weights pinned as in Megatron, autopar may prefer to gather them and shard the batch
+over the same axis. Within `data_whole_over`, the solver's problem forbids strategies that shard the batch, the
+sequence, or an image's rows and columns over the axis.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from autopar.formulate.formulation import Formulation
 from autopar.ir.sharding import TensorSharding
 from autopar.planner import one_mesh
 
-#: Channels of an image.
+#: Number of an image's channels.
 COLOURS = 3
 
 
 @contextmanager
 def data_whole_over(axis: str, batch: int, lengths: Collection[int]) -> Iterator[None]:
-    """Forbid it in all that is planned within.
+    """A context in which plans never shard data over the axis.
 
     Args:
-        batch: the size of the first dim of data, and of no weight's.
-        lengths: sizes of the second dim where it counts the tokens of an example.
+        axis: the mesh axis.
+        batch: size of the first dim of data; no weight's first dim has it.
+        lengths: sizes of the second dim if it counts tokens.
     """
     formulate: Callable[..., Formulation] = one_mesh.formulate
 
@@ -62,7 +63,7 @@ def data_dims(shape: tuple[int, ...], batch: int, lengths: Collection[int]) -> t
 
 
 def _shardings(formulation: Formulation) -> list[list[tuple[tuple[int, ...], tuple[TensorSharding, ...]]]]:
-    """Per decision, the shape and the sharding under each strategy of all that it makes or reads."""
+    """For each decision, the shapes of its tensors, and their sharding under each strategy."""
     graph, found = formulation.graph, []
     for decision in formulation.decisions:
         shapes = []

@@ -1,8 +1,7 @@
-"""Sharding recipes as experts write them by hand, as pins for `autopar.plan`: then each has a prediction.
+"""Express sharding recipes as pins for `autopar.plan`, so that each recipe has a prediction.
 
-In: the arguments of a step (shapes are enough) and a mesh. Out: path -> `PartitionSpec`, for every
-tensor of the state and of the batch; the optimizer's are split as the parameters they belong to.
-Activations stay free.
+In: the arguments of a step (shapes are enough) and a mesh. Out: path -> `PartitionSpec`, for every tensor of the state
+and of the batch. The optimizer state has the shardings of its parameters. Activations are not pinned.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from autopar.ir.mesh import MeshShape
 Pins = dict[str, PartitionSpec]
 Shape = tuple[int, ...]
 
-#: The ends of the names of the kernels (or biases) that Megatron-LM splits by column and by row.
+#: Suffixes of the kernels (or biases) that Megatron-LM shards by column and by row.
 _COLUMN = re.compile(
     r"(c_attn|c_fc|self/(query|key|value)|attention/(query|key|value)|[qkv]_proj|gate_proj|up_proj"
     r"|intermediate/dense|fc1|qkv|mlp_in|lm_head|head|classifier/\d+)/(kernel|bias)$"
@@ -28,18 +27,19 @@ _ROW = re.compile(r"(c_proj|[^/]*attn/out_proj|o_proj|down_proj|output/dense|fc2
 _VOCABULARY = re.compile(r"(wte|embed_tokens|word_embeddings|shared|token_embed)/embedding$")
 #: Hugging Face's GPT-2 has its kernels as (out, in).
 _TRANSPOSED = re.compile(r"/(c_attn|c_fc|c_proj)/kernel$")
-#: Experts' weights lie one after the other: each group of GPUs has some of them whole.
+#: Experts' weights are stacked: each group of GPUs has some whole experts.
 _EXPERTS = re.compile(r"(gate|up|down)_experts$")
 _CONVOLUTION = re.compile(r"(/convolution/kernel|/normalization/(scale|bias|mean|var))$")
 
 
 def data_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
-    """Every device has the whole state and a part of the batch."""
+    """Data parallelism: the state is replicated, and the batch is sharded."""
     return _pins(args, mesh, lambda path, shape: ())
 
 
 def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
-    """ZeRO-3: every tensor of the state is split on its largest dim that divides, over the last axis; the batch over all."""
+    """ZeRO-3: every tensor of the state is sharded on its largest divisible dim, over the last axis; the batch over all
+    axes."""
     size, axis = mesh.axis_sizes[-1], mesh.axis_names[-1]
 
     def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
@@ -52,8 +52,8 @@ def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
 
 
 def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
-    """Megatron-LM: column then row in attention and MLP, the vocabulary where it divides; in a
-    convolutional network the output channels, of a mixture the experts. The batch is split over the other axis."""
+    """Megatron-LM: attention and MLP sharded by column, then by row, and the vocabulary if it divides; the output
+    channels of a convolutional network, and the experts of a mixture. The batch is sharded over the other axis."""
     size = mesh.size("model")
 
     def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
@@ -64,12 +64,12 @@ def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
 
 
 def is_split_by_columns(module: str) -> bool:
-    """Whether tensor parallelism splits the result of a module of this path on its last dim."""
+    """Whether tensor parallelism shards the last dim of the result of the module at this path."""
     return bool(_COLUMN.search(f"{module}/kernel"))
 
 
 def _split_dim(path: str, shape: Shape) -> int | None:
-    """The dim of a tensor that tensor parallelism splits."""
+    """The dim of a tensor that tensor parallelism shards."""
     if _CONVOLUTION.search(path) or _COLUMN.search(path):
         return 0 if _TRANSPOSED.search(path) else len(shape) - 1
     if _ROW.search(path):

@@ -1,7 +1,7 @@
-"""Stages with equal numbers of layers, or of equal FLOPs, on equal submeshes: as one would cut a model by hand.
+"""Partition into stages with equal numbers of layers, or with equal FLOPs, on equal submeshes, as done by hand.
 
-In: a `PartitionProblem`. Out: the best of these over the numbers of stages that the cluster can be divided into. Where
-it has two kinds of devices, each has its share of the stages by its number of devices.
+In: a `PartitionProblem`. Out: the best of these partitions over the possible numbers of stages. On a cluster with two
+kinds of devices, each kind gets stages in proportion to its number of devices.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from autopar.solve.problem import Status
 
 @dataclass(frozen=True, slots=True)
 class EqualLayers:
-    """A `Partitioner`: every stage has as many layers, as nearly as can be."""
+    """A `Partitioner`: all stages have the same number of layers, give or take one."""
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The best number of such stages."""
+        """The best partition over numbers of stages."""
         return best_of_equal(problem, lambda count: balanced([1.0] * problem.num_layers, count))
 
 
 @dataclass(frozen=True, slots=True)
 class EqualOperators:
-    """A `Partitioner`: the largest stage has as few FLOPs as can be.
+    """A `Partitioner`: minimizes the FLOPs of the largest stage.
 
     Args:
-        flops: of each layer.
+        flops: FLOPs of each layer.
     """
 
     flops: Sequence[float]
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The best number of such stages."""
+        """The best partition over numbers of stages."""
         return best_of_equal(problem, lambda count: balanced(self.flops, count))
 
 
 def best_of_equal(problem: PartitionProblem, cut: Callable[[int], list[int]]) -> Partition:
-    """The best of equal submeshes, with layers cut by the number of stages.
+    """The best partition over equal submeshes.
 
     Args:
-        cut: where each stage starts, by the number of stages.
+        cut: function from the number of stages to the first layer of each stage.
     """
     prices = Prices(problem)
     candidates: list[tuple[Stage, ...]] = []
@@ -58,7 +58,7 @@ def best_of_equal(problem: PartitionProblem, cut: Callable[[int], list[int]]) ->
 
 
 def best(prices: Prices, candidates: Sequence[tuple[Stage, ...]]) -> Partition:
-    """The cheapest of these, with no proof of anything."""
+    """The cheapest candidate, without a proof."""
     costs = [prices.evaluate(stages) for stages in candidates]
     least = min(costs, default=math.inf)
     if math.isinf(least):
@@ -75,8 +75,8 @@ def on_places(line: Line, places: Sequence[int], starts: Sequence[int], num_laye
 
 
 def equal_submeshes(problem: PartitionProblem, line: Line) -> Iterator[list[int]]:
-    """Places that divide all devices, for each number of stages that allows it: of one shape within each kind, and of
-    one option within all."""
+    """For each possible number of stages, places that divide all devices: with one shape within each kind of device,
+    and one option overall."""
     options = sorted({shape.option for shape in problem.all_shapes})
     for count, option in itertools.product(range(1, problem.most_stages + 1), options):
         places: list[int] = []
@@ -96,7 +96,7 @@ def equal_submeshes(problem: PartitionProblem, line: Line) -> Iterator[list[int]
 
 
 def balanced(weights: Sequence[float], count: int) -> list[int]:
-    """Where `count` runs start, the heaviest of which is as light as can be; none is empty."""
+    """Starts of `count` non-empty runs that minimize the weight of the heaviest."""
     n = len(weights)
     done = np.concatenate([[0.0], np.cumsum(weights)])
     worst = np.full((count + 1, n + 1), np.inf)

@@ -1,8 +1,8 @@
-"""Stages by minimum cut: the fewest bytes between them, on equal submeshes.
+"""Partition into stages by minimum cut: the fewest bytes between stages, on equal submeshes.
 
-In: a `PartitionProblem`, the FLOPs of its layers, and the bytes between them. The layers are cut in two where the
-fewest bytes pass, of the places that leave either side a third of its share of the FLOPs; then each part likewise
-(recursive bisection, as METIS does it; in a chain every minimum cut is one of its places).
+In: a `PartitionProblem`, the FLOPs of its layers, and the bytes between them. Recursive bisection, as in METIS: cut the
+layers where the fewest bytes pass, among the places that leave either side at least a third of its share of the FLOPs;
+then cut each part in the same way. In a chain, every minimum cut is a single place.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ class MinCut:
     """A `Partitioner`.
 
     Args:
-        flops: of each layer.
-        cut_bytes: that pass into each layer from those before it.
+        flops: FLOPs of each layer.
+        cut_bytes: bytes that pass into each layer from those before it.
     """
 
     flops: Sequence[float]
     cut_bytes: Sequence[float]
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The best number of such stages."""
+        """The best partition over numbers of stages."""
         return best_of_equal(problem, lambda count: self._bisect(0, problem.num_layers, count))
 
     def _bisect(self, first: int, end: int, count: int) -> list[int]:
-        """Where `count` stages of some layers start."""
+        """The starts of `count` stages over a range of layers."""
         if count == 1:
             return [first]
         ahead = count // 2

@@ -1,4 +1,4 @@
-"""Random partitions: any number of stages, any cuts, any submeshes in line; the best that fits is kept."""
+"""Partition at random: any number of stages, any cuts, any submeshes in line; keep the best partition that fits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class RandomSearch:
     """A `Partitioner`.
 
     Args:
-        num_samples: partitions that are looked at.
-        seed: of its random numbers.
+        num_samples: number of partitions to draw.
+        seed: seed of its random numbers.
     """
 
     num_samples: int = 1000
     seed: int = 0
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The best met."""
+        """The best partition found."""
         rng = np.random.default_rng(self.seed)
         every = lines(problem.cluster, problem.all_shapes)
         drawn = [_draw(problem, every[int(rng.integers(len(every)))], rng) for _ in range(self.num_samples)]
@@ -40,7 +40,7 @@ def _draw(problem: PartitionProblem, line: Line, rng: np.random.Generator) -> tu
         here = np.flatnonzero(line.start == at)
         if not len(here):
             break
-        # Leave each of the others a device where that can be.
+        # Leave at least one device for each later stage if possible.
         room = problem.cluster.num_devices - at - (wanted - len(places) - 1)
         small = [p for p in here.tolist() if line.end[p] - at <= max(room, 1)]
         if not small:

@@ -1,10 +1,11 @@
-"""A policy that learns to place layers one after another, from the objective alone.
+"""Learn a policy that places layers one after another, from the objective alone.
 
-After Placeto (Addanki et al. 2019): a policy goes through the layers, sees features of the place it is at, and decides;
-a finished partition's objective, against a running mean, is its reward, and its parameters follow the policy gradient
-(REINFORCE, Williams 1992). Placeto's graph network has a chain to look at here, so its embedding is a few sums: the
-share of the work since the stage began, before it and behind it, of the devices left, and of what comes next. A layer
-either stays in the stage, or begins one on the next submesh of some size. The policy is one hidden layer, in NumPy.
+After Placeto (Addanki et al. 2019). The policy visits the layers in order, sees features of the current layer, and
+decides. The reward is the objective of the finished partition, relative to a running mean; the parameters follow the
+policy gradient (REINFORCE, Williams 1992). Placeto's graph network would see a chain here, so a few sums replace its
+embedding: the shares of the FLOPs since the stage began, before it and after it, of the devices left, and of the next
+layer. A layer either stays in the stage, or begins a new one on the next submesh of some size. The policy is a NumPy
+network with one hidden layer.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from benchmarks.baselines.stages_equal import best, on_places
 
 _HIDDEN = 16
 _RATE = 0.05
-_MEAN = 0.9  # how much of the running mean of rewards stays
+_MEAN = 0.9  # decay of the running mean of rewards
 _ENTROPY = 0.01
-_WORST = -3.0  # the reward of what does not fit
+_WORST = -3.0  # reward of a partition that does not fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,10 @@ class Reinforce:
     """A `Partitioner`.
 
     Args:
-        flops: of each layer.
-        num_episodes: partitions that it makes; it learns after each batch of them.
-        batch: partitions of one step of the gradient.
-        seed: of its random numbers.
+        flops: FLOPs of each layer.
+        num_episodes: number of partitions to draw.
+        batch: partitions per gradient step.
+        seed: seed of its random numbers.
     """
 
     flops: Sequence[float]
@@ -44,7 +45,7 @@ class Reinforce:
     seed: int = 0
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """The best met."""
+        """The best partition found."""
         prices, rng = Prices(problem), np.random.default_rng(self.seed)
         every = lines(problem.cluster, problem.all_shapes)
         policy = _Policy(1 + len(problem.all_shapes), rng)
@@ -63,7 +64,7 @@ class Reinforce:
         return best(prices, list(met))
 
     def _episode(self, problem: PartitionProblem, line: Line, policy: _Policy) -> tuple[tuple[Stage, ...], list[_Step]]:
-        """A partition, drawn from the policy, with what it saw and did."""
+        """A partition drawn from the policy, with the observations and actions."""
         work = np.asarray(self.flops, float) / np.sum(self.flops)
         num_devices = problem.cluster.num_devices
         starts: list[int] = []
@@ -101,14 +102,14 @@ class _Step:
 
 
 class _Policy:
-    """Chances of actions: softmax of one hidden layer."""
+    """Probabilities of actions: softmax over one hidden layer."""
 
     def __init__(self, num_actions: int, rng: np.random.Generator) -> None:
         self._rng = rng
         self._first = rng.normal(0, 0.3, (7, _HIDDEN))
         self._second = rng.normal(0, 0.1, (_HIDDEN, num_actions))
         self._bias = np.zeros(num_actions)
-        self._bias[0] = math.log(num_actions)  # most layers stay in the stage
+        self._bias[0] = math.log(num_actions)  # most layers stay in the current stage
 
     def act(self, seen: np.ndarray, allowed: np.ndarray) -> _Step:
         """Draw one of the allowed actions."""
@@ -119,7 +120,7 @@ class _Policy:
         return _Step(seen, hidden, chances, int(self._rng.choice(len(chances), p=chances)))
 
     def learn(self, episodes: Sequence[Sequence[_Step]], advantages: np.ndarray) -> None:
-        """One step up the gradient of the expected reward, and a little of the entropy's."""
+        """One gradient step on the expected reward, plus a small entropy bonus."""
         first, second, bias = (np.zeros_like(a) for a in (self._first, self._second, self._bias))
         for steps, advantage in zip(episodes, advantages.tolist(), strict=True):
             for step in steps:

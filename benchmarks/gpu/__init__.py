@@ -1,1 +1,1 @@
-"""What is measured on a host with GPUs, by one command: `python -m benchmarks.gpu`."""
+"""Measurements on a host with GPUs, by one command: `python -m benchmarks.gpu`."""

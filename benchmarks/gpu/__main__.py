@@ -1,8 +1,8 @@
-"""Measure on the GPUs of this host all that is only predicted elsewhere: `python -m benchmarks.gpu`.
+"""Measure on this host's GPUs what is only predicted elsewhere: `python -m benchmarks.gpu`.
 
-Pieces run one after the other, most important first; what is measured is kept in `benchmarks/results/gpu/`, and the same
-command goes on where it was stopped. `prepare` makes the plans that are run, under the JAX it is called with; `report` renders
-the page. `docs/gpu.md` says what it takes.
+Pieces run one after the other, the most important first. Results are kept in `benchmarks/results/gpu/`, and the same
+command resumes a stopped run. `prepare` makes the plans that are run, under the JAX version that runs it; `report`
+renders the page. `docs/gpu.md` lists the requirements.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from benchmarks.gpu.pieces import PIECES
 from benchmarks.gpu.prepared import FOLDER, MOST_BYTES, SEVERAL, num_bytes, prepare
 from benchmarks.gpu.runner import PieceError, Run
 
-#: What plans are made for beforehand; any other card runs those of the first.
+#: Cards that plans are prepared for; any other card uses the plans of the first.
 CARDS = ("h100-sxm", "h200")
-#: Two devices, so that what takes several runs too; XLA compiles quickly, since nothing of a dry run is a figure.
+#: Two devices, so that pieces for several GPUs run too; XLA compiles with little optimization, since a dry run reports
+#: no figures.
 _DRY = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
     " --xla_llvm_disable_expensive_passes=true",
 }
 _DRY_CARD = "cpu-host"
-#: All of a GPU, or nearly; a user's own setting stays.
+#: Almost all of a GPU's memory; a user's own setting takes precedence.
 _FULL = MappingProxyType({"XLA_PYTHON_CLIENT_MEM_FRACTION": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")})
 
 
 def main() -> int:
     arguments = _parser().parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a job scheduler ends what has run out of time
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a job scheduler sends at the end of its time limit
     try:
         return {"measure": _measure, "prepare": _prepare, "report": _report}[arguments.command](arguments)
-    except OSError as error:  # a folder that cannot be made, or is full
+    except OSError as error:  # the folder cannot be created or is full
         print(f"python -m benchmarks.gpu: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -90,7 +91,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 
 def _run(run: Run, arguments: argparse.Namespace) -> int:
-    """0 where nothing failed."""
+    """Run the selected pieces; 0 if none failed."""
     try:
         failed = run.measure(arguments.only, arguments.again, 60 * arguments.minutes)
     except PieceError as error:

@@ -1,6 +1,6 @@
-"""What the devices here do, by the code of `autopar calibrate`: samples, fits, and each constant beside the profile's.
+"""Run `autopar calibrate` on these devices, and compare each constant with the profile's.
 
-In: a setting. Out: a record with all samples and fits, and `constants`: those of the profile that were measured.
+In: a setting. Out: a record with all samples and fits, and `constants`: the profile's constants that were measured.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ TINY = Sizes(
     attention=((1, 16, 2, 8),),
     dtypes=("bfloat16", "float32"),
 )
-#: Of a device that has no profile: the first that plans are made for.
+#: Profile to compare with if the device has none: the first that plans are made for.
 _NEAREST = "h100-sxm"
-#: Of a piece's time; the rest is JAX's start and the fits.
+#: Share of a piece's time for measuring; the rest is for JAX's start and the fits.
 _SHARE = 0.75
 
 
@@ -44,7 +44,7 @@ def calibration(setting: Setting) -> Record:
     table = profile_table(found, f"{base.name}-measured")
     record = to_json(found, table)
     for sample in record["samples"]:
-        del sample["runs_s"]  # the median and the spread are kept
+        del sample["runs_s"]  # the median and the spread remain
     stated = dict(_numbers(profile_table(replace(found, samples=(), fits=()), base.name)))
     measured = {key: value for key, value in _numbers(table) if value != stated[key]}
     record["constants"] = [
@@ -55,7 +55,7 @@ def calibration(setting: Setting) -> Record:
             "ratio": value / stated[key] if stated[key] else None,
         }
         for key, value in measured.items()
-        if not key.startswith("operations.")  # scaled to the vector rate, not measured one by one
+        if not key.startswith("operations.")  # scaled to the vector rate, not measured separately
     ]
     return record
 

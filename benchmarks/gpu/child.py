@@ -1,7 +1,7 @@
-"""The process that measures one piece: `python -m benchmarks.gpu.child PIECE PLANS SCALE SECONDS`. With `host` for a piece, it
-says what is here.
+"""Measure one piece in a process of its own: `python -m benchmarks.gpu.child PIECE PLANS SCALE SECONDS`.
 
-In: the command line. Out: a line of JSON on standard output, behind a mark. A GPU's memory is free again once it has ended.
+In: the command line; the piece `host` describes the host. Out: a line of JSON on standard output, behind a prefix. GPU
+memory is free again when the process ends.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: Stands before the record in what the process prints.
+#: Prefix of the record in the process's output.
 MARK = "GPU RECORD "
 HOST = "host"
-#: What a dry run does without, as a GPU host may have to: solvers, and libraries of models.
+#: Packages that a dry run hides, because a GPU host may lack them: solvers, and libraries of models.
 ABSENT = ("ortools", "numba", "transformers", "torch", "tokenizers", "jraph", "diffusers")
 
 
 def main(piece: str, plans: str, scale: str, seconds: str) -> None:
     if scale == "tiny":
         modules: dict[str, Any] = sys.modules
-        modules.update(dict.fromkeys(ABSENT))  # `import` fails where it finds None
+        modules.update(dict.fromkeys(ABSENT))  # makes `import` fail
     from benchmarks.gpu.host import host
 
     here = host()
@@ -38,7 +38,7 @@ def main(piece: str, plans: str, scale: str, seconds: str) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The same with text for what JSON has no number for.
+    """The value with text in place of numbers that JSON cannot express.
 
     >>> finite({"loss": [1.0, float("nan")]})
     {'loss': [1.0, 'nan']}

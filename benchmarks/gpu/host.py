@@ -1,4 +1,4 @@
-"""What a measurement was made on: the GPUs, their driver and the versions. In: this process's devices. Out: a record."""
+"""Describe the host of a measurement: GPUs, driver, versions. In: this process's devices. Out: a record."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.machine import machine, versions
 
 
 def host() -> dict[str, Any]:
-    """Card and number, driver, clocks and power as the driver says them, versions, the machine and the date."""
+    """Card and number of GPUs; driver, clocks and power as the driver reports them; versions, machine and date."""
     devices = jax.local_devices()
     return {
         "card": devices[0].device_kind,
@@ -30,7 +30,7 @@ def host() -> dict[str, Any]:
 
 
 def profile_name(device: Any) -> str | None:
-    """The hardware profile of a device; None where autopar has none."""
+    """The hardware profile of a device; None if autopar has none."""
     try:
         return detect(device.device_kind, device.platform)
     except HardwareError:
@@ -38,7 +38,7 @@ def profile_name(device: Any) -> str | None:
 
 
 def _driver() -> dict[str, str]:
-    """Of the first GPU; empty where there is no NVIDIA driver."""
+    """Driver figures of the first GPU; empty without an NVIDIA driver."""
     fields = ("driver_version", "memory.total", "clocks.max.sm", "clocks.max.mem", "power.limit")
     if shutil.which("nvidia-smi") is None:
         return {}

@@ -1,4 +1,4 @@
-"""Seconds of each kernel, by JAX's profiler. In: something to run. Out: kernels with their time and number, busiest first."""
+"""Time each kernel with JAX's profiler. In: a function to run. Out: kernels with time and count, slowest first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData
 
-#: How a kernel's name says what it computes; the first that matches. Names of cuBLAS, cuDNN, NCCL, XLA and Triton.
+#: Patterns for what a kernel computes; the first match counts. Names are those of cuBLAS, cuDNN, NCCL, XLA and Triton.
 _FAMILIES = (
     ("collective", re.compile(r"nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|all[-_]?to[-_]?all", re.I)),
     ("attention", re.compile(r"fmha|flash|sdpa|attention", re.I)),
@@ -21,16 +21,16 @@ _FAMILIES = (
     ("copy", re.compile(r"memcpy|memset|copy|transpose", re.I)),
     ("reduction", re.compile(r"reduce", re.I)),
 )
-#: Kernels that a record names; the rest are one entry.
+#: Number of kernels that a record names; the rest become one entry.
 _MOST_NAMED = 40
 
 
 def kernel_times(run: Callable[[], Any], num_runs: int) -> dict[str, Any]:
-    """Profile `run`, which blocks, so many times.
+    """Profile `num_runs` calls of `run`, which blocks.
 
     Returns:
-        Of one run of one device: `busy_s`, in which any kernel runs; `kernel_s`, the sum of all kernels; `families`, seconds
-        by what they compute; `kernels`, seconds and number by name.
+        Per run and device: `busy_s`, the time in which any kernel runs; `kernel_s`, the sum over kernels; `families`,
+            seconds by what they compute; `kernels`, seconds and count by name.
     """
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
@@ -47,7 +47,7 @@ Event = tuple[str, str, float, float]
 
 
 def _events(path: Path) -> list[Event]:
-    """Device, kernel, begin and end in seconds of all that XLA's programs ran."""
+    """Device, kernel, begin and end in seconds of everything that XLA's programs ran."""
     found: list[Event] = []
     for plane in ProfileData.from_file(str(path)).planes:
         on_device = plane.name.startswith("/device:")
@@ -55,7 +55,7 @@ def _events(path: Path) -> list[Event]:
             continue
         for line in plane.lines:
             if on_device and not line.name.startswith("Stream"):
-                continue  # the same events once more, by module and by operation
+                continue  # the same events again, by module and by operation
             for event in line.events:
                 stats = {key: value for key, value in event.stats if key in ("hlo_op", "device_ordinal")}
                 if not on_device and "hlo_op" not in stats:
@@ -106,7 +106,7 @@ def family(name: str) -> str:
 
 
 def _union(spans: list[tuple[float, float]]) -> float:
-    """Seconds that any of the spans covers."""
+    """Seconds covered by the union of the spans."""
     covered, last = 0.0, float("-inf")
     for begin, end in sorted(spans):
         covered += max(0.0, end - max(begin, last))

@@ -1,4 +1,4 @@
-"""The train steps that are measured, in Flax alone, at the size of a GPU and at one that a CPU runs in a second."""
+"""Define the measured train steps in plain Flax, at the size of a GPU and at a size that a CPU runs in a second."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _VIT = Sizes(768, 12, 12, 3072, 0, 197, 128, causal=False, dropout=0.1)
 _EXPERTS = Sizes(1024, 8, 16, 4096, 32000, 2048, 4, is_llama=True, num_experts=8)
 _SCANNED = Sizes(1536, 24, 12, 4096, 32000, 2048, 8, kv_heads=4, is_llama=True, rematerialized=True, scanned=True)
 
-#: What a scale's entry makes, of the batch's multiple: examples grow with the GPUs.
+#: Function from a multiple of one GPU's batch to the train step: the batch grows with the number of GPUs.
 Maker = Callable[[int], Training]
 
 
 def _language(sizes: Sizes, make: Callable[[Sizes], Training] = transformer.language) -> Mapping[str, Maker]:
-    """At both scales; the small one has all kinds of layers, and one of each where no loop runs over them."""
+    """A language model at both scales; the small one has one layer, or two in a scan."""
     tiny = replace(
         sizes,
         hidden=32,
@@ -51,7 +51,7 @@ def _vit() -> Mapping[str, Maker]:
     }
 
 
-#: name -> scale ("full", "tiny") -> the train step for so many times the batch of one GPU.
+#: name -> scale ("full", "tiny") -> function from the multiple of one GPU's batch to the train step.
 MODELS: Mapping[str, Mapping[str, Maker]] = MappingProxyType(
     {
         "gpt2": _language(_GPT2),
@@ -71,5 +71,5 @@ MODELS: Mapping[str, Mapping[str, Maker]] = MappingProxyType(
         },
     }
 )
-#: Those that are measured on several GPUs, too, beside sharding by hand.
+#: Models that are also measured on several GPUs, against hand-written shardings.
 ON_SEVERAL = ("gpt2", "llama_1b_rematerialized", "experts")

@@ -1,6 +1,6 @@
-"""The pieces, most important first: a name, about how long it takes, and what measures it. Imports what measures on demand.
+"""List the pieces, the most important first: their names, approximate times, and the functions that measure them.
 
-In: a name and a setting. Out: a record, as plain JSON.
+In: a name and a setting. Out: a record, as plain JSON. Modules that measure are imported on demand.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 from benchmarks.gpu.models import MODELS, ON_SEVERAL
 from benchmarks.gpu.setting import Record, Setting
 
-#: Seconds after which a piece is stopped, however far it is.
+#: Seconds after which a piece is stopped.
 LIMIT_S = 480.0
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One thing to measure.
+    """One measurement.
 
     Args:
-        module: of this package. function: of the module. given: the function's argument before the setting, if any.
-        seconds: that it takes on a GPU, about.
-        least_devices: without which there is nothing to measure.
+        module: a module of this package.
+        function: the function of the module.
+        given: an argument of the function before the setting, if any.
+        seconds: approximate time on a GPU.
+        least_devices: number of devices that it needs.
     """
 
     module: str

@@ -1,8 +1,8 @@
-"""Plans that are made beforehand and travel with the source, since a GPU host has no solver; with them XLA's own estimate.
+"""Prepare plans and XLA's estimates ahead of time, because a GPU host has no solver.
 
-In: a JAX version and a card. Out: files in `plans/`, one for each version, card, model and number of GPUs, and from them the
-plan and the estimate again. `python -m benchmarks.gpu prepare` makes those of the JAX it runs under: a traced program differs
-between versions of JAX, and a plan is of one program.
+In: a JAX version and a card. Out: files in `plans/`, one per version, card, model and number of GPUs, and the plan and
+the estimate read back from them. `python -m benchmarks.gpu prepare` makes those of the JAX version that runs it: a plan
+belongs to one traced program, and the trace differs between versions.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from benchmarks.gpu.models import MODELS, ON_SEVERAL
 from benchmarks.zoo.training import Training
 
 FOLDER = Path(__file__).parent / "plans"
-#: GPUs of a host that the models of `ON_SEVERAL` are planned for, besides one.
+#: Numbers of GPUs of a host that the models of `ON_SEVERAL` are planned for, in addition to one.
 SEVERAL = (2, 4, 8)
-#: What `prepare` may write, of all versions and cards.
+#: Limit for all files that `prepare` writes, over all versions and cards.
 MOST_BYTES = 30_000_000
 
 
 def jax_version() -> str:
-    """By which plans are told apart: the second number of this JAX, as `0.12`."""
+    """The major and minor version of this JAX, such as `0.12`."""
     return ".".join(jax.__version__.split(".")[:2])
 
 
@@ -51,14 +51,15 @@ def prepare(
     only: str = "",
     again: bool = False,
 ) -> None:
-    """Plan every model for every card and number of GPUs; a file that is there already is kept, but for `again`.
+    """Plan every model for every card and number of GPUs; existing files are kept unless `again` is set.
 
     Args:
-        estimate: whether XLA compiles each step for its estimate, which takes the CUDA plugin and half a minute a model.
-        only: models whose name has this in it.
+        estimate: whether XLA compiles each step for its estimate. This needs the CUDA plugin and half a minute per
+            model.
+        only: part of a name; other models are skipped.
     """
     wanted = [(num, card, name) for num in (1, *several) for card in cards for name in MODELS if only in name]
-    for num, card, name in wanted:  # those for one GPU first
+    for num, card, name in wanted:  # plans for one GPU first
         if num > 1 and name not in ON_SEVERAL:
             continue
         path = _path(folder, card, name, num)
@@ -81,7 +82,7 @@ def _planned(training: Training, card: str, num: int) -> Plan:
 
 
 def _estimate(training: Training, plan: Plan, card: str) -> dict[str, Any]:
-    """How long XLA's scheduler thinks that the planned step takes."""
+    """XLA's own estimate of the planned step's time."""
     step, args = training.target
     _, program = autopar.parallelize(step, plan=plan, cache=False).planned(*args)
     if program.as_traced.graph.loops:
@@ -97,10 +98,11 @@ def _estimate(training: Training, plan: Plan, card: str) -> dict[str, Any]:
 
 
 def _with_a_copy(plan: Plan, trace: Trace) -> jax.stages.Lowered:
-    """The planned step, and a copy of its smallest argument to the host's memory.
+    """The planned step, with a copy of its smallest argument to the host's memory.
 
-    XLA's scheduler estimates nothing of a program without an asynchronous operation, as one device's is. The copy is one,
-    and is over long before the step. It changes the schedule, so this program's memory is not the step's.
+    XLA's scheduler gives no estimate for a program without an asynchronous operation, such as a program for one device.
+    The copy is asynchronous and ends long before the step. It changes the schedule, so this program's memory is not
+    that of the step.
     """
     jitted = execute.jit_plan(plan, trace, execute.abstract_mesh(plan.mesh))
 
@@ -116,10 +118,10 @@ def _with_a_copy(plan: Plan, trace: Trace) -> jax.stages.Lowered:
 
 
 def saved(folder: Path, profile: str | None, name: str, num: int) -> tuple[Plan, dict[str, Any] | None, str]:
-    """The plan, XLA's estimate, and the card that both are of: the one of `profile`, or the first that there is.
+    """The plan, XLA's estimate, and the card of both: the card of `profile`, or the first one with a plan.
 
     Raises:
-        FileNotFoundError: there is none for this version of JAX.
+        FileNotFoundError: there is no plan for this version of JAX.
     """
     version = folder / f"jax-{jax_version()}"
     cards = sorted(one.name for one in version.iterdir()) if version.is_dir() else []
@@ -134,7 +136,7 @@ def saved(folder: Path, profile: str | None, name: str, num: int) -> tuple[Plan,
 
 
 def num_bytes(folder: Path) -> int:
-    """Of all files."""
+    """Bytes of all plan files."""
     return sum(path.stat().st_size for path in folder.rglob("*.json.gz"))
 
 

@@ -1,7 +1,9 @@
-"""Records of pieces in files, a line each. In: a folder. Out: the newest record of each piece; a record added whole.
+"""Read and append the records of pieces.
 
-A record names the card, the number of GPUs, JAX's version and the sources; one that has all of them in common with what would
-be measured now is not measured again.
+In: a folder. Out: the newest record of each piece; a record appended to its file.
+
+A record names the card, the number of GPUs, JAX's version and a hash of the sources. A piece is not measured again if a
+record agrees in all of these.
 """
 
 from __future__ import annotations
@@ -20,25 +22,25 @@ _MEASURES_WITH = (
     *("baselines/jitted.py", "baselines/pinned.py"),
 )
 
-#: Piece, card, number of GPUs, JAX, sources.
+#: Piece, card, number of GPUs, JAX version, hash of the sources.
 Key = tuple[str, str, int, str, str]
 
 
 @functools.cache
 def sources() -> str:
-    """Names the sources that measure now: as they are at the start."""
+    """A hash of the measuring sources, taken at the start."""
     here = Path(__file__).parent
     return fingerprint(*sorted(here.glob("*.py")), *(here.parent / each for each in _MEASURES_WITH))
 
 
 def key(record: Record) -> Key:
-    """What a record is of."""
+    """The key of a record."""
     host = record["host"]
     return record["piece"], host["card"], host["num_devices"], host["versions"]["jax"], record["sources"]
 
 
 def read(folder: Path) -> list[Record]:
-    """All records, oldest first in each file. A line that was cut off is left out."""
+    """All records, oldest first in each file. A truncated line is left out."""
     found: list[Record] = []
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -59,7 +61,7 @@ def add(folder: Path, record: Record) -> None:
 
 
 def slug(host: Record) -> str:
-    """A file's name of a host's GPUs.
+    """A file name for a host's GPUs.
 
     >>> slug({"card": "NVIDIA H100 80GB HBM3", "num_devices": 1})
     'nvidia-h100-80gb-hbm3-x1'
@@ -68,7 +70,7 @@ def slug(host: Record) -> str:
 
 
 def newest(records: list[Record]) -> dict[tuple[str, str, int], Record]:
-    """By piece, card and number of GPUs: the last that was measured, or the last error where nothing was."""
+    """For each piece, card and number of GPUs, the last measurement, or the last error if there is none."""
     found: dict[tuple[str, str, int], Record] = {}
     for record in records:
         of = key(record)[:3]

@@ -1,6 +1,6 @@
-"""One page of what was measured: predicted, XLA's estimate, measured and errors, for each card.
+"""Render a page of the GPU measurements: predicted, XLA's estimate, measured and errors, for each card.
 
-In: records. Out: Markdown. Of each piece the newest record counts; where a piece only failed, its error is shown.
+In: records. Out: Markdown. The newest record of each piece counts; a piece that only failed shows its error.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _rate(term: str, seconds: float) -> str:
 
 
 def _off(ratio: float | None) -> str:
-    """How far the measured value is from the profile's."""
+    """The measured value's deviation from the profile's."""
     return "" if ratio is None else f"{ratio - 1:+.0%}"
 
 
@@ -184,7 +184,7 @@ def _against(row: Record, first: Record) -> str:
     return f"{row['median_s'] / first['median_s']:.2f}x" if "median_s" in row and "median_s" in first else ""
 
 
-#: Part of the pieces' names -> what renders its records.
+#: Prefix of a piece's name -> the function that renders its records.
 _PARTS: dict[str, Callable[[dict[str, Record]], list[str]]] = {
     "train": _train,
     "inference": _inference,
@@ -205,7 +205,7 @@ def _tables(title: str, by_part: dict[str, Record]) -> list[str]:
 
 
 def _table(rows: Rows) -> str:
-    """All columns of all rows, in the order they first come in."""
+    """All columns of all rows, in order of first appearance."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     return table(columns, [[_cell(row.get(column, "")) for column in columns] for row in rows])
 

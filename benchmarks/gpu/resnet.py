@@ -1,4 +1,4 @@
-"""ResNet-50's kind in plain Flax: bottlenecks, convolutions in bfloat16, running statistics. In: sizes. Out: `Training`."""
+"""ResNet-50's architecture in plain Flax, with bfloat16 convolutions. In: sizes. Out: `Training`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ import optax
 
 from benchmarks.zoo.training import BF16, Batch, Field, Training, cross_entropy, training_with_statistics
 
-#: The last 1 x 1 convolution of a bottleneck has so many times the channels of the 3 x 3 one.
+#: Channels of a bottleneck's last 1 x 1 convolution, relative to its 3 x 3 one.
 _WIDER = 4
 
 
 def resnet(blocks: Sequence[int], width: int, batch: int, size: int, classes: int) -> Training:
-    """Classes of images, by SGD with momentum.
+    """Image classification, by SGD with momentum.
 
     Args:
-        blocks: at each resolution, each half of the one before; `width`: channels of the first.
+        blocks: number of blocks at each resolution; each resolution is half the one before.
+        width: channels at the first resolution.
     """
     model = _ResNet(tuple(blocks), width, classes)
 

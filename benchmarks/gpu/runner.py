@@ -1,8 +1,8 @@
-"""Runs pieces one after the other, each in a process of its own, and keeps what each found.
+"""Run pieces one after the other, each in a process of its own, and record their results.
 
-In: which pieces, how many minutes, where plans and results are. Out: a line in a file for each; names of those that failed. A
-piece that fails or takes too long is kept with its error, and the next one runs. What is measured already is left out, so the
-same command goes on where it was stopped.
+In: the pieces, a time limit in minutes, and folders of plans and results. Out: a line in a file for each piece; names
+of the pieces that failed. If a piece fails or takes too long, its error is recorded and the next one runs. Pieces with
+a result are skipped, so the same command resumes a stopped run.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from benchmarks.gpu.pieces import LIMIT_S, PIECES
 from benchmarks.gpu.setting import Record
 from benchmarks.machine import ROOT
 
-#: Less time than this is left for nothing.
+#: With less time than this left, no piece is started.
 _LEAST_S = 20.0
 _TAIL = 1500
 
 
 class PieceError(Exception):
-    """A process ended without a record; the message is what it said last."""
+    """A process ended without a record; the message is its last output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,11 @@ class Run:
     """How pieces are run.
 
     Args:
-        plans, results: folders. scale: `full` or `tiny`.
-        environment: of the processes, beside this one's. report: takes a line for the user.
-        at_once: pieces that run side by side: one, wherever figures are wanted.
+        plans, results: folders.
+        scale: `full` or `tiny`.
+        environment: environment variables of the processes, in addition to this one's.
+        report: function that prints a line for the user.
+        at_once: number of concurrent pieces: one if figures are needed.
     """
 
     plans: Path
@@ -55,10 +57,10 @@ class Run:
     _stopped: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     def measure(self, only: str, again: bool, seconds: float) -> list[str]:
-        """Measure the pieces whose name has `only` in it, within so many seconds.
+        """Measure the pieces whose name contains `only`, within this many seconds.
 
         Returns:
-            The names of those that failed.
+            The names of the pieces that failed.
 
         Raises:
             PieceError: JAX does not start here.
@@ -73,12 +75,12 @@ class Run:
                 return [name for name in (each.result() for each in found) if name]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                self._stopped.set()  # what is ended now has not failed
+                self._stopped.set()  # pieces stopped from here on have not failed
                 self._end_all()
                 raise
 
     def _one(self, name: str, host: Record, deadline: float) -> str:
-        """Measure a piece, if there is time, and keep what it found; its name, if it failed."""
+        """Measure a piece if there is time, and record the result; returns its name if it failed."""
         left = deadline - time.monotonic()
         if left < (min(PIECES[name].seconds, LIMIT_S) / 2 if self.scale == "full" else _LEAST_S):
             self.report(f"{name}: left for another run, which goes on here")
@@ -93,7 +95,7 @@ class Run:
         return name if "error" in record else ""
 
     def _pending(self, host: Record, only: str, again: bool) -> Sequence[str]:
-        """In order; what has failed before comes last."""
+        """The pieces still to measure, in order; those that failed before come last."""
         wanted = [name for name, piece in PIECES.items() if only in name and piece.least_devices <= host["num_devices"]]
         blank = {name: self._blank(name, host) for name in wanted}
         kept = [] if again else records.read(self.results)
@@ -114,13 +116,13 @@ class Run:
             return self._blank(name, host) | {"error": str(error)}
 
     def child(self, name: str, seconds: float, limit_s: float) -> Record:
-        """What a process that measures `name` prints.
+        """The record that a process measuring `name` prints.
 
         Raises:
-            PieceError: it fails, or is stopped after `limit_s`.
+            PieceError: the process fails, or is stopped after `limit_s`.
         """
         command = [sys.executable, "-m", "benchmarks.gpu.child", name, str(self.plans), self.scale, str(seconds)]
-        # A session of its own, so that all that it has started ends with it.
+        # A session of its own, so that all its child processes end with it.
         child = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -153,7 +155,7 @@ class Run:
 
 
 def _end(child: subprocess.Popen[str]) -> None:
-    """End a process and all that it has started, unless it has ended."""
+    """End a process and its child processes, if it is still running."""
     if child.poll() is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

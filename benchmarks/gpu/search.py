@@ -1,4 +1,4 @@
-"""Vector search on one GPU: queries per second by batch, recall, and seconds to build; beside cuVS where it is installed.
+"""Measure vector search on one GPU: queries per second by batch, recall, build time; baseline: cuVS, if installed.
 
 In: the kind of index. Out: a record with rows. The vectors are FAISS's synthetic set: 128 dims, 10 of them intrinsic.
 """
@@ -20,13 +20,13 @@ from benchmarks.synthetic_vectors import faiss_synthetic
 from benchmarks.timing import median_s
 
 _DIM, _K = 128, 10
-#: Vectors of each kind of index, and what cuVS calls it.
+#: Kind of index -> number of vectors, and cuVS's name for it.
 _KINDS = {"exact": (1_000_000, "brute_force"), "ivf": (1_000_000, "ivf_flat"), "graph": (200_000, "cagra")}
 _BATCHES = (1, 10, 100, 1000, 10_000)
 _TINY_VECTORS, _TINY_BATCHES = 2000, (1, 20)
-#: Queries whose true neighbours are computed, for the recall.
+#: Number of queries whose true neighbours are computed, for the recall.
 _JUDGED = 1000
-#: Of a batch that is timed.
+#: Number of timed calls per batch.
 _CALLS = 10
 
 
@@ -60,7 +60,7 @@ def _recall(found: Any, truth: Any) -> float:
 
 
 def _cuvs(name: str, data: Any, judged: Any, truth: Any, batches: tuple[int, ...]) -> Record | None:
-    """The same by NVIDIA's library with its own defaults; None where it is not installed."""
+    """The same by NVIDIA's library with its default settings; None if it is not installed."""
     try:
         cupy: Any = importlib.import_module("cupy")
         kind: Any = importlib.import_module(f"cuvs.neighbors.{name}")

@@ -1,8 +1,8 @@
-"""The inference engine on one GPU: decode by batch and context, prefill by length, attention by back end, the host's time.
+"""Measure the inference engine on one GPU: decode, prefill, attention by back end, and host time.
 
-In: the name of a part. Out: a record with rows. Weights are random bfloat16 of LLaMA 3.1 8B's sizes, a quarter of its layers.
-Decode reads all weights and the batch's keys and values once a step: its bytes per second are given beside the rate at which
-this device copies memory, measured in the same process.
+In: the name of a part. Out: a record with rows. Weights are random bfloat16 with LLaMA 3.1 8B's sizes, and a quarter of
+its layers. A decode step reads all weights and the batch's keys and values once: its bytes per second are compared with
+the rate at which this device copies memory, measured in the same process.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _TINY = _LLAMA | {
     "vocab_size": 128,
     "max_position_embeddings": 256,
 }
-#: Of one layer of no width to speak of: what a step of it takes is the host's.
+#: A model with one narrow layer: the time of its step is host time.
 _NEXT_TO_NOTHING = _TINY | {"num_hidden_layers": 1}
 _PAGE = 16
 _STEPS, _WARM_UP = 30, 5
-#: Of a kernel that is timed alone.
+#: Number of timed calls of a single kernel.
 _CALLS = 20
 
 
 def decode(setting: Setting) -> Record:
-    """Tokens per second, and bytes per second beside the copy rate, by batch and tokens of context."""
+    """Tokens per second, and bytes per second compared with the copy rate, by batch and context length."""
     config = DecoderConfig.of(_TINY if setting.is_tiny else _LLAMA)
     params = _params(config)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -66,10 +66,10 @@ def decode(setting: Setting) -> Record:
     for batch, context in cases:
         longest = context + _PAGE * -(-(_WARM_UP + 2 * _STEPS) // _PAGE)
         if (batch, longest) not in engines:
-            engines.clear()  # its pages, before others are made
+            engines.clear()  # free its pages before new ones are allocated
             engines[batch, longest] = _engine(config, params, batch, longest, chunk=min(context, 1024))
         step_s = _decode_step(engines[batch, longest], config, batch, context)
-        # The embedding is looked up, not read.
+        # The embedding is looked up, so it is not read as a whole.
         read = weights - 2 * config.vocab_size * config.hidden_size + batch * context * token_bytes
         rows.append(
             {
@@ -85,7 +85,7 @@ def decode(setting: Setting) -> Record:
 
 
 def host(setting: Setting) -> Record:
-    """Seconds of a decode step of next to no arithmetic, by batch: the host's time, which a large model's step hides."""
+    """Seconds of a decode step with almost no arithmetic, by batch: the host time, which a large model's step hides."""
     config = DecoderConfig.of(_NEXT_TO_NOTHING)
     params = _params(config)
     rows: list[Record] = []
@@ -96,7 +96,7 @@ def host(setting: Setting) -> Record:
 
 
 def prefill(setting: Setting) -> Record:
-    """Prompt tokens per second, and FLOP/s of the weights' matmuls, by tokens of the prompt and of its chunks."""
+    """Prompt tokens per second, and FLOP/s of the weights' matmuls, by prompt length and chunk length."""
     config = DecoderConfig.of(_TINY if setting.is_tiny else _LLAMA)
     params = _params(config)
     in_matmuls = sum(leaf.size for leaf in jax.tree.leaves(params)) - config.vocab_size * config.hidden_size
@@ -124,7 +124,8 @@ def prefill(setting: Setting) -> Record:
 
 
 def attention(setting: Setting) -> Record:
-    """Seconds of attention over one layer's pages, by back end, batch and context; and bytes per second of keys and values."""
+    """Seconds of attention over one layer's pages, by back end, batch and context; and bytes per second of keys and
+    values."""
     config = DecoderConfig.of(_TINY if setting.is_tiny else _LLAMA)
     platform = jax.local_devices()[0].platform
     names = [name for name, one in BACKENDS.items() if platform in one.platforms]
@@ -138,7 +139,7 @@ def attention(setting: Setting) -> Record:
                 continue
             try:
                 seconds = median_s(partial(_attended(name), *arrays), _CALLS)
-            except Exception as error:  # a kernel that this card or this JAX refuses: that is a finding
+            except Exception as error:  # record a kernel that this card or this JAX refuses
                 rows.append(row | {"error": f"{type(error).__name__}: {error}"[:300]})
                 continue
             read = 2 * 2 * batch * context * config.num_kv_heads * config.head_dim
@@ -147,7 +148,7 @@ def attention(setting: Setting) -> Record:
 
 
 def copy_bytes_per_s(setting: Setting) -> float:
-    """Bytes read and written per second by a copy of memory."""
+    """Bytes read and written per second by a memory copy."""
     array = jnp.ones((1 << (16 if setting.is_tiny else 29),), jnp.float32)
     add = jax.jit(lambda x: x + 1)
     return 2 * array.nbytes / median_s(partial(add, array), _CALLS)
@@ -158,7 +159,7 @@ def _attended(backend: str) -> Callable[..., Any]:
 
 
 def _pages(config: DecoderConfig, batch: int, context: int) -> tuple[Any, ...]:
-    """Queries of one token, pages in no order, tables and positions."""
+    """Queries of one token, pages in random order, tables and positions."""
     per_row = context // _PAGE
     key = jax.random.key(0)
     shape = (batch * per_row + 1, _PAGE, config.num_kv_heads, config.head_dim)
@@ -169,7 +170,7 @@ def _pages(config: DecoderConfig, batch: int, context: int) -> tuple[Any, ...]:
 
 
 def _params(config: DecoderConfig) -> Any:
-    """Random bfloat16 weights, leaf by leaf: never whole in float32."""
+    """Random bfloat16 weights, made leaf by leaf, so that they are never all in float32."""
     shapes = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnames=("shape",))
     leaves, structure = jax.tree.flatten(shapes)

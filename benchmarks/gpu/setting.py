@@ -1,4 +1,4 @@
-"""What a piece is measured with: where its plans are, at which scale, and on how many devices. A plain value."""
+"""The setting of a measurement: the folder of plans, the scale, and the number of devices. A plain value."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """For one piece.
+    """The setting of one piece.
 
     Args:
-        plans: the folder of prepared plans. scale: of what is measured: `full`, or `tiny` for a dry run on CPUs.
-        profile: the devices' hardware profile, or None. num_devices: that are here.
-        seconds: that the piece may take, about.
+        plans: folder of prepared plans.
+        scale: `full`, or `tiny` for a dry run on CPUs.
+        profile: the devices' hardware profile, or None.
+        num_devices: number of devices of this host.
+        seconds: approximate time that the piece may take.
     """
 
     plans: Path

@@ -1,7 +1,7 @@
-"""A train step on all GPUs of a host: autopar's plan beside data parallelism, FSDP and tensor parallelism, measured.
+"""Measure a train step on all GPUs of a host: autopar's plan against data parallelism, FSDP and tensor parallelism.
 
-In: a model's name. Out: a record with a row for each way. All ways run in one process, one after the other, and the planned
-step once more at the end: the distance of its two times shows how far the others can be told apart.
+In: a model's name. Out: a record with a row for each sharding. All run in one process, one after the other. The planned
+step runs again at the end: the difference of its two times is the measurement's noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHARE = 0.05
 
 
 def several(name: str, setting: Setting) -> Record:
-    """Measure one of `ON_SEVERAL`, on as many GPUs as there are and a plan is for."""
+    """Measure one model of `ON_SEVERAL`, on the largest number of GPUs here that has a plan."""
     num = max(one for one in SEVERAL if one <= setting.num_devices)
     training = MODELS[name][setting.scale](num)
     plan, _, card = saved(setting.plans, setting.profile, name, num)
@@ -40,7 +40,7 @@ def several(name: str, setting: Setting) -> Record:
         try:
             pins = recipe(training.target[1], shape)
             rows.append({"way": words} | _of_hand(training, pins, make_mesh(shape, devices), setting))
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # as where it does not fit, or does not divide
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # it does not fit, or does not divide
             rows.append({"way": words, "error": str(error)[:300]})
     rows.append(_planned(training, step, setting) | {"way": "autopar, again"})
     return {
@@ -61,7 +61,7 @@ def _planned(training: Training, step: Any, setting: Setting) -> Record:
 
 
 def _by_hand(num: int) -> list[tuple[str, Any, tuple[int, int]]]:
-    """Name, recipe and mesh of each; tensor parallelism on two GPUs and on all."""
+    """Name, recipe and mesh of each hand-written sharding; tensor parallelism on two GPUs and on all."""
     split = [("tensor parallelism", pinned.tensor_parallel, (num // model, model)) for model in sorted({2, num})]
     return [
         ("data parallelism", pinned.data_parallel, (num, 1)),
@@ -71,7 +71,7 @@ def _by_hand(num: int) -> list[tuple[str, Any, tuple[int, int]]]:
 
 
 def _of_hand(training: Training, pins: Pins, mesh: Mesh, setting: Setting) -> Record:
-    """The step by `jax.jit` with these shardings."""
+    """The step by `jax.jit` with hand-written shardings."""
     args = training.target[1]
     state_shardings, batch_shardings = shardings_of(args, pins, mesh)
     state = jax.jit(training.create_state, out_shardings=state_shardings)(jax.random.key(0))

@@ -1,7 +1,7 @@
-"""A train step on one GPU: its time, its kernels and its memory, beside what its plan predicts and what XLA estimates.
+"""Measure a train step on one GPU: time, kernels and memory, against its plan's predictions and XLA's estimate.
 
-In: a model's name. Out: a record. The step runs by a plan that was made beforehand; plain `jax.jit` of the same step follows
-in the same process, so that both can be compared.
+In: a model's name. Out: a record. The step runs by a prepared plan; plain `jax.jit` of the same step follows in the
+same process as the baseline.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from benchmarks.gpu.setting import Record, Setting
 from benchmarks.timing import TimedLoop
 from benchmarks.zoo.training import Training
 
-#: Steps that are timed, at most; before that so many run to warm up, and afterwards so many with the profiler.
+#: The limit of timed steps, then the numbers of steps before that (warm-up) and after that (profiled).
 _MOST_STEPS, _WARM_UP, _PROFILED = 30, 3, 3
-#: Seconds of a piece that timing the planned step, and then plain `jit`, may take.
+#: Share of a piece's seconds for timing the planned step, and again for timing plain `jit`.
 _TIMED_SHARE = 0.1
 
 
@@ -59,30 +59,31 @@ def train(name: str, setting: Setting) -> Record:
         "utilisation": report.utilisation,
         "profile": kernel_times(loop.run, _PROFILED),
     }
-    loop.state = None  # so that plain jit has the memory
+    loop.state = None  # free the memory for plain `jit`
     return record | {"jit": _plain(training, batch, devices[0], setting)}
 
 
 def _plain(training: Training, batch: Any, device: Any, setting: Setting) -> Record:
-    """The same by `jax.jit` alone."""
+    """The same step by `jax.jit` alone."""
     with jax.default_device(device):
         try:
             state = jax.jit(training.create_state)(jax.random.key(0))
             loop = TimedLoop(jax.jit(training.step, donate_argnums=0), state, batch)
             del state
             return {"first_loss": first_loss(loop)} | timed(loop, _TIMED_SHARE * setting.seconds)
-        except jax.errors.JaxRuntimeError as error:  # as where it does not fit, and the plan computes values again
+        except jax.errors.JaxRuntimeError as error:  # it does not fit without the plan's rematerialization
             return {"error": str(error)[:300]}
 
 
 def first_loss(loop: TimedLoop) -> float:
-    """Of a step that compiles."""
+    """The loss of the first step, which compiles."""
     loop.state, loss = loop.step(loop.state, loop.batch)
     return float(loss)
 
 
 def timed(loop: TimedLoop, seconds: float) -> Record:
-    """Steps one by one, for so many seconds; and as many again sent without waiting, as a training loop does."""
+    """Time steps one by one for this many seconds, then as many again without waiting between them, as a training loop
+    does."""
     for _ in range(_WARM_UP):
         loop.run()
     times: list[float] = []

@@ -1,4 +1,4 @@
-"""Transformers in plain Flax: GPT-2, BERT, LLaMA, ViT, a mixture of experts, layers in a scan. In: sizes. Out: `Training`.
+"""Transformers in plain Flax: GPT-2, BERT, LLaMA, ViT, mixture of experts, scanned layers. In: sizes. Out: `Training`.
 
 Parameters and optimizer are float32, everything else bfloat16; the softmax and the loss are float32.
 """
@@ -19,17 +19,19 @@ from benchmarks.zoo.training import BF16, F32, Batch, Field, Training, cross_ent
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a model and its batch.
+    """Sizes of a model and its batch.
 
     Args:
-        hidden: width of a token. feed_forward: width between a layer's two last matmuls. kv_heads: by default as many as heads.
-        tokens: of an example.
-        causal: whether a token sees only those before it.
-        is_llama: RMSNorm, rotary positions and a gated feed-forward without biases, in place of LayerNorm, learned positions
-            and GELU.
-        num_experts: of each layer's feed-forward; 0: one for all tokens.
-        rematerialized: whether each layer's activations are computed again in the backward pass.
-        scanned: whether the layers are one, in a scan.
+        hidden: width of a token.
+        feed_forward: width between a layer's last two matmuls.
+        kv_heads: number of key-value heads; by default that of query heads.
+        tokens: tokens per example.
+        causal: whether a token attends only to those before it.
+        is_llama: RMSNorm, rotary positions and a gated feed-forward without biases, in place of LayerNorm, learned
+            positions and GELU.
+        num_experts: experts per layer; 0 for a dense feed-forward.
+        rematerialized: whether each layer is rematerialized in the backward pass.
+        scanned: whether the layers are in a scan.
     """
 
     hidden: int
@@ -69,7 +71,7 @@ class _Attention(nn.Module):
 
 
 def _rotated(x: jax.Array) -> jax.Array:
-    """Each pair of a head's elements turned by an angle in proportion to the token's position."""
+    """Rotary positions: rotate each pair of a head's elements by an angle in proportion to the position."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] * 1e4 ** (-jnp.arange(half) / half)
     cos, sin = (f(angles).astype(x.dtype)[:, None] for f in (jnp.cos, jnp.sin))
@@ -93,7 +95,7 @@ class _FeedForward(nn.Module):
 
 
 class _Layer(nn.Module):
-    """A token's vectors and the loss of unequal loads so far, to both."""
+    """A layer; it also adds its experts' load-balancing loss to that of the layers before."""
 
     sizes: Sizes
 
@@ -138,7 +140,7 @@ class _Layers(nn.Module):
 
 
 class _Language(nn.Module):
-    """Tokens to logits, and the loss of unequal loads."""
+    """Tokens to logits, and the load-balancing loss."""
 
     sizes: Sizes
 
@@ -172,7 +174,7 @@ class _Images(nn.Module):
 
 
 def language(sizes: Sizes) -> Training:
-    """The next tokens; of a mixture with a hundredth of the loss of unequal loads."""
+    """Next-token prediction; a mixture of experts adds a hundredth of the load-balancing loss."""
     model = _Language(sizes)
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
@@ -183,7 +185,7 @@ def language(sizes: Sizes) -> Training:
 
 
 def masked(sizes: Sizes) -> Training:
-    """Words that are masked, about one in seven, from all others."""
+    """Masked-word prediction; about one word in seven is masked."""
     model = _Language(sizes)
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
@@ -196,7 +198,7 @@ def masked(sizes: Sizes) -> Training:
 
 
 def images(sizes: Sizes, size: int, patch: int, classes: int) -> Training:
-    """Classes of images of `size` pixels a side, cut into patches."""
+    """Image classification; images have `size` pixels a side and are cut into patches."""
     model = _Images(sizes, patch, classes)
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
@@ -216,7 +218,7 @@ def _applied(model: nn.Module, sizes: Sizes, params: Any, given: jax.Array, rng:
 
 
 def _init(model: nn.Module, sizes: Sizes) -> Callable[[jax.Array], Any]:
-    # An expert has at least one place: as many tokens as experts.
+    # An expert has at least one place, so there must be as many tokens as experts.
     given = jnp.zeros((1, max(8, sizes.num_experts)), jnp.int32)
     return lambda rng: model.init({"params": rng, "dropout": rng}, given)["params"]
 

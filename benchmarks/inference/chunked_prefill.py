@@ -1,9 +1,9 @@
-"""The gaps between the tokens of 15 requests while a prompt of 2,000 tokens arrives, over the same while none does.
+"""Measure the gaps between tokens of 15 requests while a long prompt is prefilled, against the gaps without it.
 
-A decoder of 4 layers, d 256, float32, at most 2,304 tokens, 16 slots. The prompt is computed in chunks of so many tokens
-beside the slots that generate, or at once. A window begins when the prompt is submitted and ends with its first token;
-beside it stands one of as many iterations just before. Of each window the 99th percentile of all gaps counts; of five pairs
-of windows the median of the ratios, and engines take turns.
+The model is a decoder of 4 layers, d 256, float32, at most 2,304 tokens, 16 slots. The prompt has 2,000 tokens; it is
+prefilled in chunks of a fixed length while the other slots decode, or all at once. A window begins when the prompt is
+submitted and ends with its first token; the baseline window has as many iterations just before. The 99th percentile of
+all gaps of a window counts; of five pairs of windows, the median ratio. The engines take turns.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from benchmarks.inference.rows import Row, row
 from benchmarks.timing import take_turns
 
 SLOTS, LONGEST, PROMPT = 16, 2304, 2000
-#: Tokens of a chunk. The last computes the prompt at once.
+#: Tokens per chunk. The last one prefills the prompt all at once.
 CHUNKS = (32, 128, 2048)
-#: With this one the gate is to be met.
+#: The chunk length that has to meet the gate.
 GATED = 32
 ROUNDS, WARMUP = 5, 1
 _LEAST_WINDOW = 16  # iterations
 
 
 def measure() -> list[Row]:
-    """Of each length of chunks, how much longer gaps become, and the time to the prompt's first token."""
+    """For each chunk length, the ratio of gaps with and without the prompt, and the time to its first token."""
     config = config_of(SMALL, max_position_embeddings=LONGEST)
     params = params_of(config)
     windows = {chunk: _Windows(_opened(config, params, chunk), config.vocab_size) for chunk in CHUNKS}
     take_turns({str(chunk): one.run for chunk, one in windows.items()}, ROUNDS, WARMUP)
     rows: list[Row] = []
     for chunk, one in windows.items():
-        told = one.told[WARMUP:]
-        ratio, with_prompt, without, first = (statistics.median(each) for each in zip(*told, strict=True))
+        pairs = one.pairs[WARMUP:]
+        ratio, with_prompt, without, first = (statistics.median(each) for each in zip(*pairs, strict=True))
         how = f"chunks of {chunk}" if chunk < PROMPT else "without chunks"
         rows += [
             row(f"gap, {how}, prompt / none", ratio, at_most=2.0 if chunk == GATED else None),
@@ -60,19 +60,20 @@ def _opened(config: Any, params: Any, chunk: int) -> Engine:
 
 
 class _Windows:
-    """One engine, 15 of its slots always generating.
+    """One engine; 15 of its slots always generate.
 
     Attributes:
-        told: of each pair of windows the ratio of percentiles, these in seconds, and the seconds to the first token.
+        pairs: for each pair of windows, the ratio of their percentiles, both percentiles in seconds, and the seconds to
+            the first token.
     """
 
     def __init__(self, engine: Engine, vocabulary: int) -> None:
         self.engine, self.vocabulary = engine, vocabulary
-        self.told: list[tuple[float, float, float, float]] = []
+        self.pairs: list[tuple[float, float, float, float]] = []
         self._seeds = itertools.count()
 
     def run(self) -> float:
-        """Two windows; seconds of both."""
+        """Run a pair of windows; returns the seconds of both."""
         begin = time.perf_counter()
         short = random_prompts([64] * (SLOTS - 1), self.vocabulary, next(self._seeds))
         running = [self.engine.submit(prompt, max_tokens=LONGEST - 64) for prompt in short]
@@ -88,11 +89,11 @@ class _Windows:
             generation.abort()
         self.engine.run()
         high, low = (float(np.percentile(gaps, 99)) for gaps in (with_prompt, without))
-        self.told.append((high / low, high, low, first))
+        self.pairs.append((high / low, high, low, first))
         return time.perf_counter() - begin
 
     def _gaps(self, running: list[Generation], num: int = 0, until: Generation | None = None) -> list[float]:
-        """Seconds between tokens of each request, for so many tokens or until another has ended."""
+        """Seconds between tokens of each request, for `num` tokens or until another request ends."""
         gaps: list[float] = []
         num_tokens, last = [len(each.tokens) for each in running], [time.perf_counter()] * len(running)
         while until.ended is None if until is not None else len(gaps) < num * len(running):

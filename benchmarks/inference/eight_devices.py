@@ -1,9 +1,9 @@
-"""Eight devices: the same tokens as one gives, and what they send one another in a decode step.
+"""Compare eight devices with one: the generated tokens, and the collectives of a decode step.
 
-Tokens: 16 requests to a decoder of 4 layers, d 256, 8 heads, float32, on eight virtual CPU devices and on one. Collectives:
-of the decode program, compiled for eight virtual devices, of that decoder, and of two layers of the size of LLaMA 3.1 8B
-in bfloat16, planned for `h100-sxm` and compiled from shapes alone. Each layer may have two all-reduces; nothing that is gathered
-may be as large as the logits of all slots, or as the cache of one layer.
+Tokens: 16 requests to a decoder of 4 layers, d 256, 8 heads, float32, on eight virtual CPU devices and on one.
+Collectives: those of the decode program compiled for eight virtual devices, for that decoder and for two layers with
+the sizes of LLaMA 3.1 8B in bfloat16, planned for `h100-sxm` and compiled from shapes alone. Gates: at most two
+all-reduces per layer; no gathered array is as large as the logits of all slots, or as the cache of one layer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LAYER = re.compile(r"layers_(\d+)")
 
 
 def measure() -> list[Row]:
-    """Tokens, then collectives at both sizes."""
+    """Rows of tokens, then of collectives at both sizes."""
     config = config_of(SMALL, num_key_value_heads=DEVICES)
     one, several = (_engine(config, num) for num in (1, DEVICES))
     prompts = random_prompts([48] * REQUESTS, config.vocab_size, 0)
@@ -67,7 +67,7 @@ def _engine(config: DecoderConfig, num_devices: int) -> Engine:
 
 
 def _large() -> list[Row]:
-    """Of a model that is nowhere: its decode program."""
+    """Collectives of a large model's decode program, compiled without arrays."""
     config = config_of(LLAMA_8B)
     shapes = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), shapes)
@@ -79,7 +79,8 @@ def _large() -> list[Row]:
 
 
 def _collectives(name: str, compiled: jax.stages.Compiled, served: Served) -> list[Row]:
-    """Of a decode program as compiled: all-reduces of a layer, all others by kind, and the largest that is gathered."""
+    """Collectives of a compiled decode program: all-reduces per layer, all others by kind, and the largest gathered
+    array."""
     found = hlo.collectives(compiled.as_text() or "", ignore_up_to=0)
     config, slots = served.model.config, served.options.num_slots
     in_layers = Counter(match[1] for one in found if one.kind == "all-reduce" and (match := _LAYER.search(one.op_name)))

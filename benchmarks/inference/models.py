@@ -1,4 +1,4 @@
-"""The models that are served, with random weights, and the requests that they are given."""
+"""Define the served models, with random weights, and the requests to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from autopar.inference import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 
-#: 4 layers, d 256, 8 heads that share 2 of the keys', vocabulary 8,192. Read-only, as all of these.
+#: 4 layers, d 256, 8 query heads and 2 key-value heads, vocabulary 8,192. Read-only, as are the others.
 SMALL: Mapping[str, Any] = MappingProxyType(
     {
         "model_type": "llama",
@@ -27,7 +27,7 @@ SMALL: Mapping[str, Any] = MappingProxyType(
         "tie_word_embeddings": False,
     }
 )
-#: Of the size of GPT-2 small.
+#: The size of GPT-2 small.
 GPT2_SMALL: Mapping[str, Any] = MappingProxyType(
     {
         "model_type": "gpt2",
@@ -40,7 +40,7 @@ GPT2_SMALL: Mapping[str, Any] = MappingProxyType(
         "activation_function": "gelu_new",
     }
 )
-#: Two layers of the size of LLaMA 3.1 8B.
+#: Two layers with the sizes of LLaMA 3.1 8B.
 LLAMA_8B: Mapping[str, Any] = MappingProxyType(
     {
         "model_type": "llama",
@@ -57,7 +57,7 @@ LLAMA_8B: Mapping[str, Any] = MappingProxyType(
 
 
 def config_of(fields: Mapping[str, Any], **others: Any) -> DecoderConfig:
-    """Of one of these, with other fields in place of some."""
+    """The config of one of these models, with some fields replaced."""
     return DecoderConfig.of({**fields, **others})
 
 
@@ -67,11 +67,11 @@ def params_of(config: DecoderConfig) -> Any:
 
 
 def output_lengths(num: int, seed: int, mean: float = 60, least: int = 4, most: int = 240) -> list[int]:
-    """Geometric ones around a mean, clipped."""
+    """Geometrically distributed lengths around a mean, clipped."""
     return np.random.default_rng(seed).geometric(1 / mean, num).clip(least, most).tolist()
 
 
 def random_prompts(lengths: list[int], vocabulary: int, seed: int) -> list[list[int]]:
-    """One of each length; they share nothing but by chance."""
+    """A random prompt of each length; prompts share tokens only by chance."""
     rng = np.random.default_rng([seed, 1])
     return [rng.integers(0, vocabulary, length).tolist() for length in lengths]

@@ -1,4 +1,4 @@
-"""The head of the results' page: what each part says of itself, and all gates; and the parts' tables."""
+"""Render the head of the results' page, from each part's docstring and all gates, and the parts' tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLUMNS = ("what", "value", "unit", "gate", "met")
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Of each part what it measures, and of all parts what has a gate."""
+    """Each part's description, and a table of all rows with a gate."""
     parts = []
     for part in dict.fromkeys(str(row["part"]) for row in rows):
         path = Path(__file__).parent / f"{part.replace(' ', '_')}.py"

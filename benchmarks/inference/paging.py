@@ -1,9 +1,10 @@
-"""The engine's own decode step over pages, beside the same step over a contiguous cache.
+"""Measure the engine's decode step over KV pages against the same step over a contiguous KV cache.
 
-A decoder of 4 layers, d 256, 8 heads that share 2 of the keys', vocabulary 8,192, float32, random weights; 16 slots, pages
-of 16 tokens in no order, at most 512 tokens. A step takes a token of each slot, writes its keys and values, attends by the
-backend that the engine chose when it was opened, and samples; caches are donated. All take turns, each of a hundred times
-one token further, from 32, 224 and 400 tokens in each slot on. The medians of the ratios within a turn count.
+The model is a decoder of 4 layers, d 256, 8 query heads and 2 key-value heads, vocabulary 8,192, float32, random
+weights; 16 slots, pages of 16 tokens in random order, at most 512 tokens. A step takes one token per slot, writes its
+keys and values, attends by the back end that the engine chose at its start, and samples; caches are donated. The
+contenders take turns for a hundred steps of one token, starting with 32, 224 and 400 tokens in each slot. The medians
+of the ratios within a turn count.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from benchmarks.timing import take_turns
 
 SLOTS, PAGE, LONGEST = 16, 16, 512
 NUM_PAGES = SLOTS * LONGEST // PAGE
-#: Tokens in each slot at first.
+#: Initial tokens in each slot.
 STARTS = (32, 224, 400)
 ROUNDS, WARMUP = 100, 5
 POOLS = (1, 4)
 
 
 class Contender:
-    """A cache, and the step that takes it one token further at each call.
+    """A cache, and the step that advances it by one token per call.
 
     Args:
-        step: cache, position of the new tokens -> cache, and the tokens that follow.
+        step: function from a cache and the position of the new tokens to the cache and the next tokens.
     """
 
     def __init__(self, step: Callable[[Any, int], tuple[Any, jax.Array]], cache: Any, start: int) -> None:
@@ -49,7 +50,7 @@ class Contender:
         self.tokens: list[Any] = []
 
     def run(self) -> float:
-        """Seconds from the call until the tokens are there."""
+        """Seconds from the call until its tokens are ready."""
         begin = time.perf_counter()
         self.cache, tokens = self.step(self.cache, self.position)
         tokens.block_until_ready()
@@ -60,7 +61,7 @@ class Contender:
 
 
 def measure() -> list[Row]:
-    """Ratios at each start, and what the compiler says of the pool."""
+    """Ratios for each start, and the pool's memory as the compiler reports it."""
     config = config_of(SMALL)
     params = params_of(config)
     options = Options(num_slots=SLOTS, max_length=LONGEST, chunks=((1, 64),), steps=1)
@@ -102,27 +103,27 @@ def _one_device() -> Any:
     return jax.sharding.Mesh(np.array(jax.devices()[:1]), ("model",))
 
 
-def _ratio(seconds: list[float], beside: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(seconds, beside, strict=True))
+def _ratio(seconds: list[float], baseline: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(seconds, baseline, strict=True))
 
 
 def _memory(runner: Runner) -> tuple[int, int]:
-    """Of the decode program as compiled: bytes of results that take an argument's place, and of temporaries."""
+    """From the compiled decode program: bytes of results that alias an argument, and bytes of temporaries."""
     program = runner.layout.programs[Shape()]
-    told = program.run.memory_analysis()
-    assert told is not None
-    return told.alias_size_in_bytes, told.temp_size_in_bytes
+    memory = program.run.memory_analysis()
+    assert memory is not None
+    return memory.alias_size_in_bytes, memory.temp_size_in_bytes
 
 
 def _paged(runner: Runner, params: Any, start: int) -> Contender:
-    """The engine's program, with each slot's pages anywhere in the pool."""
+    """The engine's program, with each slot's pages at random places of the pool."""
     served, num_pages = runner.served, runner.layout.num_pages
     rows = served.rows(SLOTS, 1, num_pages)
     tables = np.random.default_rng(0).permutation(num_pages)[:NUM_PAGES].reshape(SLOTS, -1)
     rows.tables[:] = tables
     rows.num_tokens[:] = 1
     rows.slots[:] = np.arange(SLOTS)
-    rows.tokens[:] = -1  # what each slot generated last
+    rows.tokens[:] = -1  # each slot's latest token
     program = runner.layout.programs[Shape()].run
 
     def step(resident: Any, position: int) -> tuple[Any, jax.Array]:
@@ -136,7 +137,7 @@ def _paged(runner: Runner, params: Any, start: int) -> Contender:
 
 
 def contiguous_step(config: Any, params: Any) -> Callable[[Any, int], tuple[Any, jax.Array]]:
-    """The same model and sampling over arrays of full length, one row for each slot."""
+    """The same model and sampling over contiguous arrays of full length, one row per slot."""
     model: Any = Decoder(config)
     sampling = sampling_params_of([None] * SLOTS)
 

@@ -1,7 +1,7 @@
-"""The engine of `autopar.inference`: steps, pages, prompts in chunks, proposals, starts, devices; and beside `transformers`.
+"""Measure the engine of `autopar.inference`, part by part; the last part compares it with `transformers`.
 
-All but the last of small models with random weights on a CPU. What is timed is timed in turns, in one process or in two of
-which one waits, and ratios count; seconds tell of this machine on that day. None of it was measured on a GPU.
+All parts but the last use small models with random weights on a CPU. Contenders take turns; if they are two processes,
+one waits. Ratios count, because seconds depend on this machine's load. None of this was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,6 @@ from benchmarks.inference.rows import Row
 
 
 def measure(program: str) -> list[Row]:
-    """The rows of one part: the module of that name measures it."""
+    """The rows of one part, measured by the module of that name."""
     module = importlib.import_module(f"benchmarks.inference.{program.replace(' ', '_')}")
     return [{"part": program, **row} for row in module.measure()]

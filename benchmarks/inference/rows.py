@@ -1,4 +1,4 @@
-"""A row of results: what was measured, and the gate it has to meet."""
+"""Make a row of results: the measured value, and its gate."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ Row = dict[str, str | float | bool]
 
 
 def row(what: str, value: float, unit: str = "", *, at_most: float | None = None, at_least: float | None = None) -> Row:
-    """One figure.
+    """One measured value.
 
     Args:
-        at_most, at_least: its gate, one of them; none where it is shown alone.
+        at_most, at_least: its gate, if it has one.
     """
     gate = "" if at_most is None else f"<= {at_most:,g}"
     met: bool | str = "" if at_most is None else value <= at_most

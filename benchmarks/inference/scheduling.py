@@ -1,9 +1,10 @@
-"""128 requests, outputs geometrically distributed around 60 tokens and clipped to 4 to 240, 16 slots, prompts of 32 tokens.
+"""Simulate the scheduler on 128 requests, against static batches and an ideal schedule.
 
-The scheduler decides, and nothing is computed: every iteration gives each of its requests the tokens it asks for. Beside
-its steps of the model stand those of static batches of 16 in the order of arrival, each as long as its longest, and an
-ideal that never has an empty slot. The utilisation is the share of the held pages' places in which a token lies. Ten
-workloads are drawn; gates are held against the worst of them.
+Outputs are geometrically distributed around 60 tokens, clipped to 4 to 240; prompts have 32 tokens; there are 16 slots.
+Nothing is computed: every iteration gives each request the tokens that it is due. The scheduler's steps of the model
+are compared with those of static batches of 16 in order of arrival, each as long as its longest request, and with an
+ideal that never has an empty slot. The utilisation is the share of the allocated pages' places that hold a token. Ten
+workloads are drawn; the gates apply to the worst.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from benchmarks.inference.models import output_lengths, random_prompts
 from benchmarks.inference.rows import Row, row
 
 SLOTS, PAGE, LONGEST, PROMPT, REQUESTS, WORKLOADS = 16, 16, 512, 32, 128, 10
-_AHEAD = 1  # iterations that are decided before the results of the first are known, as in the engine
+_AHEAD = 1  # iterations scheduled before the results of the first are known, as in the engine
 
 
 class Simulated(NamedTuple):
-    """Steps of the model, and the mean share of held pages that was in use."""
+    """Steps of the model, and the mean share of allocated places in use."""
 
     steps: int
     utilisation: float
@@ -48,12 +49,12 @@ def measure() -> list[Row]:
 
 
 def static_steps(lengths: list[int], slots: int) -> int:
-    """Of batches in the order of arrival, each as long as its longest."""
+    """Steps of batches in order of arrival, each as long as its longest request."""
     return sum(max(lengths[start : start + slots]) for start in range(0, len(lengths), slots))
 
 
 def simulated(lengths: list[int], slots: int = SLOTS, prompt: int = PROMPT) -> Simulated:
-    """Requests for so many tokens each, all there at first."""
+    """Schedule requests with these output lengths, all submitted at the start."""
     pool = PagePool(slots * LONGEST // PAGE)
     cache = PagedCache(pool, PAGE, shares_prefixes=False)
     scheduler = Scheduler(cache, Options(num_slots=slots, max_length=LONGEST))

@@ -1,10 +1,11 @@
-"""Proposals: tokens of a verified step by synthetic acceptance, and steps saved with guesses from the text and from a draft.
+"""Measure speculative decoding: tokens per verified step by acceptance rate, and steps saved by n-grams and a draft.
 
-Acceptance: 100,000 draws of the engine's `verify`, from logits that give each proposal the same probability, against
-`(1 - a^(n + 1)) / (1 - a)`. Steps: 16 requests for 128 tokens each from decoders of 4 layers, d 256, random weights; four
-proposals at every step. Guesses from the text are made of a model of 256 tokens that looks at the last one alone, and so
-soon repeats itself; the draft is the model itself, which is always right but costs as much as the model, so its seconds
-say nothing of a real one's. What is generated has to be the same with and without.
+Acceptance: 100,000 draws of the engine's `verify`, from logits that give each proposal the same probability, compared
+with `(1 - a^(n + 1)) / (1 - a)`. Steps: 16 requests for 128 tokens each, to decoders of 4 layers, d 256, random
+weights, with four proposals at every step, against decoding without proposals. For n-grams, a model of 256 tokens
+attends to the last token alone, so that its text soon repeats. The draft model is the model itself: it is always right
+but costs as much as the model, so its seconds do not represent a real draft's. The generated tokens must be the same
+with and without proposals.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autopar.inference.step.verify_draft import verify
 from benchmarks.inference.models import SMALL, config_of, params_of, random_prompts
 from benchmarks.inference.rows import Row, row
 
-#: Probability that a proposal is accepted, and how many there are.
+#: Probability that a proposal is accepted, and number of proposals.
 ACCEPTANCES = ((0.6, 4), (0.8, 4), (0.9, 7))
 DRAWS, VOCABULARY = 100_000, 8
 SLOTS, LONGEST, PROMPT, TOKENS = 16, 512, 48, 128
@@ -52,7 +53,7 @@ def measure() -> list[Row]:
 
 
 def tokens_per_step(acceptance: float, num_proposals: int, draws: int) -> float:
-    """Mean over draws, each with a seed of its own."""
+    """Mean tokens per step over draws, each with its own seed."""
     proposed = jnp.zeros((draws, num_proposals), jnp.int32)
     others = np.full(VOCABULARY - 1, (1 - acceptance) / (VOCABULARY - 1), np.float32)
     logits = jnp.broadcast_to(jnp.log(jnp.array([acceptance, *others])), (draws, num_proposals + 1, VOCABULARY))
@@ -64,7 +65,7 @@ def tokens_per_step(acceptance: float, num_proposals: int, draws: int) -> float:
 
 
 def _by_n_grams() -> list[Row]:
-    """Of a model whose attention says nothing: what follows depends on the last token alone, so its text goes in circles."""
+    """Steps saved by n-grams, for a model with periodic text: its next token depends on the last one alone."""
     config = config_of(SMALL, vocab_size=256)
     params = params_of(config)
     for layer in range(config.num_layers):
@@ -75,7 +76,7 @@ def _by_n_grams() -> list[Row]:
 
 
 def _by_itself() -> list[Row]:
-    """Of a model that is its own draft."""
+    """Steps saved by a draft that is the model itself."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         write_checkpoint(model, SMALL)
@@ -89,7 +90,7 @@ def _one_device() -> Any:
 
 
 def _rows(name: str, opened: Engine, prompts: list[list[int]]) -> list[Row]:
-    """With proposals at every step, and without."""
+    """Rows with proposals at every step, and without."""
     (steps, seconds, tokens), (plain_steps, plain_seconds, plain) = (
         _served(Engine(opened.runner, shares_prefixes=False, proposer=proposer), prompts)
         for proposer in (opened.proposer, None)
@@ -105,7 +106,7 @@ def _rows(name: str, opened: Engine, prompts: list[list[int]]) -> list[Row]:
 
 
 def _served(engine: Engine, prompts: list[list[int]]) -> tuple[int, float, list[list[int]]]:
-    """Steps of the model, seconds, and what was generated."""
+    """Steps of the model, seconds, and the generated tokens."""
     begin = time.perf_counter()
     generations = engine.generate(prompts, max_tokens=TOKENS)
     seconds = time.perf_counter() - begin

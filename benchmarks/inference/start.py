@@ -1,9 +1,10 @@
-"""The first and the second start of an engine, and what it compiles.
+"""Measure the first and the second start of an engine, and count recompilations.
 
-A model of GPT-2 small's size, float32, 16 slots, on one device; each start is a process of its own with the same, at first
-empty, cache folder. Timed is from `Engine.open` to the first token of a request, so planning, compiling, and reading 500 MB
-of weights are in it; the start of Python and the imports are not. Recompilations are all that JAX compiles while a
-decoder of 4 layers, d 256, serves 1,000 requests of mixed lengths and ways of sampling.
+The model has the size of GPT-2 small, float32, 16 slots, on one device. Each start is a process of its own; both use
+the same cache folder, which is empty at first. The time runs from `Engine.open` to the first token of a request, so it
+includes planning, compiling, and reading 500 MB of weights, but not the start of Python and the imports. Recompilations
+are all of JAX's compiles while a decoder of 4 layers, d 256, serves 1,000 requests of mixed lengths and sampling
+options.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def _start(folder: Path) -> dict[str, float]:
 
 
 def once(folder: str) -> dict[str, float]:
-    """This process's start."""
+    """Time the start of this process."""
     import jax
 
     from autopar.inference import Engine, Options
@@ -73,7 +74,7 @@ def once(folder: str) -> dict[str, float]:
 
 
 def compiled_by_requests(num: int) -> int:
-    """How often JAX compiles anything while so many requests are served."""
+    """Number of JAX's compiles while this many requests are served."""
     import jax
     import numpy as np
 

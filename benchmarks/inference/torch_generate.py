@@ -1,8 +1,8 @@
-"""`transformers`' generate in torch, in static batches: a process for a Python that has torch.
+"""Run `transformers`' generate in torch, in static batches, as a process for a Python that has torch.
 
-In: on standard input a line of JSON for each round, with `prompts`, `max_tokens` of each and `slots` of a batch. Out: on
-standard output a line of JSON for each, with seconds, steps of the model and the tokens of each prompt. Between rounds it
-waits. Greedy, float32, as many threads as torch takes by itself.
+In: on standard input, a line of JSON per round, with `prompts`, `max_tokens` of each, and `slots` of a batch. Out: on
+standard output, a line of JSON per round, with seconds, steps of the model, and the tokens of each prompt. It waits
+between rounds. Greedy, float32, torch's default number of threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAD = 0
 def main(folder: str) -> None:
     """Serve rounds until the input ends."""
     model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32).eval()
-    for field in ("eos_token_id", "bos_token_id"):  # random weights: nothing ends a text
+    for field in ("eos_token_id", "bos_token_id"):  # random weights: no token ends a text
         setattr(model.generation_config, field, None)
     model.generation_config.pad_token_id = PAD
     about = f"torch {torch.__version__}, transformers {transformers.__version__}, {torch.get_num_threads()} threads"
@@ -32,7 +32,7 @@ def main(folder: str) -> None:
 
 
 def served(model: Any, prompts: list[list[int]], max_tokens: list[int], slots: int) -> dict[str, Any]:
-    """All prompts, so many at a time, each batch as long as its longest."""
+    """Serve all prompts in batches of `slots`, each as long as its longest request."""
     begin, steps = time.perf_counter(), 0
     tokens: list[list[int]] = []
     for start in range(0, len(prompts), slots):

@@ -1,10 +1,11 @@
-"""64 requests to a model of GPT-2 small's size, beside `transformers`' own generate in torch on the same CPU.
+"""Measure the engine on 64 requests against `transformers`' own generate in torch, on the same CPU.
 
-Prompts of 8 to 128 tokens, outputs geometrically distributed around 60 tokens and clipped to 4 to 240, greedy, float32,
-random weights in one checkpoint that both read. Both have 16 slots: the engine fills one as soon as it is free, torch takes
-batches of 16 in the order of arrival, padded on the left, each as long as its longest. torch is in a process of its own;
-the two take turns, each with all cores while the other waits, with new prompts of the same lengths in each round. Medians
-of the ratios within a round count. `AUTOPAR_TORCH_PYTHON` is a Python with torch and transformers.
+The model has the size of GPT-2 small. Prompts have 8 to 128 tokens; outputs are geometrically distributed around 60
+tokens, clipped to 4 to 240; greedy, float32, random weights in one checkpoint that both read. Both have 16 slots: the
+engine fills a slot as soon as it is free; torch takes batches of 16 in order of arrival, padded on the left, each as
+long as its longest request. torch runs in a process of its own. The two take turns, each with all cores while the other
+waits; each round has new prompts of the same lengths. The medians of the ratios within a round count.
+`AUTOPAR_TORCH_PYTHON` is a Python with torch and transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SHORTEST_PROMPT, LONGEST_PROMPT = 8, 128
 
 
 class Served(NamedTuple):
-    """A round of one of them: steps are those of the model, prompts' among them."""
+    """One contender's round; `steps` counts steps of the model, including prefill."""
 
     seconds: float
     steps: int
@@ -57,18 +58,18 @@ def measure() -> list[Row]:
 
 
 def _round(engine: Engine, torch: Torch, lengths: list[int], wanted: list[int], number: int) -> tuple[Served, Served]:
-    """Both, in an order that changes; the first round is short, to warm up."""
+    """One round of both contenders in alternating order; the first round is short, as a warm-up."""
     prompts, wanted = random_prompts(lengths, GPT2_SMALL["vocab_size"], number), list(wanted)
     if number == 0:
         prompts, wanted = prompts[:SLOTS], [4] * SLOTS
     sides = [lambda: served(engine, prompts, wanted), lambda: torch.served(prompts, wanted, SLOTS)]
-    told = [side() for side in (sides if number % 2 else sides[::-1])]
-    ours, theirs = told if number % 2 else told[::-1]
+    results = [side() for side in (sides if number % 2 else sides[::-1])]
+    ours, theirs = results if number % 2 else results[::-1]
     return ours, theirs
 
 
 def served(engine: Engine, prompts: list[list[int]], wanted: list[int]) -> Served:
-    """By the engine."""
+    """Serve a round with the engine."""
     before, begin = engine.stats.num_steps, time.perf_counter()
     generations = [engine.submit(prompt, max_tokens=num) for prompt, num in zip(prompts, wanted, strict=True)]
     engine.run()
@@ -77,11 +78,11 @@ def served(engine: Engine, prompts: list[list[int]], wanted: list[int]) -> Serve
 
 
 class Torch:
-    """`transformers` in a process of its own, which waits while it is not asked."""
+    """`transformers` in a process of its own, which waits between rounds."""
 
     def __init__(self, python: str, model: Path) -> None:
         kept = {key: value for key, value in os.environ.items() if key not in ("USE_TORCH", "PYTHONPATH", "PYTHONHOME")}
-        # -P: the folder of the script is not looked into, for this file is named like the package.
+        # -P keeps the script's folder off the import path, because this file has the package's name.
         command = [python, "-P", str(Path(__file__).with_name("torch_generate.py")), str(model)]
         env = {**kept, "HF_HUB_OFFLINE": "1", "USE_FLAX": "0", "TRANSFORMERS_VERBOSITY": "error"}
         self._child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -96,7 +97,7 @@ class Torch:
         self._child.wait(60)
 
     def served(self, prompts: list[list[int]], wanted: list[int], slots: int) -> Served:
-        """By torch."""
+        """Serve a round with torch."""
         assert self._child.stdin is not None
         print(
             json.dumps({"prompts": prompts, "max_tokens": wanted, "slots": slots}), file=self._child.stdin, flush=True

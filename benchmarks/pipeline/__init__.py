@@ -1,1 +1,1 @@
-"""Pipelines, part by part: `parts.py` is the benchmark, each part a module with `measure() -> rows`."""
+"""Pipeline benchmarks: `parts.py` is the benchmark, and each part is a module with `measure() -> rows`."""

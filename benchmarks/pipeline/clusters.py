@@ -1,21 +1,24 @@
-"""Stages on paper for published models and clusters (Narayanan et al. 2021; Zheng et al. 2022, Alpa): GPTs of 2.6 to
-39 billion parameters on 1 to 8 hosts of 8 V100-16GB, NVLink inside a host and 25 Gb/s between hosts, batches of 1,024
-sequences of 1,024 tokens, a vocabulary of 51,200, fp16 with an fp32 master copy.
+"""Plan pipeline stages for published models and clusters, against intra-operator and inter-operator parallelism alone.
 
-The model is `benchmarks/zoo/gpt.py`: its table of words and its head are two. Layers are the blocks, with what is before
-and after them clustered beside them. A device may hold 90 % of its memory, as Alpa's workers are told, less a margin of
-5 % for what a prediction leaves out. All submeshes are looked at whose devices are a power of two, schedules 1F1B,
-ZB-H1 and interleaved 1F1B, and numbers of microbatches that divide the batch; each stage may hold more or less of its
-state and of what its backward pass reads. No device is there and nothing is compiled: times are predictions, at the
-rates of the profile `v100-sxm-16`.
+The settings are those of Narayanan et al. 2021 and of Alpa (Zheng et al. 2022): GPTs of 2.6 to 39 billion parameters on
+1 to 8 hosts of 8 V100-16GB, NVLink inside a host and 25 Gb/s between hosts, batches of 1,024 sequences of 1,024 tokens,
+a vocabulary of 51,200, fp16 with an fp32 master copy.
 
-The plan is `plan_stages`', what `parallelize(stages="auto")` asks: stages are found by prices of single layers and pairs;
-then each stage is planned as a program by itself, and where one holds more than its price said, stages that hold less are
-looked for. `step_s` and `peak_gb`, of the fullest device, are of the planned stages. *intra-op only* is one stage on
-all devices, priced as one program; *inter-op only* has every stage on one device; both with the same layers, options of
-memory, and a search of their own for the number of microbatches, and both as priced. PFLOPS count the products of the
-model once, whatever is computed again. Seconds of the search begin with the traced step and end with the planned stages;
-of tracing it is `trace_s`. `cpu_s` is what the search takes of one core: on a busy machine the difference is others'.
+The model is `benchmarks/zoo/gpt.py`, with separate embedding and head. Layers are the blocks; the equations before and
+after them are clustered with them. A plan may fill 90 % of a device's memory, as in Alpa, less a margin of 5 % for
+prediction errors. The search covers all submeshes with a power of two of devices, the schedules 1F1B, ZB-H1 and
+interleaved 1F1B, and numbers of microbatches that divide the batch; each stage may hold more or less of its state and
+of its activations. No devices are used and nothing is compiled: times are predictions, at the rates of the profile
+`v100-sxm-16`.
+
+The plan is that of `plan_stages`, which `parallelize(stages="auto")` calls. Stages are found by prices of single layers
+and pairs. Then each stage is planned as a program of its own; if one needs more memory than its price predicted, the
+search looks for stages that need less. `step_s` and `peak_gb`, of the fullest device, are those of the planned stages.
+*intra-op only* is one stage on all devices, priced as one program; *inter-op only* has every stage on one device. Both
+have the same layers and memory options, and a search of their own for the number of microbatches; both are prices.
+PFLOPS count the model's matmuls once, without rematerialization. The search time runs from the traced step to the
+planned stages; the tracing time is `trace_s`. `cpu_s` is the CPU time of the search on one core, without that of other
+processes.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def v100() -> HardwareProfile:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model on its cluster."""
+    """A model and its cluster."""
 
     name: str
     sizes: GptSizes
@@ -67,7 +70,7 @@ CASES = (
 
 
 def request_of(case: Case) -> StageRequest:
-    """What a user asks for who names the cluster."""
+    """The request of a user who names the cluster."""
     profile = v100()
     cluster = Cluster((DeviceGroup(profile.name, case.num_hosts, profile.devices_per_host),))
     return StageRequest(cluster=cluster, profiles={profile.name: profile})
@@ -88,7 +91,7 @@ def row(case: Case) -> dict[str, Any]:
     plan = plan_stages(program, request)
     seconds, cpu = time.perf_counter() - traced, time.process_time() - used
     others = {name: tried[0] for name, tried in _others(program, request, plan.num_microbatches).items()}
-    # One stage runs as one program, and not, as its plan has it, in pieces.
+    # One stage runs as one program, not in pieces as its plan has it.
     step_s = plan.prediction.step_time_s if len(plan.stages) > 1 else others["intra-op only"].step_time_s
     return {
         "model": case.name,
@@ -112,7 +115,7 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def _others(program: Program, request: StageRequest, start: int) -> dict[str, tuple[Tried, ...]]:
-    """Each kind of parallelism by itself, with numbers of microbatches of its own."""
+    """Each kind of parallelism alone, with its own number of microbatches."""
     cuttable = Cuttable.of(program)
     searches = searches_of(cuttable, request)
     numbers, _ = likely_numbers(cuttable, request.cluster)
@@ -131,7 +134,7 @@ def _ahead(ratio: float) -> str:
 
 
 def _stages(plan: PipelinePlan) -> str:
-    """Layers times devices of the stages that follow one another."""
+    """Layers and devices of the stages, in order."""
     runs = [
         (
             stage.last_layer - stage.first_layer + 1,
@@ -139,10 +142,10 @@ def _stages(plan: PipelinePlan) -> str:
         )
         for stage in plan.stages
     ]
-    told = []
+    groups = []
     for shape, group in itertools.groupby(runs, key=lambda run: run[1]):
-        told.append(f"{'+'.join(str(layers) for layers, _ in group)} on {shape}")
-    return "; ".join(told)
+        groups.append(f"{'+'.join(str(layers) for layers, _ in group)} on {shape}")
+    return "; ".join(groups)
 
 
 def _told(tried: Tried) -> str:

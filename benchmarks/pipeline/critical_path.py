@@ -1,7 +1,7 @@
-"""Which tasks make a step as long as it is: the longest path through what waits for what.
+"""Find the critical path of a step: the longest path through its dependences.
 
-In: what `simulate` takes. Out: its length, equal to the simulated makespan, and its tasks. It is found another way, from
-the last tasks to the first over the whole graph, so that each holds the other to account.
+In: the arguments of `simulate`. Out: the path's tasks, and its length, which equals the simulated makespan. The path is
+found independently of the simulator, backward from the last tasks, so that each checks the other.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from autopar.pipeline.schedule.tasks import Schedule, Task
 def longest_path(
     schedule: Schedule, seconds: Seconds, transfer_s: TransferSeconds = no_transfer
 ) -> tuple[float, tuple[Task, ...]]:
-    """Seconds of the longest path, and its tasks from the first to the last.
+    """Seconds of the longest path, and its tasks in order.
 
-    The schedule must not wait for itself (`check`).
+    The schedule must have no cyclic dependence (`check`).
     """
     tasks = schedule.tasks
     number = {task: i for i, task in enumerate(tasks)}
     submesh = [on for on, order in enumerate(schedule.orders) for _ in order]
-    # Of each task, those it comes after and what passes in between; and how many come after it.
+    # For each task, its predecessors with the transfer time from each, and its number of successors.
     before: list[list[tuple[int, float]]] = [[] for _ in tasks]
     num_after = [0] * len(tasks)
     for i, following in pairwise(range(len(tasks))):
@@ -34,11 +34,11 @@ def longest_path(
             before[i].append((n, transfer_s(need, task) if submesh[n] != submesh[i] else 0))
         for n, _ in before[i]:
             num_after[n] += 1
-    rest: list[float] = [0] * len(tasks)  # from the end of a task to the end of all
+    rest: list[float] = [0] * len(tasks)  # from the end of a task to the end of the step
     then: list[int | None] = [None] * len(tasks)
     first, length = None, -1
     ready = [i for i, count in enumerate(num_after) if not count]
-    for i in ready:  # which grows
+    for i in ready:  # grows in the loop
         from_here = seconds(tasks[i]) + rest[i]
         if from_here > length:
             first, length = i, from_here

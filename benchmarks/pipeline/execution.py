@@ -1,17 +1,17 @@
-"""Steps in stages run on eight virtual CPU devices, beside the unsharded step.
+"""Run pipeline steps on eight virtual CPU devices, and compare them with the unsharded step and the simulator.
 
-A row is a model, float32 and SGD, in 8 microbatches: so many stages, each on one device, or on two with every matrix of
-its parameters split over them; a schedule; interleaved, each submesh has two stages.
+A row is a model, float32 and SGD, in 8 microbatches: a number of stages, each on one device, or on two with every
+parameter matrix sharded over them; and a schedule. Interleaved schedules have two stages per submesh.
 
-*Largest error*: over two steps, of the losses and of each parameter, in norm, relative to those of the unsharded step (or, for what
-is hardly there, to a thousandth of what was added to all). *Of changes*: the same of what the two steps added to each
-parameter, of which one near 1 keeps no digits below 1e-7. *Most held*: bytes on one device
-of the stage that holds most while microbatches run, counted over the arrays that the pipeline holds. *Less than gpipe*:
-how much less all stages hold together, and *predicted*, what the schedule has less in flight times what a microbatch in
-flight holds. *Per task*: what a step takes to dispatch beyond the time inside the jitted functions, by the number of
-tasks; the least of some steps. *Sleeps*: each piece replaced by a sleep (20 ms forward, 40 ms backward, halves where it is
-split) that gives arrays made before; moves, registers and order are the pipeline's, one thread for each submesh. Its
-makespan over the simulated one, the least of three: what else the machine does makes it longer.
+*Largest error*: the error of the losses and of each parameter over two steps, in norm, relative to the unsharded step
+(or, for tiny values, to a thousandth of what was added to all). *Of changes*: the same for what the two steps added to
+each parameter; a parameter near 1 keeps no digits of a change below 1e-7. *Most held*: bytes on one device of the stage
+that holds most while microbatches run, counted over the pipeline's arrays. *Less than gpipe*: how much less all stages
+hold together; *predicted*: the same from the schedule's microbatches in flight, times the bytes of one. *Per task*:
+dispatch time of a step outside the jitted functions, divided by the number of tasks; the minimum of some steps.
+*Sleeps*: the makespan over the simulated one, with each piece replaced by a sleep (20 ms forward, 40 ms backward,
+halves of that if it is split) that returns prepared arrays. Moves, registers and order are the pipeline's, with one
+thread per submesh. The minimum of three counts, because other load lengthens it.
 """
 
 from __future__ import annotations
@@ -51,27 +51,27 @@ MICROBATCHES, BATCH, WIDTH = 8, 16, 32
 STEPS, RATE = 2, 0.1
 SCHEDULES = (("none", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
 SLEEPS_S = {"forward": 0.02, "backward": 0.04, "input": 0.02, "weight": 0.02, "update": 0.0}
-#: So many steps are timed.
+#: Number of timed steps.
 _TIMED = 15
 _QUICKLY = {"xla_backend_optimization_level": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A step, what makes its state, and its batches by seed."""
+    """A step, a function that makes its state, and its batches by seed."""
 
     step: Callable[..., Any]
     create: Callable[[jax.Array], Any]
     batch: Callable[[int], Any]
 
     def state(self) -> Any:
-        """On the host, for each run to use up."""
+        """A copy of the state on the host, for each run to donate."""
         return jax.device_get(jax.jit(self.create)(jax.random.key(0)))
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """Losses, each parameter, and its change."""
+    """Losses, each parameter, and each parameter's change."""
 
     losses: list[float]
     parameters: list[np.ndarray]
@@ -94,7 +94,7 @@ def measure(name: str) -> list[Row]:
 
 
 def _rows(model: Model, program: Program, plain: Trained, num_stages: int, per_stage: int) -> Iterator[Row]:
-    """Every schedule."""
+    """One row per schedule."""
     planned: dict[int, list[tuple[StageProgram, Plan]]] = {}
     most: Held | None = None
     for schedule, virtual in SCHEDULES:
@@ -133,13 +133,13 @@ def _less(most: Held, held: Held, pipeline: Pipeline) -> tuple[float, float]:
 
 
 def _stages(program: Program, count: int) -> tuple[StageProgram, ...]:
-    """As many layers of about equal work."""
+    """Stages with equally many layers of about equal FLOPs."""
     cuttable = Cuttable.of(program)
     return cuttable.layers(equal_starts(cuttable.chain, count), MICROBATCHES).stages(range(count))
 
 
 def equal_starts(chain: Chain, count: int) -> list[int]:
-    """Where layers begin that have about equal work, each at the narrowest place nearby."""
+    """Starts of layers with about equal FLOPs, each at the narrowest place nearby."""
     upto, total = np.cumsum(chain.flops), sum(chain.flops)
     starts, reach = [0], max(len(chain.units) // (4 * count), 1)
     for layer in range(1, count):
@@ -150,7 +150,7 @@ def equal_starts(chain: Chain, count: int) -> list[int]:
 
 
 def _plan(stage: StageProgram, num_devices: int) -> Plan:
-    """With every matrix of the state split, where there are two devices."""
+    """A plan with every matrix of the state sharded if there are two devices."""
     graph, pins = stage.program.graph, {}
     for position, _ in graph.carried if num_devices > 1 else ():
         shape = graph.values[graph.inputs[position]].shape
@@ -204,7 +204,7 @@ def _trained(model: Model, pipeline: Pipeline) -> tuple[Trained, Held]:
 
 
 def _changes(model: Model, state: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Parameters, and how they have changed."""
+    """Parameters, and their changes."""
     both = zip(jax.tree.leaves(state), jax.tree.leaves(model.state()), strict=True)
     pairs = [(np.asarray(after), np.asarray(before)) for after, before in both]
     pairs = [pair for pair in pairs if np.issubdtype(pair[0].dtype, np.floating)]
@@ -212,7 +212,7 @@ def _changes(model: Model, state: Any) -> tuple[list[np.ndarray], list[np.ndarra
 
 
 def _error(one: Trained, other: Trained) -> float:
-    """Of the losses and of each parameter."""
+    """The largest error of the losses and of each parameter."""
     losses = max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True))
     return max(losses, _apart(one.parameters, other.parameters, _least(other)))
 
@@ -222,18 +222,18 @@ def _error_of_changes(one: Trained, other: Trained) -> float:
 
 
 def _least(other: Trained) -> float:
-    """What is smaller counts as this."""
+    """The norm below which errors are relative to this value."""
     return 1e-3 * float(np.sqrt(sum(np.square(change).sum() for change in other.changes)))
 
 
 def _apart(some: Sequence[np.ndarray], others: Sequence[np.ndarray], least: float) -> float:
-    """The most that one differs, in norm, relative to its norm, or to the least that counts."""
+    """The largest difference in norm, relative to the array's norm, or to `least` if that is larger."""
     norms = [(float(np.linalg.norm(a - b)), float(np.linalg.norm(b))) for a, b in zip(some, others, strict=True)]
     return max(apart / max(norm, least) for apart, norm in norms)
 
 
 def _overhead_us(model: Model, pipeline: Pipeline) -> float:
-    """Of a step's dispatch, what is not inside the jitted functions, for each task."""
+    """Microseconds per task of a step's dispatch outside the jitted functions."""
     calls = [one for one in pipeline.instructions.steps if isinstance(one, Call)]
     programs = {id(one.program): one.program for one in calls}.values()
     inside = [0.0]
@@ -270,7 +270,7 @@ def _overhead_us(model: Model, pipeline: Pipeline) -> float:
 
 
 def _sleeps(model: Model, pipeline: Pipeline) -> float:
-    """Measured makespan of sleeps over the simulated one; the least of three."""
+    """The measured makespan with sleeps over the simulated one; the minimum of three."""
     values = pipeline.begin(jax.tree.leaves((model.state(), model.batch(0))))
     kept: dict[int, list[Any]] = {}
     for one in pipeline.instructions.steps:
@@ -338,7 +338,7 @@ def _mlp() -> Model:
 
 
 def _gpt() -> Model:
-    """That of `examples/train_gpt.py`, smaller."""
+    """The model of `examples/train_gpt.py`, with smaller sizes."""
     from benchmarks.models import demo
 
     module = demo()

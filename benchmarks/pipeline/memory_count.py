@@ -1,9 +1,9 @@
-"""What a step in stages holds in memory, counted while it runs.
+"""Count the bytes that a pipeline step holds while it runs.
 
-In: a `Pipeline` and the leaves of its arguments. Out: the results, and `Held`: the most bytes that each stage's arrays
-take on one of its devices, in the order of dispatch. Arrays count that the pipeline holds: arguments, what pieces pass on,
-and what has come from other stages; what a piece works with inside does not. While a piece runs, what it takes and what it
-gives both count, but for what it may write over.
+In: a `Pipeline` and the leaves of its arguments. Out: the results, and `Held`: for each stage, the maximum bytes of its
+arrays on one of its devices, in the order of dispatch. The pipeline's own arrays count: arguments, values between
+pieces, and values received from other stages; temporaries inside a piece do not. While a piece runs, its inputs and its
+outputs both count, except inputs that it may overwrite.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Held:
     """Bytes on one device of each stage.
 
     Args:
-        peak_bytes: the most at once. loop_bytes: the same while microbatches run.
-        flight_bytes: what one microbatch holds from the end of its forward pass to its backward pass; 0 where the stage
-            has none. Of stages in other processes, all are 0.
+        peak_bytes: the maximum. loop_bytes: the maximum while microbatches run.
+        flight_bytes: bytes that one microbatch holds from the end of its forward pass to its backward pass; 0 if the
+            stage has none. All are 0 for stages in other processes.
     """
 
     peak_bytes: tuple[int, ...]
@@ -36,7 +36,7 @@ class Held:
 
 
 def run_counted(pipeline: Pipeline, leaves: Sequence[Any]) -> tuple[list[Any], Held]:
-    """Run a step, waiting after each instruction, and count."""
+    """Run a step, wait after each instruction, and count."""
     count = _Count(pipeline)
     values = pipeline.begin(leaves)
     count.fill(range(len(values)), values)
@@ -61,20 +61,20 @@ def run_counted(pipeline: Pipeline, leaves: Sequence[Any]) -> tuple[list[Any], H
 
 
 class _Count:
-    """Bytes by buffer, so that an array that two registers hold counts once."""
+    """Bytes by buffer, so that an array in two registers counts once."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         instructions = pipeline.instructions
         self.stage_of = instructions.stage_of
         self.own: list[dict[int, set[int]]] = [{} for _ in pipeline.stages]  # by microbatch, its registers
-        self.last_call: dict[int, int] = {}  # that reads a register
+        self.last_call: dict[int, int] = {}  # register -> the last call that reads it
         for n, one in enumerate(instructions.steps):
             if isinstance(one, Call):
                 self.last_call.update(dict.fromkeys(one.reads, n))
             if one.task is not None:
                 for i in one.writes:
                     self.own[self.stage_of[i]].setdefault(one.task.microbatch, set()).add(i)
-        for registers in self.own:  # what is carried belongs to none
+        for registers in self.own:  # a carry belongs to no microbatch
             times = Counter(i for of_one in registers.values() for i in of_one)
             for of_one in registers.values():
                 of_one -= {i for i in of_one if times[i] > 1}
@@ -115,7 +115,7 @@ class _Count:
             self.loop = [max(most, now) for most, now in zip(self.loop, self.now, strict=True)]
 
     def note_flight(self, n: int, stage: int, microbatch: int) -> None:
-        """What a forward pass, the `n`th instruction, leaves for later calls."""
+        """Record what a forward pass, the `n`th instruction, leaves for later calls."""
         kept = (i for i in self.own[stage].get(microbatch, ()) if self.last_call.get(i, n) > n)
         keys = {self.buffer[i] for i in kept if i in self.buffer}
         self.flight[stage] = max(self.flight[stage], sum(self.bytes[key] for key in keys))

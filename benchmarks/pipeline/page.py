@@ -1,5 +1,6 @@
-"""The head of the results' page: what each part says of itself. It is no part's source, so that a change of one
-leaves what the others measured as it is.
+"""Render the head of the results' page, from each part's docstring.
+
+This file is no source of any part, so a change to it makes no measurement outdated.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pipelines: plans over several submeshes. One section for each part."""
+"""Measure pipelines: plans over several submeshes. There is one section per part."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def measure(program: str) -> list[Row]:
-    """The rows of one part: the module of that name measures it; of several programs, the one behind a colon."""
+    """The rows of one part, measured by the module of that name; text after a colon selects one of its programs."""
     name, _, of = program.partition(": ")
     module = importlib.import_module(f"benchmarks.pipeline.{name}")
     return module.measure(of) if of else module.measure()

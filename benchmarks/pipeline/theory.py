@@ -1,15 +1,14 @@
-"""The simulator beside the published formulas, for every schedule, 2 to 16 submeshes and 1 to 64 microbatches, in whole
-numbers, so that equal means equal.
+"""Compare the schedule simulator with the published formulas, in whole numbers, so that equality is exact.
 
-A case is a shape with durations of forward pass, input part and weight part, the same on all stages, and transfers that
-take no time; its idle time is compared on every submesh. p submeshes, m microbatches, v stages on each submesh (2 to 4
-where a schedule has several); F and B are what a submesh takes for the forward and the whole backward pass of one
-microbatch, W the weight part of B. Of every shape there is one more case with a random duration for each task and each
-transfer: there, as in all others, the makespan must be the longest path through what waits for what. Most in flight is
-counted in microbatches times stages.
+The grid has every schedule, 2 to 16 submeshes and 1 to 64 microbatches. A case is a shape with durations of forward
+pass, input part and weight part, equal on all stages, and transfers that take no time. The idle time is compared on
+every submesh. p is the number of submeshes, m of microbatches, v of stages per submesh (2 to 4 if a schedule has
+several); F and B are a submesh's times for the forward and the whole backward pass of one microbatch, and W is the
+weight part of B. Every shape has one more case with random durations of tasks and transfers. In all cases, the makespan
+must equal the longest path through the dependences. The maximum in flight is counted in microbatches times stages.
 
-With F = 1 and B = 2W = 2 the formula of zb-h1 is a step of exactly 3m + p - 1 slots, JaxPP's grid. Its last row is no
-published formula: it is what the simulator gives where W is longer than that one allows.
+With F = 1 and B = 2W = 2, the formula of zb-h1 is a step of exactly 3m + p - 1 slots, JaxPP's grid. Its last row is no
+published formula: it is the simulator's result if W is longer than that formula allows.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from benchmarks.pipeline.critical_path import longest_path
 STAGES = range(2, 17)
 MICROBATCHES = range(1, 65)
 VIRTUAL = (1, 2, 3, 4)
-#: Of one stage: forward pass, input part, weight part. The last has a weight part that is longer than the others.
+#: Durations on one stage: forward pass, input part, weight part. In the last, the weight part is the longest.
 DURATIONS = ((1, 1, 1), (3, 4, 2), (2, 1, 3))
-#: ZB-H1 with any weight part.
+#: ZB-H1 for any weight part.
 _ANY_WEIGHT_PART = replace(
     SCHEDULES["zb-h1"],
     bubble="(p - 1) max(F, B - W, F + B - 2W)",
@@ -51,7 +50,7 @@ def measure() -> list[dict[str, Any]]:
 
 
 def shapes(kind: ScheduleKind) -> Iterator[PipelineShape]:
-    """Those of the grid that a schedule is defined for."""
+    """The shapes of the grid that a schedule is defined for."""
     for num_submeshes in STAGES:
         for num_microbatches in MICROBATCHES:
             for virtual in VIRTUAL:
@@ -73,7 +72,7 @@ def seconds_of(even: EvenPipeline, task: Task) -> int:
 
 
 def _row(kind: ScheduleKind) -> dict[str, Any]:
-    """All of a schedule's cases, counted."""
+    """Counts over all cases of a schedule."""
     counted = Counter[str]()
     assert kind.bubble_s is not None
     for shape in shapes(kind):
@@ -105,7 +104,7 @@ def _row(kind: ScheduleKind) -> dict[str, Any]:
 
 
 def _equal_at_random(schedule: Schedule, shape: PipelineShape) -> bool:
-    """Whether makespan and longest path agree under durations and transfers drawn for each task and each pair."""
+    """Whether makespan and longest path agree for random durations of tasks and transfers."""
     draw = random.Random(f"{schedule.name} {shape}")
     seconds = {task: draw.randrange(20) for task in schedule.tasks}
     delays: dict[tuple[Task, Task], int] = {}

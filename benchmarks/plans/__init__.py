@@ -1,1 +1,1 @@
-"""Plans beside sharding by hand, judged by XLA: models, recipes, settings, and what comes of them."""
+"""Compare plans with hand-written sharding, by XLA's estimates: models, recipes, settings, results."""

@@ -1,6 +1,6 @@
-"""One row of the table again, on this machine: `python -m benchmarks.plans gpt2 [--setting "8 GPUs"]`.
+"""Repeat one row of the table on this machine: `python -m benchmarks.plans gpt2 [--setting "8 GPUs"]`.
 
-Every program is compiled anew, by XLA for GPUs that need not be there; what the table has is printed beside it.
+XLA compiles every program again, for GPUs that need not exist; the table's figures are printed next to the new ones.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def main() -> None:
         "model", choices=list(MODELS), help="; ".join(f"{name}: {one.words}" for name, one in MODELS.items())
     )
     parser.add_argument("--setting", choices=list(SETTINGS), default=next(iter(SETTINGS)))
-    asked = parser.parse_args()
-    program = f"{asked.model}: {asked.setting}"
+    options = parser.parse_args()
+    program = f"{options.model}: {options.setting}"
     print(_told("now", measure(program, again=True)))
     lines = COMMITTED.read_text(encoding="utf-8").splitlines() if COMMITTED.exists() else []
     known = [record for record in map(json.loads, lines) if record["program"] == program]

@@ -1,8 +1,8 @@
-"""XLA's judgement of programs, kept: what was compiled once is not compiled again, on any machine.
+"""Keep XLA's figures of programs, so that a program is compiled once, on any machine.
 
-In: a lowered step. Out: figures of what XLA makes of it, from `results/plans_compiled.jsonl` where the same program was
-compiled before for the same GPUs by the same JAX and flags. The file is small and part of the repository, so the table is
-renewed after a change of the planner by compiling what it plans otherwise, and nothing else.
+In: a lowered step. Out: figures of the compiled program, from `results/plans_compiled.jsonl` if the same program was
+compiled for the same GPUs by the same JAX and flags. The file is small and in the repository. After a change of the
+planner, only programs of changed plans are therefore compiled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Judge:
     """XLA for one kind of GPU, with a memory.
 
     Args:
-        compiler: compiles what is not known, and keeps whole programs outside of the repository.
-        again: compile even what is known.
+        compiler: compiles unknown programs, and keeps compiled programs outside the repository.
+        again: compile known programs too.
     """
 
     def __init__(self, compiler: CachingCompiler, profile: HardwareProfile, again: bool = False) -> None:
@@ -42,7 +42,7 @@ class Judge:
     def figures(
         self, module: bytes, mesh: MeshShape, num_hosts: int, options: Mapping[str, int] | None = None
     ) -> Figures:
-        """Of a lowered step over a mesh; `compiled_now` says whether XLA has just worked for it."""
+        """Figures of a step lowered for a mesh; `compiled_now` says whether XLA compiled it now."""
         name = key(module, self.profile, mesh.num_devices, num_hosts, options)
         if name in self._known and not self.again:
             return self._known[name] | {"compiled_now": False}
@@ -50,7 +50,7 @@ class Judge:
         return self.of(compiled, mesh)
 
     def of(self, compiled: CompiledStep, mesh: MeshShape) -> Figures:
-        """Of what the compiler has just made, which is remembered."""
+        """Figures of a program that was just compiled; they are remembered."""
         name, found = self.compiler.last_key, {"key": self.compiler.last_key} | figures(compiled, mesh)
         if self._known.get(name) is None:
             with KEPT.open("a", encoding="utf-8") as file:
@@ -60,8 +60,8 @@ class Judge:
 
 
 def figures(compiled: CompiledStep, mesh: MeshShape) -> Figures:
-    """What XLA made of a program: seconds by its own estimate, which of a program with loops says nothing; bytes of one
-    GPU."""
+    """Figures of a compiled program: seconds by XLA's own estimate (meaningless if the program has loops), and bytes on
+    one GPU."""
     found = collectives(compiled.hlo_text, ignore_up_to=0)
     counts: Counter[str] = Counter()
     for one in found:
@@ -77,9 +77,9 @@ def figures(compiled: CompiledStep, mesh: MeshShape) -> Figures:
 
 
 def new_compiler(again: bool = False) -> CachingCompiler:
-    """One that keeps whole programs in the user's cache.
+    """A compiler that keeps compiled programs in the user's cache.
 
     Args:
-        again: it compiles even what is there.
+        again: compile cached programs too.
     """
     return CachingCompiler(default_folder(), again)

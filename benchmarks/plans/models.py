@@ -1,7 +1,8 @@
-"""The models whose plans stand beside sharding by hand, at the size that people train: bf16 compute, f32 parameters, AdamW.
+"""Define the models whose plans are compared with hand-written sharding, at training size.
 
-By name: what one GPU gets of a batch where there is enough of it, and from the batch of the whole job to `Training`. Where a
-"sequence" is meant, it is an image of an image model and a sixteenth of a GPU's nodes of a graph.
+All have bf16 compute, f32 parameters and AdamW. For each name: the examples per GPU in a full batch, and a function
+from the batch of the whole job to `Training`. A "sequence" means an image for image models, and a sixteenth of a GPU's
+nodes for a graph.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Model:
     """A model for any batch.
 
     Args:
-        words: what it is. per_gpu: examples of a GPU's share where the batch alone is split.
+        words: description of the model.
+        per_gpu: examples per GPU if only the batch is sharded.
     """
 
     words: str

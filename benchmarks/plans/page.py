@@ -1,7 +1,7 @@
-"""The page of the plans: how far autopar is ahead, setting by setting, and what each gate says.
+"""Render the page of the plans: autopar's speedup over sharding by hand, setting by setting, and the gates.
 
-In: rows of `benchmarks.plans.parts`. Out: Markdown. Plain Python: no JAX. Where a gate speaks of the best plan by hand, it is
-the fastest by XLA's estimate of those that fit, written either way.
+In: rows of `benchmarks.plans.parts`. Out: Markdown. Plain Python: no JAX. The best plan by hand is the fastest one that
+fits, by XLA's estimate, over both ways of writing it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ MEMORY_BYTES = 80e9
 OWN = "autopar"
 FULL, STRONG, HOSTS = ("8 GPUs",), ("8 GPUs, batch of 8", "16 GPUs, batch of 8"), ("2 hosts", "8 hosts")
 TIGHT = "8 GPUs, 40 % of the memory"
-#: The gates: never behind the best by hand by more; ahead of it by so much on so many models, and in the mean; with little
-#: memory behind by no more; ahead of the best single recipe as users write it.
+#: The gates: the most that autopar may be behind the best plan by hand; the speedup over it, the share of models with
+#: that speedup, and the mean speedup; the most behind with little memory; the speedup over the best single recipe as
+#: users write it.
 NEVER_BEHIND, AHEAD, SHARE_AHEAD, MEAN_AHEAD, TIGHT_BEHIND, AHEAD_OF_USERS = 1.02, 1.1, 2 / 3, 1.15, 1.25, 1.5
 
 _COLUMNS = (
@@ -47,7 +48,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def cases_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """All programs of each model in each setting."""
+    """The programs of each model in each setting."""
     return [list(group) for _, group in groupby(rows, lambda row: (row["setting"], row["model"]))]
 
 
@@ -66,13 +67,13 @@ def page_table(rows: Sequence[Row]) -> str:
 
 
 def best(case: Iterable[Row], *ways: str) -> Row | None:
-    """The fastest program that fits, of those written in one of these ways."""
+    """The fastest program that fits, among those written in one of these ways."""
     of_these = [row for row in case if row["way"] in ways and _fits(row)]
     return min(of_these, key=lambda row: row["step_s"], default=None)
 
 
 def ahead(case: Sequence[Row]) -> float | None:
-    """The best step by hand over autopar's; None where one of them does not run or has no estimate, infinity where
+    """Seconds of the best step by hand over autopar's. None if one of them does not run or has no estimate; infinity if
     nothing by hand fits."""
     own, hand = best(case, OWN), best(case, "user", "expert")
     if own is None:
@@ -116,10 +117,10 @@ def _never_behind(name: str, values: Sequence[tuple[str, float | None]]) -> list
     unknown = [case for case, value in values if value is None]
     behind = [(1 / value, case) for case, value in values if value is not None]
     worst, case = max(behind, default=(math.inf, ""))
-    told = f"{worst:.3f} ({case})" + (f"; none for {', '.join(unknown)}" if unknown else "")
+    cell = f"{worst:.3f} ({case})" + (f"; none for {', '.join(unknown)}" if unknown else "")
     return [
         f"{name}: over the best by hand, worst",
-        told,
+        cell,
         f"{NEVER_BEHIND}",
         _met(worst <= NEVER_BEHIND and not unknown),
     ]
@@ -144,8 +145,10 @@ def _tight(cases: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def _users(cases: Sequence[Sequence[Row]]) -> list[str]:
-    """Against the one recipe that is best where each is applied to all: where it does not fit, its model is left out of its
-    mean, and it has to fit the most models."""
+    """Speedup over the single recipe that is best if applied to all models.
+
+    That recipe fits the most models; models that it does not fit are left out of its mean.
+    """
     times: dict[str, dict[Any, float]] = {}
     own_times: dict[Any, float] = {}
     for case in cases:
@@ -163,17 +166,17 @@ def _users(cases: Sequence[Sequence[Row]]) -> list[str]:
         return []
     ratios = {kind: [seconds / own_times[where] for where, seconds in found.items()] for kind, found in times.items()}
     kind = max(ratios, key=lambda one: (len(ratios[one]), -_mean(ratios[one])))
-    told = f"{_mean(ratios[kind]):.2f} ({kind}, which fits {len(ratios[kind])} of {len(own_times)})"
+    cell = f"{_mean(ratios[kind]):.2f} ({kind}, which fits {len(ratios[kind])} of {len(own_times)})"
     return [
         "ahead of the best single recipe as users write it, geometric mean",
-        told,
+        cell,
         f"{AHEAD_OF_USERS}",
         _met(_mean(ratios[kind]) >= AHEAD_OF_USERS),
     ]
 
 
 def _planning(cases: Sequence[Sequence[Row]]) -> list[list[str]]:
-    """What was not compiled in the same run is held against an earlier compile."""
+    """Planning times. If the compile was not in the same run, an earlier compile is the baseline."""
     found: dict[bool, list[tuple[float, str]]] = {False: [], True: []}
     for case in cases:
         own = next((row for row in case if row["way"] == OWN and not row["failed"]), None)
@@ -185,15 +188,15 @@ def _planning(cases: Sequence[Sequence[Row]]) -> list[list[str]]:
         if ratios:
             worst, where = max(ratios)
             enough = sum(ratio <= 1 for ratio, _ in ratios)
-            told = "planning over XLA's compile of the same step, worst" + (
+            cell = "planning over XLA's compile of the same step, worst" + (
                 ", of those with little memory" if tight else ""
             )
-            lines.append([told, f"{worst:.2f} ({where}); {enough} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
+            lines.append([cell, f"{worst:.2f} ({where}); {enough} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
     return lines
 
 
 def _kind(recipe: str) -> str:
-    """A recipe whatever the number of GPUs: of a grid, how many ways tensors are split."""
+    """A recipe without its number of GPUs; for a grid, with its number of tensor-parallel ways."""
     return f"tensor parallel {recipe.rsplit('x', 1)[-1]}" if recipe.startswith("data x tensor") else recipe
 
 
@@ -201,7 +204,7 @@ def _line(case: Sequence[Row]) -> list[str]:
     user, expert, hand, own = best(case, "user"), best(case, "expert"), best(case, "user", "expert"), best(case, OWN)
     planned = next((row for row in case if row["way"] == OWN), None)
     value = ahead(case)
-    told = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
+    cell = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
     return [
         case[0]["model"],
         _told(user),
@@ -211,7 +214,7 @@ def _line(case: Sequence[Row]) -> list[str]:
         ", ".join("none" if row is None else _gb(row["peak_bytes"]) for row in (hand, own)),
         ", ".join("none" if row is None else _gb(row["sent_bytes"]) for row in (hand, own)),
         "" if own is None else f"{own['words']}; {own['mesh']}",
-        told,
+        cell,
     ]
 
 
@@ -224,7 +227,7 @@ def _fits(row: Row) -> bool:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """Geometric."""
+    """Geometric mean."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 

@@ -1,8 +1,8 @@
-"""Autopar's plans beside data parallel, FSDP, Megatron's tensor parallel and grids of both, written by hand; XLA judges.
+"""Compare autopar's plans with hand-written data parallelism, FSDP, Megatron's tensor parallelism, and grids of both.
 
-Of each model and setting: every recipe as most users write it (the shardings of inputs and outputs) and as an expert does
-(those of activations too), and what autopar plans by itself, each compiled by XLA for H100s that are not there. Times are
-XLA's own estimates, peaks are of its own programs, bytes are what one GPU sends in a step. GPUs are 8 a host.
+For each model and setting: every recipe as most users write it (shardings of inputs and outputs) and as an expert does
+(those of activations too), and autopar's own plan. XLA compiles each for absent H100s. Times are XLA's own estimates,
+peaks are those of its programs, and bytes are what one GPU sends per step. Hosts have 8 GPUs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Row = dict[str, Any]
 
 HARDWARE = "h100-sxm"
 GPUS_PER_HOST = 8
-#: What a GPU has: a program of more does not run.
+#: Memory of a GPU; a program that needs more does not run.
 MEMORY_BYTES = 80e9
-#: Planning for longer than this part of an earlier compile is held against another one, on as busy a machine.
+#: If planning takes longer than this share of an earlier compile, compile again on the same busy machine.
 DOUBTFUL = 0.75
-#: Of the best hand-written plan's peak, what autopar is left in the setting of little memory.
+#: Autopar's memory in the setting of little memory, as a share of the best hand-written plan's peak.
 SHARE_OF_MEMORY = 0.4
 
 
@@ -40,8 +40,8 @@ class Setting:
     """GPUs and a batch.
 
     Args:
-        batch: of the whole job; None where each GPU gets its full share.
-        tight: autopar alone, with less memory than the best hand-written plan takes.
+        batch: batch of the whole job; None if each GPU gets its full share.
+        tight: whether only autopar runs, with less memory than the best hand-written plan takes.
     """
 
     num_gpus: int
@@ -60,10 +60,11 @@ SETTINGS = {
 
 
 def measure(program: str, again: bool = False) -> list[Row]:
-    """One row for each recipe and way of writing it, and one for autopar. What fails says why, and does not end the rest.
+    """One row for each recipe and way of writing it, and one for autopar. A failed program has its error as a row; the
+    others go on.
 
     Args:
-        again: have XLA compile even what it has compiled before.
+        again: compile known programs too.
     """
     model, setting = program.split(": ", 1)
     with new_compiler() as compiler:
@@ -92,7 +93,7 @@ class _Case:
         return MODELS[self.model].training(self.batch).target
 
     def rows(self) -> list[Row]:
-        """By hand first: what autopar gets of the memory is a share of theirs."""
+        """The rows, hand-written ones first, because autopar's memory may be a share of theirs."""
         by_hand = [
             self._row(recipe.name, way, functools.partial(self._by_hand, recipe, way))
             for recipe in recipes(self.setting.num_gpus, self.batch)
@@ -111,7 +112,7 @@ class _Case:
         row |= {"recipe": recipe, "way": way, "failed": ""}
         try:
             row |= make()
-        except Exception as error:  # one must not end the others
+        except Exception as error:  # continue with the other programs
             row |= {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
         _say(row)
         return row
@@ -123,7 +124,7 @@ class _Case:
         return self.judge.figures(module, recipe.mesh, self.num_hosts) | {"mesh": str(recipe.mesh), "words": ""}
 
     def _planned(self, budget: float | None) -> Row:
-        """Autopar's plan; where XLA's program of it takes more memory than there is, what `verify` makes of it."""
+        """Autopar's plan. If XLA's program of it exceeds the memory, `verify` plans again with a smaller budget."""
         step, args = self.target()
         options: dict[str, Any] = {"num_devices": self.setting.num_gpus, "hardware": HARDWARE, "cache": False}
         options |= {} if budget is None else {"memory_budget_bytes": budget}
@@ -140,9 +141,9 @@ class _Case:
                 made = judge.figures(module, plan.mesh, self.num_hosts, compiler_options(plan))
         attempts = 1
         if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
-            told = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
-            plan, attempts = told.plan, len(told.attempts)
-            made = self.judge.of(told.compiled, plan.mesh)
+            verified = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
+            plan, attempts = verified.plan, len(verified.attempts)
+            made = self.judge.of(verified.compiled, plan.mesh)
         return made | {
             "mesh": str(plan.mesh),
             "words": plan.strategy,
@@ -156,17 +157,17 @@ class _Case:
 
 
 def fits(row: Row) -> bool:
-    """Whether a program was made that runs, and how long it takes is known."""
+    """Whether the program runs, and its time is known."""
     return not row["failed"] and row["step_s"] is not None and row["peak_bytes"] <= MEMORY_BYTES
 
 
 def _say(row: Row) -> None:
-    """Progress, for the one who waits."""
+    """Print progress."""
     about = f"{row['model']}: {row['setting']}: {row['recipe']} ({row['way']})"
     if row["failed"]:
-        told = row["failed"][:200]
+        outcome = row["failed"][:200]
     else:
         step = "no estimate" if row["step_s"] is None else f"{1e3 * row['step_s']:.2f} ms"
-        told = f"{step}, exposed {1e3 * row['exposed_s']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
-        told += f" {row['sent_bytes'] / 1e9:.2f} GB, {row['counts']}, {row['mesh']} {row['words']}"
-    print(f"{time.strftime('%H:%M:%S')} {about}: {told}", flush=True)
+        outcome = f"{step}, exposed {1e3 * row['exposed_s']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
+        outcome += f" {row['sent_bytes'] / 1e9:.2f} GB, {row['counts']}, {row['mesh']} {row['words']}"
+    print(f"{time.strftime('%H:%M:%S')} {about}: {outcome}", flush=True)

@@ -1,8 +1,8 @@
-"""Sharding by hand, each recipe as most users write it and as an expert does.
+"""Define sharding recipes by hand, each as most users write it and as an expert does.
 
-In: a step `(state, batch) -> (state, loss)` of a Flax linen model, its arguments as shapes, a mesh. Out: the step jitted.
-A user says where inputs and outputs lie, and no more. An expert says it of activations too, at the end of every module, as
-MaxText does: which is written without touching the model, for Flax lets one intercept its modules' calls.
+In: a step `(state, batch) -> (state, loss)` of a Flax linen model, its arguments as shapes, a mesh. Out: the jitted
+step. A user gives the shardings of inputs and outputs only. An expert also gives those of activations at the end of
+every module, as MaxText does. This needs no change to the model, because Flax can intercept its modules' calls.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ GPUS_PER_HOST = 8
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to split, for a mesh.
+    """One way to shard, for a mesh.
 
     Args:
-        name: as the table has it, e.g. "FSDP" or "data x tensor 2x4".
+        name: name in the table, e.g. "FSDP" or "data x tensor 2x4".
     """
 
     name: str
@@ -39,11 +39,11 @@ class Recipe:
     pins: Callable[[Sequence[Any], MeshShape], Pins]
 
     def by_user(self, step: Any, args: tuple[Any, Any]) -> Any:
-        """With the shardings of inputs and outputs alone."""
+        """The step with the shardings of inputs and outputs only."""
         return jitted(step, args, self.pins(args, self.mesh), self.mesh)
 
     def by_expert(self, step: Any, args: tuple[Any, Any]) -> Any:
-        """With those of activations too."""
+        """The step with the shardings of activations too."""
         over, sizes = abstract_mesh(self.mesh), _batch_sizes(args[1])
 
         def constrained(method: Any, given: Any, named: Any, context: nn.module.InterceptorContext) -> Any:
@@ -60,7 +60,8 @@ class Recipe:
         return jitted(as_an_expert, args, self.pins(args, self.mesh), self.mesh)
 
     def _constrained(self, path: str, value: Any, batch_sizes: set[int], over: Any) -> Any:
-        """A module's result: the batch is split, and the last dim where the module is split by columns."""
+        """A module's result with a sharding constraint: the batch is sharded, and so is the last dim if the module is
+        sharded by columns."""
         if not isinstance(value, jax.Array) or value.ndim < 2 or value.shape[0] not in batch_sizes:
             return value
         dims: list[Any] = [None] * value.ndim
@@ -74,8 +75,7 @@ class Recipe:
 
 
 def recipes(num_gpus: int, batch: int) -> list[Recipe]:
-    """All of them for so many GPUs: where tensors are split it is within a host. What the batch cannot be split for is not
-    among them."""
+    """All recipes for this number of GPUs that can shard the batch; tensor parallelism stays within a host."""
     found = []
     if batch % num_gpus == 0:
         found += [

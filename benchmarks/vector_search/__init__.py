@@ -1,1 +1,1 @@
-"""Vector search, part by part: `parts.py` is the benchmark, each part a module with `measure(of) -> rows`."""
+"""Vector search benchmarks: `parts.py` is the benchmark, and each part is a module with `measure(of) -> rows`."""

@@ -1,7 +1,7 @@
-"""Searches of one kind, timed in turns on the same queries, and told as rows of one shape.
+"""Time searches of one kind in turns on the same queries, and report them as rows with equal columns.
 
-In: `Searcher`s: a method at one setting. Out: rows with its recall, its best time, what it computed, and how it stands
-beside the method that a gate names, at equal recall.
+In: `Searcher`s: a method at one setting. Out: rows with its recall, its minimum time, its distance computations, and
+its ratio to the gate's reference method at equal recall.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Searcher:
     """A method at one setting.
 
     Args:
-        search: all queries at once; ids, `[num_queries, k]`, -1 where there is none.
-        build_s: that its index took.
-        distances: that a query computes on average; None where the method does not say.
+        search: function that searches all queries at once; ids, `[num_queries, k]`, -1 if there is none.
+        build_s: seconds to build its index.
+        distances: mean number of distance computations per query; None if the method does not report it.
     """
 
     method: str
@@ -43,11 +43,11 @@ class Searcher:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What `method` has to reach beside `reference`, where it finds `recall` of the neighbours.
+    """What `method` has to reach compared with `reference`, at the given `recall`.
 
     Args:
-        of: `"queries_per_s"`, at least `bound` times as many; or `"distances"`, at most.
-        bound: None where the ratio is told and not held.
+        of: `"queries_per_s"`: at least `bound` times as many. `"distances"`: at most.
+        bound: the limit; None if the ratio is only reported.
     """
 
     method: str
@@ -87,9 +87,12 @@ def measured(part: str, name: str, data: Searched, searchers: Sequence[Searcher]
 
 
 def _beside(rows: list[Row], gate: Gate) -> list[Row]:
-    """With what each of the gate's method's rows is times the reference, at the same recall; the gate stands at the
-    first that finds enough, as the settings go from little to much. Where none does, it stands at the one that finds
-    most, and is not met; where the reference nowhere finds as much, the reference is taken where it finds most."""
+    """Add to each row of the gate's method its ratio to the reference at the same recall.
+
+    The gate is checked at the first setting that reaches the recall, in order of increasing effort. If none does, it is
+    checked at the setting with the highest recall, and fails. If the reference never reaches the recall, its setting
+    with the highest recall counts.
+    """
     theirs = [(row["recall"], row[gate.of]) for row in rows if row["method"] == gate.reference]
     own = [row for row in rows if row["method"] == gate.method]
     for row in own:
@@ -110,7 +113,7 @@ def _recall(row: Row) -> float:
 
 
 def at_recall(points: Sequence[tuple[float, float]], share: float) -> float | None:
-    """A method's figure where it finds as much, between its settings as on a line; None where none of them does.
+    """A method's figure at this recall, interpolated linearly between its settings; None if no setting reaches it.
 
     >>> at_recall([(0.8, 400.0), (1.0, 200.0)], 0.9), at_recall([(0.8, 400.0)], 0.9), at_recall([(0.8, 400.0)], 0.5)
     (300.0, None, 400.0)
@@ -122,14 +125,14 @@ def at_recall(points: Sequence[tuple[float, float]], share: float) -> float | No
 
 
 def built(make: Callable[[], Made]) -> tuple[Made, float]:
-    """What it makes, and the seconds that took."""
+    """The result of a call, and its seconds."""
     start = time.perf_counter()
     made = make()
     return made, time.perf_counter() - start
 
 
 def is_here(package: str) -> bool:
-    """Whether a package is installed: what is not is left out."""
+    """Whether a package is installed; methods without their package are left out."""
     return importlib.util.find_spec(package) is not None
 
 

@@ -1,4 +1,4 @@
-"""What is searched: FAISS's synthetic set, clusters of very unequal size, and the text on this machine."""
+"""Make the data sets: FAISS's synthetic set, clusters of very unequal size, and the text on this machine."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from benchmarks.vector_search.faiss_at_its_best import faiss
 from examples.rag import passages, words_model
 
 DIM = 128
-#: At most; of text as many as the machine has.
+#: The maximum; the text has as many vectors as the machine has passages.
 NUM_VECTORS, NUM_QUERIES, K = 100_000, 1000, 10
 
 
 class Searched(NamedTuple):
-    """f32: `corpus` `[n, d]`, `queries` `[num_queries, d]`, none of them in the corpus. `nearest`, `[num_queries, k]`:
-    squared distances of the true neighbours, best first."""
+    """A corpus `[n, d]` and queries `[num_queries, d]` in f32; no query is in the corpus.
+
+    `nearest`, `[num_queries, k]`, has the squared distances of the true neighbours, nearest first.
+    """
 
     corpus: np.ndarray
     queries: np.ndarray
@@ -27,7 +29,7 @@ class Searched(NamedTuple):
 
 
 def searched(name: str, num_vectors: int = NUM_VECTORS, num_queries: int = NUM_QUERIES) -> Searched:
-    """One of `SETS`."""
+    """The data set of this name in `SETS`."""
     corpus, queries = SETS[name](num_vectors, num_queries)
     flat = faiss.IndexFlatL2(corpus.shape[1])
     flat.add(corpus)  # pyright: ignore[reportCallIssue]
@@ -35,7 +37,7 @@ def searched(name: str, num_vectors: int = NUM_VECTORS, num_queries: int = NUM_Q
 
 
 def recall(data: Searched, ids: np.ndarray) -> float:
-    """The share of the true neighbours that were found: of vectors equally far from a query, any counts."""
+    """The share of the true neighbours that were found; of vectors at equal distance from a query, any counts."""
     found = np.where(ids[..., None] < 0, np.inf, data.corpus[ids]) - data.queries[:, None]
     squared = np.einsum("qkd,qkd->qk", found, found)
     return float(np.mean(squared <= data.nearest[:, -1:] * (1 + 1e-4) + 1e-6))
@@ -52,7 +54,7 @@ def _skewed(num_vectors: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _text(num_vectors: int, num_queries: int) -> tuple[np.ndarray, np.ndarray]:
-    """Passages, of which some, all along, are the queries."""
+    """Vectors of passages; evenly spaced ones are the queries."""
     texts = [one.text for one in passages(num_vectors + num_queries)]
     vectors = words_model(texts, DIM).vectors(texts)
     is_query = np.zeros(len(vectors), bool)

@@ -1,6 +1,6 @@
-"""FAISS, set up before it is loaded.
+"""Configure FAISS for its best speed.
 
-Import this before anything loads FAISS.
+Import this module before anything else loads FAISS.
 """
 
 from __future__ import annotations

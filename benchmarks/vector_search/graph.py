@@ -1,8 +1,8 @@
-"""Graphs: `build_graph` and `beam`, FAISS's HNSW; hnswlib and usearch where they are installed.
+"""Measure graph search: `build_graph` and `beam`, against FAISS's HNSW, and hnswlib and usearch if installed.
 
-Gate: at the first setting that finds 95 % of the neighbours, at most 1.3 times the distances that FAISS's HNSW computes
-at the same recall. `beside` is that ratio. Queries per second are told and not held: on a CPU a batched walk loses to
-one query after another in gathers and sorts.
+Gate: at the first setting that finds 95 % of the neighbours, at most 1.3 times the distance computations of FAISS's
+HNSW at the same recall. `beside` is that ratio. Queries per second have no gate: on a CPU, the gathers and sorts of a
+batched search are slower than one query at a time.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from benchmarks.vector_search.data import NUM_QUERIES, NUM_VECTORS, K, Searched,
 from benchmarks.vector_search.faiss_at_its_best import faiss
 
 OWN, THEIRS = "autopar graph", "FAISS HNSW"
-#: Nodes in hand, of every method.
+#: Beam widths, for every method.
 BEAMS = (16, 32, 48, 64, 96, 128)
 DEGREE = 32
-#: Nodes in hand while HNSW is built.
+#: Beam width while HNSW is built.
 BUILD_BEAM = 100
 GATE = Gate(OWN, THEIRS, "distances", 1.3)
 ROUNDS = 3
 
 
 def measure(of: str, num_vectors: int = NUM_VECTORS, num_queries: int = NUM_QUERIES, rounds: int = ROUNDS) -> list[Row]:
-    """A row for each method and beam, of one of `data.SETS`."""
+    """A row for each method and beam width, on one of `data.SETS`."""
     data = searched(of, num_vectors, num_queries)
     searchers = [*_of_autopar(data), *_of_faiss(data)]
     searchers += _of_hnswlib(data) if is_here("hnswlib") else []
@@ -52,7 +52,7 @@ def _of_autopar(data: Searched) -> list[Searcher]:
 
 
 def _of_faiss(data: Searched) -> list[Searcher]:
-    index = faiss.IndexHNSWFlat(data.corpus.shape[1], DEGREE // 2)  # of so many the lowest layer has twice
+    index = faiss.IndexHNSWFlat(data.corpus.shape[1], DEGREE // 2)  # the lowest layer has twice this degree
     index.hnsw.efConstruction = BUILD_BEAM
     _, build_s = built(lambda: index.add(data.corpus))  # pyright: ignore[reportCallIssue]
 

@@ -1,7 +1,8 @@
-"""Inverted lists of vectors: `build_lists` and `list_search`, FAISS's IVF-Flat, and a search with FAISS's own lists.
+"""Measure inverted lists of vectors against FAISS's IVF-Flat: `build_lists`, and `list_search` also in FAISS's lists.
 
 Gate: at the first setting that finds 95 % of the neighbours, at least 0.6 times the queries per second of FAISS at the
-same recall. `beside` is that ratio. With FAISS's centroids and lists both find the same, so that only the search differs.
+same recall. `beside` is that ratio. With FAISS's centroids and lists, both find the same neighbours, so only the search
+differs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ ROUNDS = 7
 
 
 def measure(of: str, num_vectors: int = NUM_VECTORS, num_queries: int = NUM_QUERIES, rounds: int = ROUNDS) -> list[Row]:
-    """A row for each method and number of probes, of one of `data.SETS`."""
+    """A row for each method and number of probes, on one of `data.SETS`."""
     data = searched(of, num_vectors, num_queries)
-    num_lists = round(1.6 * len(data.corpus) ** 0.5)  # 512 of 100,000
+    num_lists = round(1.6 * len(data.corpus) ** 0.5)  # 512 for 100,000
     own, own_s = built(lambda: jax.block_until_ready(build_lists(data.corpus, "l2", num_lists)))
     index, faiss_s = built(lambda: faiss_lists(data.corpus, num_lists))
     shared, shared_s = built(lambda: with_lists_of(index, data.corpus))
@@ -50,7 +51,7 @@ def _of_autopar(name: str, lists: InvertedLists, data: Searched, build_s: float)
 
 
 def faiss_lists(corpus: np.ndarray, num_lists: int) -> Any:
-    """FAISS's IVF-Flat."""
+    """An IVF-Flat index of FAISS."""
     index = faiss.IndexIVFFlat(faiss.IndexFlatL2(corpus.shape[1]), corpus.shape[1], num_lists)
     index.train(corpus)  # pyright: ignore[reportCallIssue]
     index.add(corpus)  # pyright: ignore[reportCallIssue]
@@ -58,7 +59,7 @@ def faiss_lists(corpus: np.ndarray, num_lists: int) -> Any:
 
 
 def with_lists_of(index: Any, corpus: np.ndarray) -> InvertedLists:
-    """The same centroids, and each vector in the same list."""
+    """Inverted lists with the same centroids and the same vectors in each list."""
     lists = index.quantizer.search(corpus, 1)[1][:, 0]
     return fill(corpus, index.quantizer.reconstruct_n(0, index.nlist), lists, "l2")
 

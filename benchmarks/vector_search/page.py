@@ -1,4 +1,4 @@
-"""The head of the results' page, its tables, and the picture of recall and throughput."""
+"""Render the head of the results' page, its tables, and the plot of recall and throughput."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 Row = dict[str, Any]
 
 PICTURE = Path(__file__).parents[1] / "results" / "vector_search.svg"
-#: Parts whose rows are points of a curve, by the order in which they are drawn and told.
+#: Parts whose rows are points of a curve, in the order of drawing.
 CURVES = ("ivf", "pq", "graph")
 _MARKS = {"ivf": "o", "pq": "s", "graph": "^"}
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """What each part says of itself, its gates as they were met, and the picture."""
+    """Each part's description, its gates with their results, and the plot."""
     parts = []
     for path in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -40,21 +40,21 @@ def _gates(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         part = f"{row['part']}: {row['data']}" if "part" in row else f"exact: batch {row['batch']}"
-        beside = row.get("beside", row.get("times_faiss"))
-        cells = (part, row["method"], row.get("setting", ""), row["recall"], beside, row["gate"], row["met"])
+        ratio = row.get("beside", row.get("times_faiss"))
+        cells = (part, row["method"], row.get("setting", ""), row["recall"], ratio, row["gate"], row["met"])
         lines.append(f"| {' | '.join(map(_text, cells))} |")
     return "\n".join(lines)
 
 
 def page_table(rows: Sequence[Row]) -> str:
-    """All columns but those that the part's name says already."""
+    """All columns except those in the part's name."""
     columns = [column for column in rows[0] if column not in ("part", "data")]
     lines = [columns, ["---"] * len(columns), *([_text(row[column]) for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def publish(rows: Sequence[Row], about: str) -> None:
-    """Draw the picture; said on standard error, where matplotlib is missing."""
+    """Draw the plot; without matplotlib, print a note on standard error."""
     points = [row for row in rows if row.get("part") in CURVES and row["queries_per_s"] != ""]
     if not points:
         return
@@ -65,13 +65,13 @@ def publish(rows: Sequence[Row], about: str) -> None:
 
 
 def draw(points: Sequence[Row], path: Path) -> None:
-    """Recall across, queries per second up, a line for each method; a panel for each data set."""
+    """Recall on the x axis, queries per second on the y axis, a line per method; a panel per data set."""
     import matplotlib
     from matplotlib.figure import Figure
 
     sets = list(dict.fromkeys(row["data"] for row in points))
     methods = list(dict.fromkeys(row["method"] for row in points))
-    # the same rows make the same file
+    # equal rows make an equal file
     with matplotlib.rc_context({"svg.hashsalt": "autopar", "svg.fonttype": "none", "font.size": 8}):
         figure = Figure(figsize=(4.2 * len(sets), 4.4), layout="constrained")
         panels = figure.subplots(1, len(sets), squeeze=False)[0]

@@ -1,13 +1,13 @@
-"""Vector search beside FAISS, in one process, on the same data, taking turns.
+"""Measure vector search against FAISS: in one process, on the same data, in turns.
 
-Exact searches are of FAISS's own synthetic set: 128 elements, of 10 intrinsic dims. The others are of that, of clusters of
-which the first is two hundred times as large as the last, and of the documentation on this machine, hashed TF-IDF and
-an SVD; queries are none of the vectors. Every method searches with all cores; of its times the best counts, for on a shared
-machine the others tell of the neighbours. A neighbour counts as found where another is equally near. FAISS multiplies
-with the OpenBLAS that its wheel carries, which on CPUs newer than itself falls back to code for the oldest ones: it is
-told to use AVX-512 where there is any, so that it is FAISS at its best that is compared with. hnswlib, usearch and
-ScaNN are measured where they are installed (the extra `bench-search`). Where no setting finds the recall that a gate is
-held at, it stands at the one that finds most, as not met.
+Exact searches use FAISS's own synthetic set: 128 dims, 10 of them intrinsic. The others use that set, clusters of which
+the first is two hundred times as large as the last, and the documentation on this machine, as hashed TF-IDF with an
+SVD; no query is in the corpus. Every method uses all cores. The minimum of its times counts, because the others depend
+on the load of a shared machine. A neighbour counts as found if an equally near vector is returned. FAISS's wheel
+carries an OpenBLAS that falls back to code for the oldest CPUs if the CPU is newer than itself; it is set to use
+AVX-512 if there is any, so that FAISS runs at its best. hnswlib, usearch and ScaNN are measured if they are installed
+(the extra `bench-search`). If no setting reaches a gate's recall, the gate fails, and the setting with the highest
+recall is shown.
 """
 
 from __future__ import annotations
@@ -19,6 +19,6 @@ Row = dict[str, Any]
 
 
 def measure(program: str) -> list[Row]:
-    """The rows of one part: the module of that name measures what stands behind the colon."""
+    """The rows of one part: the module before the colon measures the data set or batch after it."""
     name, _, of = program.partition(": ")
     return importlib.import_module(f"benchmarks.vector_search.{name}").measure(of)

@@ -1,8 +1,8 @@
-"""Inverted lists of codes, their candidates scored again by the vectors: `build_lists`, `list_search`, `rerank`; FAISS's
-IVF-PQ with its refinement, and ScaNN where it is installed. A code has a byte for every four elements.
+"""Measure inverted lists of product-quantized codes, with re-ranking, against FAISS's IVF-PQ.
 
-Gate: with FAISS's codebooks the distances are FAISS's, to one part in ten thousand. `beside` of autopar's rows is the
-ratio of the queries per second at equal recall, which no gate holds.
+autopar's search is `build_lists`, `list_search` and `rerank`; FAISS's has its own refinement. ScaNN is measured if it
+is installed. A code has a byte for every four elements. Gate: with FAISS's codebooks, distances equal FAISS's to one
+part in ten thousand. `beside` of autopar's rows is the ratio of queries per second at equal recall, which has no gate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.vector_search.faiss_at_its_best import faiss
 
 OWN, THEIRS = "autopar IVF-PQ", "FAISS IVF-PQ"
 PROBES = (4, 8, 16, 32, 64, 128)
-#: Candidates scored again, for each neighbour.
+#: Candidates that are scored again, per neighbour.
 AGAIN = 10
 NO_GATE = Gate(OWN, THEIRS, "queries_per_s", bound=None)
 LIKE_FAISS = 1e-4
@@ -33,7 +33,7 @@ ROUNDS = 7
 
 
 def measure(of: str, num_vectors: int = NUM_VECTORS, num_queries: int = NUM_QUERIES, rounds: int = ROUNDS) -> list[Row]:
-    """A row for each method and number of probes, of one of `data.SETS`; then how near the distances are."""
+    """A row for each method and number of probes, on one of `data.SETS`; then the error of the distances."""
     data = searched(of, num_vectors, num_queries)
     dim, num_lists = data.corpus.shape[1], round(1.6 * len(data.corpus) ** 0.5)
     num_parts = dim // 4

@@ -1,4 +1,4 @@
-"""A U-Net that takes noise out of images, as a Flax user writes it. In: its widths and the batch. Out: `Training`."""
+"""A U-Net that removes noise from images, as a Flax user writes it. In: its widths and the batch. Out: `Training`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from benchmarks.zoo.training import F32, Batch, Field, Training, training
 
 
 def unet(widths: Sequence[int], blocks: int, batch: int, size: int) -> Training:
-    """Noise from noisy images and their times, by a mean squared error.
+    """Predict the noise of images from their noisy version and time, with a mean squared error.
 
     Args:
-        widths: channels at each resolution, each half of the one before; multiples of 8. blocks: at each. size: of the
-            images in pixels, a multiple of 2 to the power of the resolutions but one.
+        widths: channels at each resolution, multiples of 8; each resolution is half the one before.
+        blocks: blocks per resolution.
+        size: pixels per side of the images, a multiple of 2 to the power of the number of widths less one.
     """
     model = _UNet(tuple(widths), blocks)
 

@@ -1,7 +1,7 @@
-"""The feed-forward of a layer as a mixture of experts, as GShard has it. In: sizes. Out: a Flax module.
+"""A layer's feed-forward as a mixture of experts, as in GShard. In: sizes. Out: a Flax module.
 
-Each token goes to its two best experts, as far as these have places; a layer's tokens are sent by a product with a mask, so
-that shapes are static.
+Each token goes to its two best experts, up to their capacity. Tokens are dispatched by a matmul with a mask, so that
+shapes are static.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import jax.numpy as jnp
 
 from benchmarks.zoo.training import F32
 
-#: Places of an expert, over the tokens it would get if all got as many.
+#: Capacity of an expert, relative to its tokens under equal load.
 CAPACITY_FACTOR = 1.25
-#: Experts of one token.
+#: Experts per token.
 TOP = 2
 
 
 class Experts(nn.Module):
-    """The feed-forward of a layer: `(batch, tokens, width)` to the same, and the loss of unequal loads."""
+    """The feed-forward of a layer: `(batch, tokens, width)` to the same shape, and the load-balancing loss."""
 
     num_experts: int
     hidden: int
@@ -46,7 +46,7 @@ class Experts(nn.Module):
         init = nn.initializers.lecun_normal(batch_axis=0)
         gate, up = (self.param(name, init, (count, width, self.hidden)) for name in ("gate_experts", "up_experts"))
         down = self.param("down_experts", init, (count, self.hidden, width))
-        # The norm before multiplies by its float32 weights: without a cast, so would be all that follows.
+        # The norm before this multiplies by float32 weights; without a cast, all that follows would be float32.
         sent = jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x.astype(self.dtype))
         opened = nn.silu(jnp.einsum("ebcm,emh->ebch", sent, gate.astype(self.dtype)))
         opened *= jnp.einsum("ebcm,emh->ebch", sent, up.astype(self.dtype))

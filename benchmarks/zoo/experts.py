@@ -1,4 +1,4 @@
-"""A decoder with a mixture of experts in each layer: Hugging Face's LLaMA attention, and experts as GShard has them.
+"""A decoder with a mixture of experts in each layer: Hugging Face's LLaMA attention, and GShard's experts.
 
 In: sizes. Out: `Training`. The experts are those of `expert_layer`.
 """
@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_flax_llama import FlaxLlamaAttention, Fl
 
 
 class MixtureLayer(nn.Module):
-    """Attention, then experts, each behind a norm."""
+    """Attention, then experts, each after a norm."""
 
     config: LlamaConfig
     num_experts: int
@@ -38,7 +38,7 @@ class MixtureLayer(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Tokens to logits, and the loss of unequal loads of all layers."""
+    """Tokens to logits, and the load-balancing loss of all layers."""
 
     config: LlamaConfig
     num_experts: int
@@ -58,7 +58,7 @@ class Mixture(nn.Module):
 
 
 def mixture(config: LlamaConfig, num_experts: int, batch: int, seq: int, dtype: Any = F32) -> Training:
-    """The next tokens, with a hundredth of the loss of unequal loads."""
+    """Next-token prediction, plus a hundredth of the load-balancing loss."""
     model = Mixture(config, num_experts, dtype)
 
     def init(rng: jax.Array) -> Any:
@@ -73,6 +73,6 @@ def mixture(config: LlamaConfig, num_experts: int, batch: int, seq: int, dtype: 
 
 
 def mixture_1b(batch: int) -> Training:
-    """8 layers of 8 experts, d 1,024: 1.0 billion parameters, of which a token meets a third."""
+    """8 layers of 8 experts, d 1,024: 1.0 billion parameters, of which a token uses a third."""
     config = LlamaConfig(hidden_size=1024, intermediate_size=4096, num_hidden_layers=8, num_attention_heads=16)
     return mixture(config, 8, batch, 2048, BF16)

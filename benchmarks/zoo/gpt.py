@@ -1,7 +1,7 @@
-"""A GPT as it is written down in textbooks, in plain Flax. In: its sizes. Out: `Training` in mixed precision.
+"""A textbook GPT in plain Flax. In: its sizes. Out: `Training` in mixed precision.
 
-Pre-norm blocks, one product for queries, keys and values, learned positions, a head of its own; no dropout. Everything
-but the loss is computed in fp16, of fp16 parameters.
+Pre-norm blocks, one matmul for queries, keys and values, learned positions, a separate head; no dropout. Everything but
+the loss is computed in fp16, with fp16 parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.zoo.training import Batch, Field, Training, next_token_loss
 
 @dataclass(frozen=True, slots=True)
 class GptSizes:
-    """Of a model and its batch."""
+    """Sizes of a model and its batch."""
 
     hidden: int
     layers: int
@@ -30,13 +30,13 @@ class GptSizes:
 
     @property
     def num_parameters(self) -> float:
-        """Of all products' matrices and tables."""
+        """Number of parameters in weight matrices and embeddings."""
         return 12 * self.layers * self.hidden**2 + (2 * self.vocabulary + self.tokens) * self.hidden
 
     @property
     def model_flops(self) -> float:
-        """Of one step: matrix products of the forward pass and twice as many of the backward pass, causal masks not
-        made use of, nothing computed again."""
+        """FLOPs of one step: the forward pass's matmuls, and twice as many for the backward pass, without savings by
+        the causal mask and without rematerialization."""
         blocks = self.layers * (24 * self.hidden**2 + 4 * self.tokens * self.hidden)
         return 3 * self.batch * self.tokens * (blocks + 2 * self.hidden * self.vocabulary)
 

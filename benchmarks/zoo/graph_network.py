@@ -26,7 +26,7 @@ class Layers(nn.Module):
 
 
 class GraphClassifier(nn.Module):
-    """`jraph.GraphNetwork`s one after the other: edges, then nodes, then the whole graph are updated."""
+    """A sequence of `jraph.GraphNetwork`s; each updates the edges, then the nodes, then the whole graph."""
 
     width: int
     num_layers: int
@@ -48,7 +48,7 @@ class GraphClassifier(nn.Module):
 def graph_network(
     num_nodes: int, num_edges: int, features: int, width: int, num_layers: int, num_classes: int, dtype: Any = F32
 ) -> Training:
-    """The class of every node of one graph."""
+    """Classification of every node of one graph."""
     model = GraphClassifier(width, num_layers, num_classes, dtype)
 
     def graph_of(batch: Batch) -> Any:

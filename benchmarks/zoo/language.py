@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-# Before transformers is imported: no torch, and nothing from the network.
+# Set before transformers is imported: no torch, no network access.
 os.environ.setdefault("USE_TORCH", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -35,7 +35,7 @@ def gpt2(config: GPT2Config, batch: int, seq: int, dtype: Any = F32) -> Training
 
 
 def gptj(config: GPTJConfig, batch: int, seq: int, dtype: Any = F32) -> Training:
-    """Attention and feed-forward side by side, rotary positions, an untied head."""
+    """Attention and feed-forward in parallel, rotary positions, an untied head."""
     return causal(FlaxGPTJForCausalLM(config, _do_init=False, dtype=dtype), batch, seq)
 
 
@@ -45,7 +45,7 @@ def llama(config: LlamaConfig, batch: int, seq: int, dtype: Any = F32) -> Traini
 
 
 def llama_scanned(config: LlamaConfig, batch: int, seq: int, dtype: Any = F32) -> Training:
-    """The same with its layers stacked: `nn.scan` runs Hugging Face's layer once for each, recomputed backward."""
+    """The same with its layers stacked: an `nn.scan` over Hugging Face's layer, with rematerialization."""
     module = _ScannedLlama(config, dtype)
 
     def init(rng: jax.Array) -> Any:
@@ -59,7 +59,7 @@ def llama_scanned(config: LlamaConfig, batch: int, seq: int, dtype: Any = F32) -
 
 
 class _ScannedLlama(nn.Module):
-    """Hugging Face's LLaMA but for the loop over its layers."""
+    """Hugging Face's LLaMA with a scan over its layers."""
 
     config: LlamaConfig
     dtype: Any
@@ -93,7 +93,7 @@ class _ScannedLayer(nn.Module):
 
 
 def causal(model: Any, batch: int, seq: int, drops_out: bool = True) -> Training:
-    """Any model from tokens to the logits of the next ones."""
+    """A model from tokens to the logits of the next tokens."""
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
         dropout = {"dropout_rng": rng} if drops_out else {}
@@ -119,13 +119,13 @@ def bert(config: BertConfig, batch: int, seq: int, dtype: Any = F32) -> Training
 
 
 def bart(config: BartConfig, batch: int, seq: int, dtype: Any = F32) -> Training:
-    """Encoder and decoder, as many tokens in as out; one table for both and for the head."""
+    """Encoder and decoder with equal lengths; one embedding for both and for the head."""
     model: Any = FlaxBartForConditionalGeneration(config, _do_init=False, dtype=dtype)
     return sequence_to_sequence(model, batch, seq)
 
 
 def sequence_to_sequence(model: Any, batch: int, seq: int) -> Training:
-    """Any model from tokens and the shifted labels to the labels' logits."""
+    """A model from tokens and the shifted labels to the labels' logits."""
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
         out = model(
@@ -144,5 +144,5 @@ def sequence_to_sequence(model: Any, batch: int, seq: int) -> Training:
 
 
 def initialiser(model: Any) -> Any:
-    """A key to a Hugging Face model's variables."""
+    """A function from a key to a Hugging Face model's variables."""
     return lambda rng: model.init_weights(rng, model.input_shape)

@@ -1,7 +1,8 @@
-"""Mixed precision as it is taught: fp16 parameters and gradients, fp32 master copy and Adam moments.
+"""Textbook mixed precision: fp16 parameters and gradients, fp32 master copy and Adam moments.
 
-That is 2 + 2 + 4 + 4 + 4 = 16 bytes for each parameter (Micikevicius et al., 2018; Rajbhandari et al., ZeRO, 2020).
-In: how a model's variables are made, its loss. Out: `Training`, whose state is all of these but the gradients.
+That is 2 + 2 + 4 + 4 + 4 = 16 bytes for each parameter (Micikevicius et al., 2018; Rajbhandari et al., ZeRO, 2020). In:
+a function that makes a model's variables, and its loss. Out: `Training`, whose state has all of these but the
+gradients.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import optax
 
 from benchmarks.zoo.training import Batch, Field, LossOf, Training, adamw
 
-#: So that small gradients are not zero in fp16.
+#: Keeps small gradients from underflowing in fp16.
 LOSS_SCALE = 1024.0
 
 
 class MixedState(NamedTuple):
-    """What a step renews: fp16 parameters, which it reads; their fp32 master copy and moments, which it updates."""
+    """A step's state: fp16 parameters, which it reads; their fp32 master copy and moments, which it updates."""
 
     step: Any
     params: Any
@@ -32,7 +33,7 @@ def mixed_precision(init: Callable[[jax.Array], Any], loss_of: LossOf, batch: Ma
     """A step with AdamW on the master copy.
 
     Args:
-        init: a key to the parameters, in fp32.
+        init: function from a key to the parameters, in fp32.
     """
     tx = adamw()
 
@@ -48,7 +49,7 @@ def mixed_precision(init: Callable[[jax.Array], Any], loss_of: LossOf, batch: Ma
         master = optax.apply_updates(state.master, updates)
         return MixedState(state.step + 1, _half(master), master, moments), scaled / LOSS_SCALE
 
-    train_step.__qualname__ = train_step.__name__  # reports name it so
+    train_step.__qualname__ = train_step.__name__  # the name in reports
     return Training(train_step, create_state, batch)
 
 

@@ -1,7 +1,7 @@
-"""Real models that nobody here wrote, planned for 8 and 64 absent H100s and compiled for them by XLA.
+"""Plan real models from their libraries for 8 and 64 absent H100s, and compile the plans by XLA.
 
-For each: whether XLA's program fits, what it sends that no decision foresaw, and which nodes ran replicated for want
-of a rule. The plan is the planner's own choice among all meshes of so many GPUs; 64 are 8 hosts.
+For each: whether XLA's program fits, which collectives no decision predicted, and which nodes ran replicated for lack
+of a rule. The planner chooses among all meshes of the GPUs; 64 GPUs are 8 hosts.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Row = dict[str, Any]
 
 HARDWARE = "h100-sxm"
 NUM_GPUS = (8, 64)
-#: What a GPU has, and more than the memory budget: what XLA's program may take.
+#: Memory of a GPU, which XLA's program may use; it is more than the memory budget.
 MEMORY_BYTES = 80e9
-#: Collectives and results of fewer bytes are passed over.
+#: Smaller collectives and results, in bytes, are ignored.
 MEGABYTE = 1e6
-#: A node of fewer of the step's operations is passed over.
+#: Nodes with a smaller share of the step's FLOPs are ignored.
 SHARE = 0.01
 MESH_SEPARATOR = "@"
 
 
 def measure(program: str) -> list[Row]:
-    """One row for each number of GPUs, or for a `MODEL@MESH` one for it. A row that fails says why."""
+    """One row for each number of GPUs, or one for a `MODEL@MESH`. A failed row has its error."""
     model, _, mesh = program.partition(MESH_SEPARATOR)
     rows = []
     with CachingCompiler(default_folder()) as compiler:
@@ -43,7 +43,7 @@ def measure(program: str) -> list[Row]:
             about: Row = {"model": model, "gpus": num_gpus}
             try:
                 rows.append(about | _row(model, num_gpus, mesh or None, compiler))
-            except Exception as error:  # one must not end the others
+            except Exception as error:  # continue with the other rows
                 rows.append(about | {"failed": f"{type(error).__name__}: {error}"})
     return rows
 
@@ -56,50 +56,50 @@ def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler)
         at.setdefault("planned" if fraction == 1.0 else "traced", _clocks())
 
     devices: dict[str, Any] = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
-    told = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
-    plan, program = told.plan, program_of(step, args, carry=None, donate=None).of(told.plan)
-    return _figures(told) | {
+    verified = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
+    plan, program = verified.plan, program_of(step, args, carry=None, donate=None).of(verified.plan)
+    return _figures(verified) | {
         "failed": "",
         "trace_s": at["traced"][0] - at["begun"][0],
         "plan_s": at["planned"][0] - at["begun"][0],
         "plan_cpu_s": at["planned"][1] - at["begun"][1],
         "mesh": str(plan.mesh),
         "words": plan.words,
-        "attempts": len(told.attempts),
+        "attempts": len(verified.attempts),
         "equations": len(program.graph.nodes),
         "decisions": plan.outcome.num_nodes,
         "status": plan.outcome.status,
         "gap": plan.outcome.gap,
         "fallbacks": fallbacks(program),
-        "compile_s": told.compiled.compile_s,
+        "compile_s": verified.compiled.compile_s,
         "key": compiler.last_key,
     }
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds that have passed, and those in which a processor worked for this process and those it started."""
+    """Wall time, and CPU time of this process and its child processes, in seconds."""
     return time.perf_counter(), sum(os.times()[:4])
 
 
-def _figures(told: Verification) -> Row:
-    memory = {figure.name: figure for figure in told.memory}
-    strangers = [one for one in told.unpredicted if one.unpredicted_bytes > MEGABYTE]
+def _figures(verified: Verification) -> Row:
+    memory = {figure.name: figure for figure in verified.memory}
+    strangers = [one for one in verified.unpredicted if one.unpredicted_bytes > MEGABYTE]
     return {
         "peak_predicted": memory["peak"].predicted,
         "peak_compiled": memory["peak"].compiled,
-        "fits": told.compiled.peak_bytes <= MEMORY_BYTES,
+        "fits": verified.compiled.peak_bytes <= MEMORY_BYTES,
         "unpredicted": [[one.kind, one.unpredicted_bytes, one.path] for one in strangers],
-        "wire_predicted": sum(match.predicted_bytes for match in told.collectives),
-        "wire_compiled": sum(match.compiled_bytes for match in told.collectives),
-        "step_predicted_s": told.plan.prediction.step_time_s,
-        "step_xla_predicted": told.step_time.predicted,
-        "step_xla": told.step_time.compiled,
-        "off": list(told.off),
+        "wire_predicted": sum(match.predicted_bytes for match in verified.collectives),
+        "wire_compiled": sum(match.compiled_bytes for match in verified.collectives),
+        "step_predicted_s": verified.plan.prediction.step_time_s,
+        "step_xla_predicted": verified.step_time.predicted,
+        "step_xla": verified.step_time.compiled,
+        "off": list(verified.off),
     }
 
 
 def fallbacks(program: Program) -> list[list[Any]]:
-    """Nodes without a rule that matter: primitive, its share of the step's operations, bytes of its results."""
+    """Nodes without a rule that matter: primitive, its share of the step's FLOPs, bytes of its results."""
     graph = program.graph
     rules = [(node, rule_for(NodeView.of(node, graph))) for node in graph.nodes]
     flops = [_flops(rule or unknown_rule(NodeView.of(node, graph))) for node, rule in rules]

@@ -1,6 +1,7 @@
-"""Every model at the size that people train, to be planned for GPUs: bf16 compute, f32 parameters, AdamW.
+"""Every model at training size, to be planned for GPUs: bf16 compute, f32 parameters, AdamW.
 
-Base sizes, but for LLaMA (7B) and GPT-J (which exists as 6B alone), whose batch is the same on any number of GPUs.
+Models have base sizes, except LLaMA (7B) and GPT-J (which only exists as 6B); these two have the same batch on any
+number of GPUs.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def vit(num_gpus: int) -> Training:
 
 
 def clip(num_gpus: int) -> Training:
-    """CLIP with ViT-B/32: 64 images with captions a GPU, each told from those of all GPUs."""
+    """CLIP with ViT-B/32: 64 images with captions per GPU, contrasted with those of all GPUs."""
     config = CLIPConfig.from_text_vision_configs(CLIPTextConfig(), CLIPVisionConfig())
     return vision.clip(config, 64 * num_gpus, 77, BF16)
 
@@ -98,11 +99,11 @@ def lstm(num_gpus: int) -> Training:
 
 
 def graph_network_(num_gpus: int) -> Training:
-    """A graph network of 6 layers of 512: 16,384 nodes and 131,072 edges a GPU, all of one graph."""
+    """A graph network of 6 layers of 512: 16,384 nodes and 131,072 edges per GPU, all in one graph."""
     return graph_network.graph_network(16_384 * num_gpus, 131_072 * num_gpus, 128, 512, 6, 40, BF16)
 
 
-#: By name, for a number of GPUs.
+#: By name, as functions of the number of GPUs.
 REAL: dict[str, Callable[[int], Training]] = {
     "gpt2": gpt2,
     "bert": bert,

@@ -32,7 +32,7 @@ class Recurrent(nn.Module):
 def lstm(
     vocabulary: int, width: int, num_layers: int, batch: int, seq: int, dropout: float = 0.1, dtype: Any = F32
 ) -> Training:
-    """Every token from those before it."""
+    """Next-token prediction."""
     model = Recurrent(vocabulary, width, num_layers, dropout, dtype)
 
     def init(rng: jax.Array) -> Any:

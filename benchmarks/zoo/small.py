@@ -1,6 +1,6 @@
-"""Every model small enough to train for two steps in a test, and large enough that there is something to split.
+"""Every model small enough to train for two steps in a test, and large enough to shard.
 
-Sizes are awkward on purpose: odd vocabularies, sequences and batches that no axis divides.
+Sizes are awkward on purpose: odd vocabularies, and sequences and batches that no axis divides.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def bert() -> Training:
 
 
 def llama() -> Training:
-    """Batch 1: only sequence and features are left to split."""
+    """Batch 1: only the sequence and the features can be sharded."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
@@ -146,7 +146,7 @@ def graph_network_() -> Training:
     return graph_network.graph_network(num_nodes=100, num_edges=320, features=24, width=32, num_layers=2, num_classes=7)
 
 
-#: By the names that the tables of results have too.
+#: By the names that are also in the tables of results.
 SMALL: dict[str, Callable[[], Training]] = {
     "gpt2": gpt2,
     "bert": bert,

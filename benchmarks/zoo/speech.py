@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.zoo.language import initialiser  # which sets what transformers reads when it is imported
+from benchmarks.zoo.language import initialiser  # sets what transformers reads at import
 from benchmarks.zoo.training import F32, Batch, Field, Training, cross_entropy, training
 
 # isort: split

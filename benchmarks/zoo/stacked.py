@@ -1,7 +1,7 @@
-"""Layers of Hugging Face's Flax models as one `nn.scan`, for models of so many that unrolled they are a large program.
+"""Run the layers of Hugging Face's Flax models as one `nn.scan`, because many unrolled layers make a large program.
 
-In: a model's `Training`, and where its layers are made. Out: the same with all layers in one loop, whose parameters
-are stacked. A layer itself stays as it is.
+In: a model's `Training`, and the classes that create its layers. Out: the same with all layers in one loop, whose
+parameters are stacked. The layer class does not change.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from benchmarks.zoo.training import Training
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """Where a model's layers are made.
+    """The classes that create a model's layers.
 
     Args:
-        module: which holds both classes.
-        collection, layer: names of the class that calls the layers in order, and of that of a layer.
-        outputs: from the last layer's hidden states to what the collection returns.
+        module: module that has both classes.
+        collection, layer: names of the class that calls the layers in order, and of the layer class.
+        outputs: function from the last layer's hidden states to the collection's result.
     """
 
     module: str
@@ -67,7 +67,7 @@ def stacked(of: Training, which: Collection) -> Training:
 
 @contextmanager
 def _stacked_layers(which: Collection) -> Iterator[None]:
-    """Models called in this context run their layers in a loop."""
+    """A context in which models run their layers in a loop."""
     layer: Any = getattr(importlib.import_module(which.module), which.layer)
 
     class Stacked(nn.Module):
@@ -77,7 +77,7 @@ def _stacked_layers(which: Collection) -> Iterator[None]:
 
         @nn.compact
         def __call__(self, hidden: Any, mask: Any, *_: Any, deterministic: bool = True, **unused: Any) -> Any:
-            del unused  # no caches, no attentions to return
+            del unused  # caches and attentions are not returned
 
             def call(block: Any, hidden: Any, nothing: None) -> tuple[Any, None]:
                 return block(hidden, mask, **more, deterministic=deterministic)[0], nothing

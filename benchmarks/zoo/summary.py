@@ -1,4 +1,4 @@
-"""The zoo's rows as a page: what holds, one line for each model and number of GPUs, and what does not in detail.
+"""Render the zoo's rows as a page: one line per model and number of GPUs, and details of failed checks.
 
 In: rows of `benchmarks.zoo.proof`. Out: Markdown. Plain Python: no JAX.
 """
@@ -26,20 +26,20 @@ _COLUMNS = (
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """How many hold, then every row."""
+    """The number of rows that pass, then every row."""
     made = [row for row in rows if not row["failed"]]
-    told = (
+    counts = (
         f"{len(made)} of {len(rows)} were planned and compiled; {sum(row['fits'] for row in made)} fit in 80 GB,"
         f" {sum(not row['unpredicted'] for row in made)} have no unpredicted collective over 1 MB, and in"
         f" {sum(not row['fallbacks'] for row in made)} nothing that matters runs without a rule (more than 1 % of the"
         f" operations, or a result over 1 MB). Bytes are those of one GPU; `plan` is the time to trace the step and to"
         f" plan it on every mesh of so many GPUs, and in brackets what processors worked for that."
     )
-    return "\n\n".join([told, _table(_COLUMNS, [_line(row) for row in rows])])
+    return "\n\n".join([counts, _table(_COLUMNS, [_line(row) for row in rows])])
 
 
 def page_table(rows: Sequence[Row]) -> str:
-    """What the line of the summary leaves out."""
+    """The details that the summary's line leaves out."""
     return "\n".join(f"- {row['gpus']} GPUs: {_details(row)}" for row in rows)
 
 

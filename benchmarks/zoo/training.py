@@ -1,7 +1,7 @@
-"""A model's train step, with what it takes: all that a measurement or a test needs to know of a model.
+"""A model's train step with its arguments: all that a measurement or a test needs from a model.
 
-In: how its variables are made, its loss, and the fields of its batch. Out: `Training`. No array is built before
-one is asked for.
+In: functions for its variables and its loss, and the fields of its batch. Out: `Training`. Arrays are built only on
+request.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Step = Callable[..., Any]
 #: A step and the shapes of its arguments, as `autopar.plan` takes them.
 Target = tuple[Step, tuple[Any, ...]]
 Batch = dict[str, Any]
-#: Parameters, the batch and, where the model drops out, a key for it, to a loss.
+#: From parameters, the batch and a dropout key, which the model may ignore, to a loss.
 LossOf = Callable[[Any, Batch, jax.Array], jax.Array]
-#: All variables and the batch, to a loss and the new running statistics.
+#: From all variables and the batch to a loss and the new running statistics.
 LossWithStatistics = Callable[[Any, Batch], tuple[jax.Array, Any]]
 BF16: Any = jnp.dtype(jnp.bfloat16)
 F32: Any = jnp.dtype(jnp.float32)
@@ -33,7 +33,7 @@ class Field:
     """One array of a batch.
 
     Args:
-        below: of integers, one more than the largest value.
+        below: exclusive upper bound of integers.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Field:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def values(self, rng: np.random.Generator) -> np.ndarray:
-        """Integers of equal chance, or normal numbers."""
+        """Uniform integers, or normal numbers."""
         if jnp.issubdtype(self.dtype, jnp.integer):
             return rng.integers(0, self.below, self.shape, dtype=np.int32).astype(self.dtype)
         return rng.standard_normal(self.shape, dtype=np.float32).astype(self.dtype)
@@ -56,8 +56,8 @@ class Training:
     """A train step `(state, batch) -> (state, loss)`.
 
     Args:
-        create_state: a key to the step's first argument; to be run under `jax.jit` or `jax.eval_shape`.
-        batch: the fields of the second.
+        create_state: function from a key to the step's first argument; run it under `jax.jit` or `jax.eval_shape`.
+        batch: fields of the second argument.
     """
 
     step: Step
@@ -77,7 +77,7 @@ class Training:
 
 
 def adamw() -> optax.GradientTransformation:
-    """The optimizer of all that say nothing else."""
+    """The default optimizer."""
     return optax.adamw(3e-4, weight_decay=0.01)
 
 
@@ -85,7 +85,7 @@ def training(init: Callable[[jax.Array], Any], loss_of: LossOf, batch: Mapping[s
     """A step with AdamW.
 
     Args:
-        init: a key to the parameters.
+        init: function from a key to the parameters.
     """
     tx = adamw()
 
@@ -112,10 +112,10 @@ def training_with_statistics(
     batch: Mapping[str, Field],
     tx: optax.GradientTransformation,
 ) -> Training:
-    """A step of a model whose variables are `params` and `batch_stats`.
+    """A step of a model with the variables `params` and `batch_stats`.
 
     Args:
-        init: a key to both.
+        init: function from a key to both.
     """
 
     def create_state(rng: jax.Array) -> StatisticsState:
@@ -138,14 +138,14 @@ def next_token_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """In f32, one for each label."""
+    """Cross-entropy in f32, one for each label."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels)
 
 
 def _named(step: Step) -> Step:
-    step.__qualname__ = step.__name__  # reports name it so
+    step.__qualname__ = step.__name__  # the name in reports
     return step
 
 
 def _unused(*_: Any) -> None:
-    """In the place of a `TrainState`'s `apply_fn`, which no step here calls."""
+    """Placeholder for a `TrainState`'s `apply_fn`, which no step here calls."""

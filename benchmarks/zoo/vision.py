@@ -1,6 +1,6 @@
 """Hugging Face's Flax models of images. In: their configs and sizes. Out: `Training`.
 
-Images come with channels first, as these models take them, though they compute with channels last.
+Input images have channels first, as these models require; the models compute with channels last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.zoo.language import initialiser  # which sets what transformers reads when it is imported
+from benchmarks.zoo.language import initialiser  # sets what transformers reads at import
 from benchmarks.zoo.training import (
     F32,
     Batch,
@@ -36,7 +36,7 @@ from transformers import (
 
 
 def vit(config: ViTConfig, batch: int, dtype: Any = F32) -> Training:
-    """Patches by a convolution, a class token, dropout where the config says so."""
+    """Patches by a convolution, a class token, dropout if the config has it."""
     model: Any = FlaxViTForImageClassification(config, _do_init=False, dtype=dtype)
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:
@@ -57,7 +57,7 @@ def resnet(
 def classifier_with_statistics(
     model: Any, batch: int, size: int, dtype: Any = F32, tx: optax.GradientTransformation | None = None
 ) -> Training:
-    """Any model from images to labels that also returns its new running statistics."""
+    """A model from images to labels that also returns its new running statistics."""
 
     def loss_of(variables: Any, batch: Batch) -> tuple[jax.Array, Any]:
         out, updates = model(batch["images"], params=variables, train=True)
@@ -68,7 +68,7 @@ def classifier_with_statistics(
 
 
 def clip(config: CLIPConfig, batch: int, seq: int, dtype: Any = F32) -> Training:
-    """Images against their captions: each of the batch is told from all others, both ways."""
+    """Images against their captions, contrasted within the batch in both directions."""
     model: Any = FlaxCLIPModel(config, _do_init=False, dtype=dtype)
 
     def loss_of(params: Any, batch: Batch, rng: jax.Array) -> jax.Array:

@@ -1,11 +1,10 @@
-"""Which layer each equation of a step belongs to.
+"""Assign each equation of a step to a layer.
 
-In: a step's flow, and the layer of each unit of its forward pass. Out: of each unit, its layer. A backward unit belongs
-to the layer whose forward values it reads, as far as cotangents allow, which run from layers to those that these read:
-it reads what that layer made or was given, so that nothing but cotangents passes between layers. Layers need be no chain:
-where some fork and join, the cotangents of branches meet in the layer that all of them come from. What runs around the loop
-over microbatches belongs where most of what it reads lies: an optimizer's update to the layer of the gradient. Module
-names play no part.
+In: a step's flow, and the layer of each unit of its forward pass. Out: the layer of each unit. A backward unit belongs
+to the layer whose forward values it reads, so that only cotangents pass between layers. The layers of all its
+cotangents must depend on it. Layers need not form a chain: the cotangents of parallel branches meet in the layer where
+the branches fork. A unit outside the loop over microbatches belongs to the layer of most of its operands, by bytes: an
+optimizer's update belongs to the layer of the gradient. Module names play no part.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from autopar.transforms.microbatch.classify import PARTIAL
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where everything belongs.
+    """The layer of each unit and of each value that enters the loop.
 
     Args:
-        layers: by unit, its layer; None of what each layer that reads it makes for itself.
-        lies: by value that no unit makes, its layer.
-        is_chain: whether each layer comes, perhaps through others, from all before it.
-        aliases: of values that are computed again (`aliases_of`).
+        layers: layer of each unit; None for a unit that each layer runs for itself.
+        lies: layer of each value that no unit makes.
+        is_chain: whether each layer depends, directly or not, on all layers before it.
+        aliases: aliases of recomputed values (`aliases_of`).
     """
 
     layers: tuple[int | None, ...]
@@ -41,14 +40,17 @@ def homes_of(flow: Flow, layer_of: Sequence[int]) -> Homes:
     """Find the layer of each unit.
 
     Args:
-        layer_of: of each unit in `Flow.forward`, its layer; a layer reads none with a higher number.
+        layer_of: layer of each unit in `Flow.forward`. A layer reads no layer with a higher number.
     """
     return _Homes(flow, layer_of).run()
 
 
 def labelled(flow: Flow, homes: Homes) -> Trace:
-    """The trace with the layer of each equation. What one layer computes again another does not read: it has what it was
-    given in the forward pass."""
+    """The trace with the layer of each equation.
+
+    A layer that reads a value recomputed in another layer reads its alias instead, which it received in the forward
+    pass.
+    """
     equations = list(flow.trace.equations)
     layer_of = dict[int, int | None]()
     for unit, layer in zip(flow.units, homes.layers, strict=True):
@@ -65,11 +67,11 @@ class _Homes:
 
     def __init__(self, flow: Flow, layer_of: Sequence[int]) -> None:
         self.flow = flow
-        self.layer = dict(zip(flow.forward, layer_of, strict=True))  # by unit
+        self.layer = dict(zip(flow.forward, layer_of, strict=True))  # unit -> layer
         self.last = max(layer_of, default=0)
-        #: Of each layer, those that it comes from, and itself.
+        #: For each layer, the layers it depends on, and itself.
         self.sources = self._sources()
-        #: By value that comes from outside the loop, its layer.
+        #: Value from outside the loop -> layer.
         self.lies: dict[int, int] = {}
         self.present = self._present()
         self.aliases = aliases_of(flow)
@@ -102,14 +104,14 @@ class _Homes:
     # -- the loop over microbatches ----------------------------------------------------------
 
     def _present(self) -> dict[int, set[int]]:
-        """By value that is no cotangent, the layers that have it in the forward pass: they make it or read it."""
+        """For each value that is no cotangent, the layers that make it or read it in the forward pass."""
         present: dict[int, set[int]] = defaultdict(set)
         for i in self.flow.forward:
             unit = self.flow.units[i]
             for value in (*unit.operands, *unit.results):
                 if value not in self.flow.free_values:
                     present[value].add(self.layer[i])
-        # What is made before the loop makes what it is made of present too.
+        # A layer that has a value made before the loop has the operands of that value too.
         for i in range(len(self.flow.units) - 1, -1, -1):
             if i in self.flow.inside:
                 continue
@@ -118,7 +120,7 @@ class _Homes:
             for value in unit.operands:
                 if found and value not in self.flow.free_values:
                     present[value] |= found
-        # And what the backward pass alone reads, such as a kernel turned round, is where it is made of.
+        # A value that only the backward pass reads, such as a transposed kernel, is where its operands are.
         for i, unit in enumerate(self.flow.units):
             if unit.start not in self.flow.split.before or i in self.flow.free:
                 continue
@@ -150,8 +152,10 @@ class _Homes:
         return max(largest & may, default=most)
 
     def _renews(self, terms: Sequence[int]) -> set[int]:
-        """The layers of the parameter that terms of a gradient go to: the first that meets values of their size after
-        the loop."""
+        """The layers of the parameter that terms of a gradient update.
+
+        That is the first parameter that is combined with values of the gradient's size after the loop.
+        """
         flow = self.flow
         if not any(flow.split.kinds.get(v) in PARTIAL for v in terms):
             return set()
@@ -169,7 +173,7 @@ class _Homes:
         return set()
 
     def _settle_undecided(self) -> None:
-        """A backward unit that reads no cotangent, as what is computed again, may stand where it is read."""
+        """Move backward units that read no cotangent, such as recomputed ones, to the layer that reads them."""
         flow = self.flow
         for i in sorted(flow.backward - flow.free, reverse=True):
             unit = flow.units[i]
@@ -181,8 +185,8 @@ class _Homes:
                 self.layer[i] = max(readers)
 
     def _pull_down(self) -> None:
-        """Let a backward unit that reads cotangents alone run below, where what it makes is read, if no more passes
-        between layers then: what it reads may pass there anyway."""
+        """Move a backward unit that reads only cotangents to the lower layer that reads its results, unless more bytes
+        then pass between layers. Operands that pass there anyway do not count."""
         flow = self.flow
         for i in sorted(flow.backward - flow.free, reverse=True):
             unit = flow.units[i]
@@ -196,14 +200,14 @@ class _Homes:
             if to not in self.sources[self.layer[i]] or not self.sources[to].issuperset(below):
                 continue
             anyway = {v for v in own if any(self.layer.get(r) in self.sources[to] for r in flow.readers[v] if r != i)}
-            terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.results)  # whose sum passes once a step
+            terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.results)  # a total passes once per step
             if flow.num_bytes(iter(own - anyway)) <= (0 if terms else flow.num_bytes(iter(unit.results))):
                 self.layer[i] = to
 
     # -- around it ---------------------------------------------------------------------------
 
     def _outside(self) -> None:
-        """Go through what is outside to and fro until nothing is found any more."""
+        """Assign the units outside the loop, in passes forward and backward until none can be added."""
         flow = self.flow
         for value, where in self.present.items():
             if value not in flow.producer:
@@ -225,7 +229,7 @@ class _Homes:
         return self.lies.get(value, self.layer.get(self.flow.producer.get(value, -1)))
 
     def _try(self, i: int, values: Iterable[int]) -> None:
-        """Let a unit stand where most of what it reads lies, and what else it reads lie there."""
+        """Assign a unit to the layer that has most of its operands by bytes; the operands without a layer follow it."""
         if i not in self.layer:
             weight: dict[int, float] = defaultdict(float)
             for value in values:
@@ -233,7 +237,7 @@ class _Homes:
                 if layer is not None and value not in self.flow.free_values:
                     weight[layer] += self.flow.graph.values[value].num_bytes
             before = [min(where) for v in self.flow.units[i].results if (where := self.present.get(v))]
-            if before:  # what the loop reads
+            if before:  # the loop reads its results
                 self.layer[i] = min(before)
             elif weight:
                 self.layer[i] = max(weight, key=lambda layer: (weight[layer], -layer))

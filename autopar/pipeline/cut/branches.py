@@ -1,8 +1,9 @@
-"""Branches of a model: where its forward pass forks and joins.
+"""Find the branches of a model: where its forward pass forks and joins.
 
-In: a step's flow. Out: of each unit of the forward pass, its layer, such that branches are layers of their own. Between
-two places where one large value alone passes, units belong to a branch if all that they read of this stretch does; what
-reads several branches joins them. Layers are numbered so that none reads a later one.
+In: a step's flow. Out: the layer of each unit of the forward pass; each branch is a layer of its own. The forward pass
+is divided into stretches at the places where a single large value passes. Within a stretch, a unit belongs to a branch
+if all its operands from this stretch do; a unit that reads several branches joins them. Layers are numbered so that
+none reads a later one.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ import numpy as np
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
 from autopar.pipeline.partition.cluster_layers import cluster_layers
 
-#: Branches are searched where at least this part of the forward pass can run concurrently with the rest.
+#: Branches are searched if at least this share of the forward FLOPs can run concurrently with the rest.
 _LEAST_CONCURRENT = 0.05
-#: Of the largest value, what another must have for branches not to begin or end where it passes, too.
+#: A value of at least this share of the largest value's bytes keeps branches from beginning or ending where it passes.
 _LEAST_PASSING = 1e-3
-#: A layer with more than such a part of the forward pass is cut further.
+#: A layer is cut into at most this many parts, times its share of the forward FLOPs.
 _FINEST = 24
 
 
 @dataclass(frozen=True, slots=True)
 class Passing:
-    """What a layer makes and others read; bytes of the whole batch."""
+    """A value that one layer makes and others read. Bytes are those of the whole batch."""
 
     producer: int
     readers: tuple[int, ...]
@@ -37,8 +38,8 @@ class ForkedLayers:
     """Layers that fork and join.
 
     Args:
-        layer_of: of each unit of the forward pass. None reads a layer with a higher number.
-        passing: from layer to layer, forward.
+        layer_of: layer of each unit of the forward pass. No layer reads one with a higher number.
+        passing: values that pass between layers in the forward pass.
         keys: layers with equal keys are equal.
     """
 
@@ -48,19 +49,19 @@ class ForkedLayers:
 
     @property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of layers, the first of which the second reads."""
+        """Pairs of layers; the second reads the first."""
         return tuple(sorted({(one.producer, reader) for one in self.passing for reader in one.readers}))
 
     @property
     def made_bytes(self) -> list[float]:
-        """Of what each layer makes and others read."""
+        """For each layer, bytes of its values that other layers read."""
         return [sum(one.num_bytes for one in self.passing if one.producer == layer) for layer in range(len(self.keys))]
 
     def sends(self, stage_of: Sequence[int]) -> dict[tuple[int, int], float]:
-        """Bytes that pass between stages, each value once.
+        """Bytes that pass between stages; each value counts once per receiving stage.
 
         Args:
-            stage_of: of each layer.
+            stage_of: stage of each layer.
         """
         found: dict[tuple[int, int], float] = {}
         for one in self.passing:
@@ -71,7 +72,7 @@ class ForkedLayers:
 
 
 def forked_layers(flow: Flow, chain: Chain) -> ForkedLayers | None:
-    """The layers of a model with branches that are worth a search; None where it has none.
+    """The layers of a model with branches that are worth a search; None if it has none.
 
     Args:
         chain: the forward pass.
@@ -85,7 +86,7 @@ def forked_layers(flow: Flow, chain: Chain) -> ForkedLayers | None:
 
 
 def passing_of(flow: Flow, layer_of: Sequence[int]) -> tuple[Passing, ...]:
-    """What passes between layers of the forward pass."""
+    """The values that pass between layers in the forward pass."""
     layer = dict(zip(flow.forward, layer_of, strict=True))
     found: list[Passing] = []
     for i, own in layer.items():
@@ -97,7 +98,7 @@ def passing_of(flow: Flow, layer_of: Sequence[int]) -> tuple[Passing, ...]:
 
 
 def _concurrent_share(layer_of: Sequence[int], flops: Sequence[float], passing: Sequence[Passing]) -> float:
-    """The share of the work that is not on the longest way through the layers."""
+    """The share of the FLOPs that is not on the critical path through the layers."""
     work = np.bincount(layer_of, weights=flops)
     longest = np.zeros(len(work))
     for layer in range(len(work)):
@@ -107,14 +108,14 @@ def _concurrent_share(layer_of: Sequence[int], flops: Sequence[float], passing: 
 
 
 def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
-    """Layers with much work cut further, each into a chain of its own."""
+    """Cut layers with many FLOPs further, each into a chain."""
     layers, flops = np.asarray(layer_of), np.asarray(chain.flops)
     finer, number = np.zeros(len(layers), int), 0
     for layer in range(int(layers.max()) + 1):
         (mine,) = np.nonzero(layers == layer)
         most = min(
             round(_FINEST * float(flops[mine].sum() / flops.sum())),
-            int((flops[mine] > flops.sum() / (2 * _FINEST)).sum()),  # what is cheap is none by itself
+            int((flops[mine] > flops.sum() / (2 * _FINEST)).sum()),  # cheap units get no layer of their own
         )
         own = chain_of(flow, [chain.units[position] for position in mine])
         cuts = [0.0, *own.cut_bytes]
@@ -127,7 +128,8 @@ def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
 
 
 def _keys(flow: Flow, chain: Chain, layer_of: Sequence[int], passing: Sequence[Passing]) -> tuple[int, ...]:
-    """Layers of equal units that read and make as much have one number; where one reads the layer before it, all do."""
+    """A key for each layer. Layers with equal keys have equal units, read and make equal bytes, and read equal bytes
+    from the layer just before them."""
     signs: list[list[Hashable]] = [[] for _ in range(max(layer_of) + 1)]
     for i, flops, layer in zip(chain.units, chain.flops, layer_of, strict=True):
         unit = flow.units[i]
@@ -147,8 +149,8 @@ def branch_layers(flow: Flow, chain: Chain, *, least_share: float = 0.01) -> lis
 
     Args:
         chain: the forward pass.
-        least_share: of the forward pass's FLOPs, what the second largest branch of a fork must have for its branches to
-            be layers of their own.
+        least_share: the branches of a fork become layers if the second largest has at least this share of the forward
+            FLOPs.
     """
     least = least_share * sum(chain.flops)
     stretches = _stretches(flow)
@@ -168,12 +170,12 @@ def branch_layers(flow: Flow, chain: Chain, *, least_share: float = 0.01) -> lis
         number = {label: first + n for n, label in enumerate(heavy)}
         layer = first + len(heavy)
         layers += [layer if label is None else number.get(label, first) for label in labels]
-    dense = {layer: number for number, layer in enumerate(sorted(set(layers)))}  # what joins nothing is none
+    dense = {layer: number for number, layer in enumerate(sorted(set(layers)))}  # a number without units is dropped
     return [dense[layer] for layer in layers]
 
 
 def _heavy(flow: Flow, chain: Chain, stretch: tuple[int, int], least: float) -> tuple[list[int | None], list[int]]:
-    """Of a stretch, the branch of each unit, and the branches that have so many FLOPs at the least."""
+    """The branch of each unit of a stretch, and the branches with at least `least` FLOPs."""
     labels = _labels(flow, chain.units[slice(*stretch)])
     work: dict[int, float] = {}
     for flops, label in zip(chain.flops[slice(*stretch)], labels, strict=True):
@@ -183,7 +185,7 @@ def _heavy(flow: Flow, chain: Chain, stretch: tuple[int, int], least: float) -> 
 
 
 def _until_all_has_begun(flow: Flow, stretches: Sequence[tuple[int, int]]) -> int:
-    """How many stretches there are until nothing begins anew, as another tower does that reads data of its own."""
+    """Number of stretches up to the last unit that reads only data, such as the first unit of a second tower."""
     made = {value for i in flow.forward for value in flow.units[i].results}
     begins = [n for n, i in enumerate(flow.forward) if made.isdisjoint(flow.units[i].operands)]
     last = max(begins, default=0)
@@ -191,7 +193,7 @@ def _until_all_has_begun(flow: Flow, stretches: Sequence[tuple[int, int]]) -> in
 
 
 def _stretches(flow: Flow) -> list[tuple[int, int]]:
-    """Runs of the forward pass between which one large value passes."""
+    """Runs of the forward pass between places where at most one large value passes."""
     at = {i: position for position, i in enumerate(flow.forward)}
     passing = [0] * (len(at) + 1)
     sizes = {v: flow.num_bytes(iter((v,))) for i in flow.forward for v in flow.units[i].results}
@@ -211,7 +213,7 @@ def _stretches(flow: Flow) -> list[tuple[int, int]]:
 
 
 def _labels(flow: Flow, units: Sequence[int]) -> list[int | None]:
-    """Of each unit of a stretch, its branch; None of what several have led to."""
+    """The branch of each unit of a stretch; None for units that depend on several branches."""
     label: dict[int, int | None] = {}
     for i in units:
         read = {label[m] for v in flow.units[i].operands if (m := flow.producer.get(v)) is not None and m in label}

@@ -1,11 +1,13 @@
-"""A step cut into the programs of its stages.
+"""Cut a step into the programs of its stages.
 
-In: a trace with a loop over microbatches whose equations know their layers, and the layers of each stage. Out:
-`StageTrace`s: of each stage, what it runs before the loop, in it and after it, as a trace of its own that can be planned
-like any other, and what crosses its borders. What needs nothing but data and small values is in each stage that reads it.
+In: a trace with a loop over microbatches whose equations know their layers, and the layers of each stage. Out: one
+`StageTrace` per stage: a trace of what the stage runs before, in and after the loop, planned like any other trace, and
+the values that cross its borders. Cheap equations that need only data and small values are copied to each stage that
+reads them.
 
-In the trace of a stage, what another stage sends in each microbatch is the same in all trips, and what it sends is the last
-trip's: each trip costs what it costs in the pipeline, and only one microbatch's are in memory.
+In a stage's trace, the values that other stages send are the same in all iterations, and the values that it sends are
+those of the last iteration. So the trace costs what the stage costs in the pipeline per iteration, and holds one
+microbatch's values in memory.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from autopar.frontend.trace_builder import LoopBuilder, TraceBuilder, flat_borde
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.rules.table import traits_of
 
-#: What crosses a border: an argument or a result of the step; a value from another stage, or for one, that passes once a
-#: step (`outside`) or once a microbatch (`inside`); the place that the latter is sent from (`buffer`).
+#: What crosses a border: an argument or a result of the step; a value that passes between stages once per step
+#: (`outside`) or once per microbatch (`inside`); the buffer from which the latter is sent (`buffer`).
 PortKind = Literal["argument", "result", "outside", "inside", "buffer"]
 
 
@@ -34,8 +36,8 @@ class Port:
     """A value that crosses the border of a stage.
 
     Args:
-        value: its number in the trace of the whole step; of an argument or a result, its position.
-        rows: of an argument or a result of which layers are stacked, those that it is; None for the whole.
+        value: its number in the trace of the whole step; for an argument or a result, its position.
+        rows: for some layers of a stacked argument or result, which layers; None for the whole.
     """
 
     kind: PortKind
@@ -44,7 +46,7 @@ class Port:
 
     @property
     def leaf(self) -> LeafKey:
-        """Of an argument or a result, which it is."""
+        """The argument or result, with its layers."""
         return self.value, self.rows
 
 
@@ -53,8 +55,8 @@ class StageTrace:
     """The program of one stage.
 
     Args:
-        inputs, outputs: of the trace, what they are.
-        carried: positions of inputs and outputs that hold the same state, or the same buffer.
+        inputs, outputs: ports of the trace's inputs and outputs.
+        carried: pairs (input, output) of positions that hold the same state, or the same buffer.
     """
 
     trace: Trace
@@ -68,10 +70,10 @@ class Cut:
     """Where a step is cut.
 
     Args:
-        stage_of: of each layer, its stage.
-        free: of the step's inputs, those that every stage may have.
-        homes: of the other inputs, the layer.
-        carried: positions of inputs and outputs that hold the same state.
+        stage_of: stage of each layer.
+        free: inputs of the step that every stage may have.
+        homes: layer of each other input.
+        carried: pairs (input, output) of positions that hold the same state.
     """
 
     stage_of: tuple[int, ...]
@@ -90,25 +92,25 @@ def stage_traces(trace: Trace, cut: Cut) -> tuple[StageTrace, ...]:
 
 
 def stage_trace(trace: Trace, cut: Cut, stage: int) -> StageTrace:
-    """The program of one stage, by who wants no other."""
+    """The program of one stage, without building the others."""
     return _Cutting(trace, cut).one(stage)
 
 
 @dataclass(slots=True)
 class _Stage:
-    """What a stage runs, as far as it has been found."""
+    """The contents of a stage, filled step by step."""
 
     before: list[Item] = field(default_factory=list)
     body: list[Item] = field(default_factory=list)
     after: list[Item] = field(default_factory=list)
     carries: list[tuple[Equation, Equation]] = field(default_factory=list)
     stacks: list[Equation] = field(default_factory=list)
-    #: What it reads of other stages.
+    #: Values of other stages that it reads.
     outside: dict[int, None] = field(default_factory=dict)
-    inside: dict[int, Equation] = field(default_factory=dict)  # and its first reader
-    #: What others read of it.
+    inside: dict[int, Equation] = field(default_factory=dict)  # value -> its first user
+    #: Values that other stages read.
     sent_outside: dict[int, None] = field(default_factory=dict)
-    sent_inside: dict[int, Equation] = field(default_factory=dict)  # and what makes it
+    sent_inside: dict[int, Equation] = field(default_factory=dict)  # value -> its producer
 
 
 class _Cutting:
@@ -117,7 +119,7 @@ class _Cutting:
     def __init__(self, trace: Trace, cut: Cut) -> None:
         self.trace, self.cut = trace, cut
         self.free = {*cut.free, *(value for value, _ in trace.constants)}
-        self.stage: dict[int, int] = {}  # by value that one stage makes
+        self.stage: dict[int, int] = {}  # value -> stage, for values that a single stage makes
         self.stages = [_Stage() for _ in range(cut.num_stages)]
         for value in trace.inputs:
             if value not in self.free:
@@ -140,12 +142,13 @@ class _Cutting:
                 return made
 
     def one(self, stage: int) -> StageTrace:
-        """One stage alone; it may send what none reads."""
+        """One stage by itself; it may send values that no stage reads."""
         self._find_imports()
         return self._finished(stage, self.stages[stage])
 
     def _drop_unread(self, made: Sequence[StageTrace]) -> bool:
-        """Let no stage send what none reads: of what it was to read, a stage may drop some as dead. Whether any was."""
+        """Drop sends that no stage reads, since a receiver may have dropped the value as dead code. Returns whether any
+        was dropped."""
         taken = {port for stage in made for port in stage.inputs}
         dropped = False
         for stage in self.stages:
@@ -155,7 +158,7 @@ class _Cutting:
                     dropped = True
         return dropped
 
-    # -- who runs what -----------------------------------------------------------------------
+    # -- stages of items -----------------------------------------------------------------------
 
     def _add(self, items: Iterable[Item], where: Literal["before", "body", "after"]) -> None:
         for item in (part for whole in items for part in self._parts(whole)):
@@ -170,7 +173,7 @@ class _Cutting:
                 getattr(stage, where).append(item)
 
     def _parts(self, item: Item) -> Iterator[Item]:
-        """What a barrier holds up, stage by stage."""
+        """Split a barrier into one per stage."""
         if isinstance(item, Equation) or item.kind != "barrier":
             yield item
             return
@@ -189,7 +192,7 @@ class _Cutting:
                 self.stages[s].carries.append((enter, leave))
                 self.stage.update(dict.fromkeys((*enter.results, *leave.results), s))
                 continue
-            self.shared_enters.append(enter)  # each stage that reads it takes it in
+            self.shared_enters.append(enter)  # each stage that reads it gets a copy
             if all(value in self.free for value in enter.reads):
                 self.free.update(enter.results)
         self._add(self.loop.sections[0], "body")
@@ -277,7 +280,7 @@ class _Cutting:
         return value in self.cut.free or self.stage.get(value) == s or value in stage.outside
 
     def _gives(self, s: int, atom: Atom) -> bool:
-        """Whether a result of the step comes from a stage; what all could give comes from the first."""
+        """Whether a stage returns a result of the step; one that all could return comes from the first."""
         return s == (self.stage.get(atom, 0) if isinstance(atom, int) else 0)
 
 

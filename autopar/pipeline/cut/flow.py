@@ -1,8 +1,8 @@
-"""What a step does, seen as a pipeline sees it: forward, backward, and around the loop over microbatches.
+"""Divide a step into forward, backward, and the parts before and after the loop over microbatches.
 
-In: a trace, its graph, and what of it runs for each microbatch. Out: `Flow`: its units, which of them run forward and
-which backward, and which belong to no layer because whoever reads them may make them: they depend on nothing but data
-and small values.
+In: a trace, its graph, and which equations run for each microbatch. Out: `Flow`: its units, which of them run forward
+and which backward, and which belong to no layer. The last depend on data and small values alone, so each layer that
+reads them can compute them itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from autopar.transforms.microbatch.batch_dims import Places
 from autopar.transforms.microbatch.classify import Split
 from autopar.transforms.microbatch.units import Unit, backward_of, units_of
 
-#: State of so few elements (a counter, a key, a learning rate) every layer may have of its own.
+#: Each layer may have its own copy of state of at most this many elements (a counter, a key, a learning rate).
 _FEW = 16
-#: Work for each element it makes, up to which a unit is made by each layer that reads it: random bits take so much.
+#: FLOPs per result element up to which each layer may run a unit itself; random bits take about this many.
 _CHEAP = 256.0
 
 
@@ -30,7 +30,7 @@ class Flow:
     """The units of a step.
 
     Args:
-        places: of the graph.
+        places: batch dims of the graph.
     """
 
     trace: Trace
@@ -41,17 +41,17 @@ class Flow:
 
     @classmethod
     def of(cls, trace: Trace, graph: Graph, split: Split, places: Places) -> Flow:
-        """The flow of a step that has been classified."""
+        """The flow of a classified step."""
         return cls(trace, graph, split, places, tuple(_units(trace, graph)))
 
     @functools.cached_property
     def producer(self) -> dict[int, int]:
-        """By value, the unit that makes it."""
+        """Value -> the unit that makes it."""
         return {value: i for i, unit in enumerate(self.units) for value in unit.results}
 
     @functools.cached_property
     def readers(self) -> dict[int, list[int]]:
-        """By value, the units that read it, in order."""
+        """Value -> the units that read it, in order."""
         found: dict[int, list[int]] = {}
         for i, unit in enumerate(self.units):
             for value in unit.operands:
@@ -60,19 +60,19 @@ class Flow:
 
     @functools.cached_property
     def inside(self) -> frozenset[int]:
-        """The units that run for each microbatch."""
+        """Units that run for each microbatch."""
         return frozenset(i for i, unit in enumerate(self.units) if unit.start in self.split.inside)
 
     @functools.cached_property
     def backward(self) -> frozenset[int]:
-        """Of these, those of the backward pass."""
+        """Units of the backward pass that run for each microbatch."""
         at = {unit.start: i for i, unit in enumerate(self.units)}
         inside = [self.units[i] for i in sorted(self.inside)]
         return frozenset(at[unit.start] for unit in backward_of(inside, self.trace.equations))
 
     @functools.cached_property
     def free_values(self) -> frozenset[int]:
-        """What every layer may have of its own: data, constants, small values, and what is made of these cheaply."""
+        """Values that every layer may have: data, constants, small state, and values computed cheaply from these."""
         graph = self.graph
         state = {graph.inputs[position] for position, _ in graph.carried}
         free = {v for v in graph.inputs if v not in state or graph.values[v].size <= _FEW}
@@ -84,7 +84,7 @@ class Flow:
 
     @functools.cached_property
     def free(self) -> frozenset[int]:
-        """The units that make these."""
+        """Units that make free values."""
         return frozenset(
             i
             for i, unit in enumerate(self.units)
@@ -93,19 +93,19 @@ class Flow:
 
     @functools.cached_property
     def forward(self) -> tuple[int, ...]:
-        """The units of the forward pass that some layer has to itself, in order."""
+        """The units of the forward pass that belong to a layer, in order."""
         return tuple(sorted(self.inside - self.backward - self.free))
 
     def flops(self, unit: Unit) -> float:
-        """Operations of one step, on all devices together."""
+        """FLOPs of one step, on all devices together."""
         return sum(map(self.places.flops, range(unit.start, unit.stop)))
 
     def is_large(self, value: int) -> bool:
-        """Whether a value is worth a thought where it lies."""
+        """Whether a value is large enough to count when it passes between layers."""
         return self.graph.values[value].size > SMALL_SIZE
 
     def num_bytes(self, values: Iterator[int]) -> float:
-        """Bytes of values that are large."""
+        """Bytes of the large ones among these values."""
         return sum(self.graph.values[v].num_bytes for v in values if self.is_large(v))
 
     def _is_cheap(self, unit: Unit) -> bool:
@@ -117,7 +117,7 @@ class Flow:
 
 
 def _units(trace: Trace, graph: Graph) -> Iterator[Unit]:
-    """What is to be together: an equation, a loop, a branch. What a barrier holds up need not be in one layer."""
+    """Equations, loops and branches. A barrier is divided into its pieces, which may be in different layers."""
     for unit in units_of(trace, graph):
         if unit.region is None or unit.region.kind != "barrier":
             yield unit
@@ -129,12 +129,12 @@ def _units(trace: Trace, graph: Graph) -> Iterator[Unit]:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """The forward pass as one unit after another.
+    """The forward pass as a sequence of units.
 
     Args:
-        units: positions of `Flow.units`.
-        flops: of each.
-        cut_bytes: what passes from the first so many units to the others, forward: one less than units.
+        units: positions in `Flow.units`.
+        flops: FLOPs of each unit.
+        cut_bytes: at each cut between two neighbours, bytes of the values that pass it; one less than units.
     """
 
     units: tuple[int, ...]
@@ -143,10 +143,10 @@ class Chain:
 
 
 def chain_of(flow: Flow, units: Sequence[int] | None = None) -> Chain:
-    """The chain that layers are made of.
+    """The sequence of units that layers are cut from.
 
     Args:
-        units: of the forward pass, in order; by default all. What passes between others does not count.
+        units: units of the forward pass, in order; by default all. Values that pass between other units do not count.
     """
     units = flow.forward if units is None else tuple(units)
     at = {i: position for position, i in enumerate(units)}

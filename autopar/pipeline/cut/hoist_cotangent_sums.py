@@ -1,8 +1,8 @@
-"""Cotangents that one layer adds up, added where they are made.
+"""Reorder sums of cotangents so that each layer adds its own terms before it sends the sum.
 
-In: a step whose equations know their layers. Out: the same, in which a layer that reads several terms of a sum from
-another one reads their sum. A program adds cotangents in an order of its own: where branches of two layers take turns in
-it, no two neighbours are of one layer, and all would pass.
+In: a step whose equations know their layers. Out: the same step, in which a layer receives one sum from each other
+layer instead of several terms. A program adds cotangents in its own order: if the terms of two layers alternate in a
+sum, each term would be sent by itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from autopar.transforms.microbatch.classify import PARTIAL
 
 
 def added_where_made(flow: Flow, trace: Trace) -> Trace:
-    """The trace with such sums in another order; itself, where there are none.
+    """The trace with such sums reordered; the same trace if there are none.
 
     Args:
-        flow: of the step. trace: the same with the layer of each equation.
+        flow: flow of the step.
+        trace: the same step with the layer of each equation.
     """
     return _Additions(flow, trace).run()
 
@@ -37,7 +38,7 @@ class _Additions:
         self.adds = {v: i for i in flow.backward for v in self._added(i)}
 
     def run(self) -> Trace:
-        written: dict[int, list[Item]] = {}  # by the last equation of a sum
+        written: dict[int, list[Item]] = {}  # last equation of a sum -> its replacement
         gone: set[int] = set()
         for value, i in self.adds.items():
             if self._goes_on(value, self._layer(i)):
@@ -73,7 +74,7 @@ class _Additions:
         return self.trace.equations[self.flow.units[i].start].layer
 
     def _goes_on(self, value: int, layer: int | None) -> bool:
-        """Whether a sum is nothing but a part of a longer one."""
+        """Whether a sum is only read by a longer sum of the same layer."""
         readers = self.flow.readers.get(value, [])
         return (
             len(readers) == 1
@@ -83,7 +84,7 @@ class _Additions:
         )
 
     def _terms(self, value: int) -> tuple[list[int], list[int]]:
-        """The sums that a sum is made of, itself among them, and what is added."""
+        """The partial sums within a sum, itself first, and its terms."""
         layer, inner, terms = self._layer(self.adds[value]), [value], list[int]()
         for one in inner:
             for operand in self.trace.equations[self.flow.units[self.adds[one]].start].reads:
@@ -94,8 +95,8 @@ class _Additions:
     def _written(
         self, like: Equation, own: list[int], by_layer: dict[int | None, list[int]], inner: list[int]
     ) -> Iterator[Item]:
-        """As many additions as there were: of each other layer's terms there, then of all."""
-        free = inner[1:]  # the names of sums; the first is that of the whole
+        """The same number of additions: first the terms of each other layer, in that layer, then all the rest."""
+        free = inner[1:]  # value numbers for the new partial sums; the first is the whole sum's
         for layer, terms in by_layer.items():
             total, *others = terms
             for term in others:

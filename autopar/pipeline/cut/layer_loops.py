@@ -1,9 +1,9 @@
-"""Loops over layers, and what is stacked for them.
+"""Find loops over layers, and the values that are stacked for them.
 
-In: a trace, its graph and where dims stand in it. Out: `Stack`s. A loop that takes a slice of the state in each trip runs
-one layer after another, and may be cut between two trips. With it are cut all loops that it hands stacks to, such as
-that of the backward pass, and what stands along these stacks outside of loops: parameters, their gradients, the
-optimizer's moments. So nothing is said of a loop over time, whose trips share their parameters.
+In: a trace, its graph and its dims. Out: `Stack`s. A loop over layers takes a slice of the state in each iteration and
+can be cut between two iterations. All loops that exchange stacked values with it are cut at the same iterations, such
+as the loop of the backward pass. So are the values outside the loops that have the layer dim: parameters, their
+gradients, the optimizer's moments. A loop over time is not found, because its iterations share their parameters.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
 from autopar.transforms.microbatch.batch_dims import Batch, Place, Places, leading_dim
 
-#: Loops with less than this share of the step's work are left whole.
+#: Loops with less than this share of the step's FLOPs are not cut.
 _WORTH = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Loops that are cut at the same trips.
+    """Loops that are cut at the same iterations.
 
     Args:
-        loops: where they begin among the equations.
-        dims: the loop over layers, outside of the loops: its length, and where it stands.
+        loops: positions of their first equations.
+        dims: the loop over layers outside the loops: its length, and the dims of values that run over layers.
     """
 
     loops: tuple[int, ...]
@@ -40,10 +40,10 @@ class Stack:
 
 
 def stacks_of(trace: Trace, graph: Graph, places: Places) -> Iterator[Stack]:
-    """The loops of a step that may be cut, those with most work first.
+    """The loops of a step that may be cut, those with most FLOPs first.
 
     Args:
-        graph, places: of the trace.
+        graph, places: graph and dims of the trace.
     """
     outer = {region.enter[0]: region for region in _outermost(trace.regions) if region.kind == "scan"}
     state = _parameters(graph)
@@ -55,7 +55,7 @@ def stacks_of(trace: Trace, graph: Graph, places: Places) -> Iterator[Stack]:
         if start in taken or length < 2:
             continue
         loops = [start]
-        for one in loops:  # and what it hands stacks to, or takes them from
+        for one in loops:  # and the loops that exchange stacked values with it
             found = places.follow(length, _seeds(trace, outer[one]))
             for other in outer:
                 may_match = other not in loops and other not in taken and _length(outer[other]) == length
@@ -68,10 +68,10 @@ def stacks_of(trace: Trace, graph: Graph, places: Places) -> Iterator[Stack]:
 
 
 def stack_of(trace: Trace, graph: Graph, places: Places, loops: Iterable[int]) -> Stack:
-    """What stands along loops that are cut at the same trips.
+    """The dims of values that run along loops cut at the same iterations.
 
     Args:
-        loops: where they begin among the equations.
+        loops: positions of their first equations.
     """
     regions = [region for region in trace.regions if region.enter[0] in set(loops)]
     length = _length(regions[0])
@@ -81,7 +81,7 @@ def stack_of(trace: Trace, graph: Graph, places: Places, loops: Iterable[int]) -
 
 
 def _parameters(graph: Graph) -> set[int]:
-    """What each layer has of its own: what a step trains, or takes besides its data."""
+    """Inputs that may hold parameters: the carried state; without carried state, all inputs but the data."""
     if graph.carried:
         return {graph.inputs[position] for position, _ in graph.carried}
     with suppress(MicrobatchError):  # it has no data
@@ -94,7 +94,7 @@ def _length(region: Region) -> int:
 
 
 def _outermost(regions: Iterable[Region]) -> Iterator[Region]:
-    """Regions that stand in no other."""
+    """Regions that are in no other region."""
     end = 0
     for region in sorted(regions, key=lambda one: (one.enter[0], -one.exit[1])):
         if region.enter[0] >= end:
@@ -103,7 +103,7 @@ def _outermost(regions: Iterable[Region]) -> Iterator[Region]:
 
 
 def _seeds(trace: Trace, region: Region) -> Iterator[tuple[int, Place]]:
-    """What a loop takes slices of, and what it stacks."""
+    """The values that a loop takes slices of, and those that it stacks."""
     for n in (*range(*region.enter), *range(*region.exit)):
         equation = trace.equations[n]
         if equation.piece == "enter_slice" and isinstance(equation.operands[0], int):
@@ -113,6 +113,6 @@ def _seeds(trace: Trace, region: Region) -> Iterator[tuple[int, Place]]:
 
 
 def _is_whole(graph: Graph, value: int, length: int, where: Mapping[int, frozenset[Place]]) -> bool:
-    """Whether a dim of a value is the loop, and nothing besides."""
+    """Whether a dim of a value is exactly the loop over layers."""
     places = where.get(value, frozenset())
     return len(places) == 1 and all(one.minor == 1 and graph.values[value].shape[one.dim] == length for one in places)

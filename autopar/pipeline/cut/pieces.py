@@ -1,7 +1,7 @@
-"""The pieces that a stage's program is run in: around the loop over microbatches, and for each microbatch.
+"""Split a stage's program into separately compiled pieces: around the loop over microbatches, and per microbatch.
 
-In: the trace of a stage, as it was planned, and its ports. Out: `Piece`s: which equations, what they take and what they
-give. A piece is compiled by itself; what passes between two of a stage stays as it lies.
+In: the trace of a stage, as it was planned, and its ports. Out: `Piece`s: their equations, inputs and outputs. Values
+that pass between two pieces of a stage keep their sharding.
 """
 
 from __future__ import annotations
@@ -14,21 +14,25 @@ from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.extract_stages import Port
 from autopar.transforms.microbatch.units import Unit, backward_of
 
-#: How often a value is made: once a step, once for each microbatch, or carried on from microbatch to microbatch.
+#: How often a value is made: once per step, once per microbatch, or carried from microbatch to microbatch.
 SlotKind = Literal["once", "each", "carry"]
 
-#: How far a step has come, around the loop: 0 before it or 1 after it, and how often values have passed between stages.
+#: When a piece outside the loop can run: 0 before the loop or 1 after it, then how many times values have passed
+#: between stages.
 Level = tuple[int, int]
 
 
-#: Run equations from one to before another; let a value into the loop, or out of it, by the equation that does.
+#: Run equations from one position to before another; bring a value into the loop or out of it, by the equation that
+#: does so.
 Step = tuple[Literal["run", "enter", "exit"], int, int]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Slot:
-    """A value that a piece takes or gives, by its number in the stage's trace. What is carried has the number that it
-    has in the loop; what each microbatch adds to a stack, that of the stack."""
+    """A value that a piece reads or makes, by its number in the stage's trace.
+
+    A carry has its number inside the loop. A value that each microbatch adds to a stack has the number of the stack.
+    """
 
     kind: SlotKind
     value: int
@@ -40,9 +44,9 @@ class Piece:
 
     Args:
         name: e.g. `forward`.
-        steps: what it does, in order.
-        takes, gives: slots. A carry that is taken is given back, too.
-        outputs: positions of outputs of the trace that it makes.
+        steps: what it runs, in order.
+        takes, gives: slots that it reads and makes. A carry that it reads is also returned.
+        outputs: positions of the trace's outputs that it makes.
     """
 
     name: str
@@ -57,9 +61,10 @@ class Pieces:
     """A stage's program in pieces.
 
     Args:
-        around: by level, what runs once a step. each: by phase, what runs for each microbatch.
-        takes_inside, gives_inside: by value of the whole trace, the number of what comes from another stage in each
-            microbatch, or is sent to one.
+        around: pieces that run once per step, by level.
+        each: pieces that run for each microbatch, by phase.
+        takes_inside, gives_inside: for each value that is received from another stage, or sent to one, in each
+            microbatch: from its number in the whole trace to its number here.
     """
 
     around: Mapping[Level, Piece]
@@ -69,7 +74,7 @@ class Pieces:
 
 
 class Layout:
-    """Where things stand in the trace of a stage."""
+    """Where the parts of a stage's trace are: its ports, loop, carries and stacks."""
 
     def __init__(self, trace: Trace, inputs: Sequence[Port]) -> None:
         self.trace = trace
@@ -82,8 +87,8 @@ class Layout:
         equations = trace.equations
         self.takes_inside: dict[int, int] = {}
         self.gives_inside: dict[int, int] = {}
-        self.enters: list[int] = []  # pieces that take in what this stage has itself
-        self.carries: dict[int, int] = {}  # enter -> exit
+        self.enters: list[int] = []  # pieces that bring the stage's own values into the loop
+        self.carries: dict[int, int] = {}  # input piece -> output piece
         self.stacks = [n for n in range(*loop.exit) if equations[n].piece == "exit_stack"]
         leaving = iter([n for n in range(*loop.exit) if equations[n].piece == "exit_carry"])
         for n in range(*loop.enter):
@@ -104,7 +109,7 @@ class Layout:
         self.backward = {v for unit in backward_of(self.body, equations) for v in unit.results}
 
     def phases(self, splits_backward: bool = False) -> dict[int, str]:
-        """When each equation of the loop's body runs."""
+        """The phase of each equation of the loop's body."""
         needed = self.waited_for() if splits_backward else set[int]()
         found: dict[int, str] = {}
         for unit in self.body:
@@ -117,7 +122,7 @@ class Layout:
         return found
 
     def waited_for(self) -> set[int]:
-        """Values of the backward pass that what other stages wait for is made of."""
+        """Values of the backward pass that are needed for what this stage sends to others."""
         needed = {v for v in self.gives_inside.values() if v in self.backward}
         for unit in reversed(self.body):
             if any(v in needed for v in unit.results):
@@ -125,7 +130,7 @@ class Layout:
         return needed
 
     def _units(self, start: int, stop: int) -> Iterator[Unit]:
-        """What is not to be taken apart: a loop, a branch, equations that stand for one."""
+        """Units that are not divided: a loop, a branch, equations that were rewritten from one."""
         n = start
         while n < stop:
             region = self.trace.region_at.get(n)
@@ -138,20 +143,20 @@ class Layout:
 
 
 def pieces_of(layout: Layout, levels: Mapping[int, Level], splits_backward: bool = False) -> Pieces:
-    """Take a stage's program apart.
+    """Split a stage's program into pieces.
 
     Args:
-        levels: of each outer value that comes from another stage or is an argument, when it is there.
-        splits_backward: whether the backward pass is run in two parts: what other stages wait for, and the rest.
+        levels: when each value outside the loop that is an argument, or comes from another stage, is available.
+        splits_backward: whether the backward pass runs in two parts: first what other stages wait for, then the rest.
     """
     return _Taking(layout, levels, splits_backward).run()
 
 
 def value_levels(layout: Layout, given: Mapping[int, Level]) -> dict[int, Level]:
-    """When each value outside the loop is there.
+    """When each value outside the loop is available.
 
     Args:
-        given: of inputs, when they are.
+        given: when each input is available.
     """
     known = dict(given)
     equations = layout.trace.equations
@@ -174,7 +179,7 @@ class _Taking:
         self.steps: dict[Level | str, list[Step]] = {}
         self.reads: dict[Level | str, dict[Slot, None]] = {}
         self.makes: dict[Level | str, dict[Slot, None]] = {}
-        self.slot_of: dict[int, Slot] = {}  # value -> where it lies between pieces
+        self.slot_of: dict[int, Slot] = {}  # value -> its slot between pieces
         self.producer: dict[int, Level | str] = {}
 
     def run(self) -> Pieces:
@@ -208,7 +213,7 @@ class _Taking:
             self._leave(leave, Slot("each", self.equations[leave].results[0]))
 
     def _leave(self, leave: int, slot: Slot) -> None:
-        """What leaves a trip is given by the piece that makes it."""
+        """Return a carry or a stacked value from the piece that makes it."""
         atom = self.equations[leave].operands[0]
         key = self.producer.get(atom, "forward") if isinstance(atom, int) else "forward"
         read = (atom,) if isinstance(atom, int) else ()
@@ -233,8 +238,12 @@ class _Taking:
                 self.makes[level][self.slot_of[self.equations[n].results[0]]] = None
 
     def _latest(self) -> list[Level]:
-        """When each unit outside the loop runs: as soon as it can, but after the loop if only then it is read. Else what
-        it makes would lie in memory beside what it is made of, which is state and stays."""
+        """When each unit outside the loop runs: as early as possible, but after the loop if its results are only read
+        there.
+
+        Run earlier, its results would be live during the loop in addition to its operands, which are state and stay
+        live.
+        """
         layout, start = self.layout, (0, 0)
         soonest = [max([start, *(self.levels.get(v, start) for v in unit.operands)]) for unit in layout.outside]
         first_read: dict[int, Level] = {v: start for v in layout.trace.outputs if isinstance(v, int)}
@@ -249,7 +258,7 @@ class _Taking:
         return found[::-1]
 
     def _exits(self, level: Level) -> None:
-        """The first piece after the loop takes out what the loop leaves."""
+        """Take the carries and stacks out of the loop in the first piece after it."""
         self.steps.setdefault(level, [])
         self.reads.setdefault(level, {})
         self.makes.setdefault(level, {})
@@ -284,7 +293,7 @@ class _Taking:
     # -- what passes between pieces ----------------------------------------------------------
 
     def _wanted(self) -> set[Slot]:
-        """What others than the piece that makes it need: another piece, another stage, the user."""
+        """Slots that other pieces or other stages read."""
         layout = self.layout
         wanted = {slot for reads in self.reads.values() for slot in reads}
         wanted.update(self.slot_of[v] for v in layout.gives_inside.values() if v in self.slot_of)

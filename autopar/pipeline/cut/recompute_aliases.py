@@ -1,9 +1,9 @@
-"""What the backward pass computes again, and what that was in the forward pass.
+"""Match values that the backward pass recomputes with the forward values that they equal.
 
-In: a step's flow. Out: of each value that the backward pass makes by the same operations from the same values as the
-forward pass has made another, that other one: its alias. A layer that reads what is computed again in another one may
-read the alias, which it was given in the forward pass: so layers compute again each for itself, however many of them the
-program has in one `jax.checkpoint`.
+In: a step's flow. Out: for each value that the backward pass computes by the same operations from the same values as in
+the forward pass, that forward value: its alias. A layer that reads a value recomputed in another layer may read its
+alias instead, which it received in the forward pass. So each layer recomputes only its own values, even if one
+`jax.checkpoint` covers several layers.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from autopar.pipeline.cut.flow import Flow
 
 
 def aliases_of(flow: Flow) -> dict[int, int]:
-    """The aliases, by value of the backward pass."""
+    """Recomputed value of the backward pass -> its alias."""
     if not any(region.kind == "barrier" for region in flow.trace.regions):
-        return {}  # nothing is computed again
+        return {}  # nothing is recomputed
     names = _Names()
     names.read(items_of(flow.trace.equations, flow.trace.regions))
     again = {v for i in flow.backward for v in flow.units[i].results}
@@ -30,20 +30,20 @@ def aliases_of(flow: Flow) -> dict[int, int]:
 
 
 class _Names:
-    """Gives values that are made alike one name; the one mutable object of this module."""
+    """Gives equal names to values computed by equal operations; the one mutable object of this module."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, int] = {}
         self.names: dict[int, int] = {}
 
     def of(self, value: int) -> int:
-        """The name of a value; its own, if nothing is known of how it was made."""
+        """The name of a value; a name of its own if its producer is unknown."""
         if value not in self.names:
             self.names[value] = self._name(("value", value))
         return self.names[value]
 
     def read(self, items: Iterable[Item]) -> None:
-        """Name what some equations make."""
+        """Name the results of these equations."""
         for item in items:
             if isinstance(item, Equation):
                 if item.effects:

@@ -1,8 +1,8 @@
-"""From a step to the programs of its stages.
+"""Build the programs of the stages from a step.
 
-In: a `Program`, where layers begin, which stage each belongs to, and how many microbatches. Out: `StageProgram`s, which
-are planned like any other program. A loop over layers counts as many units of the forward pass as it has trips; once it
-is known which of them belong together, it is cut into loops of so many trips.
+In: a `Program`, where layers begin, the stage of each layer, and the number of microbatches. Out: `StageProgram`s,
+planned like any other program. A loop over layers first counts as one unit of the forward pass per iteration. Once it
+is known which iterations belong together, it is cut into loops over these.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class StageProgram:
     """What one stage runs in a step.
 
     Args:
-        program: to be planned. Its inputs and outputs are `inputs` and `outputs`.
+        program: the program to plan.
+        inputs, outputs: the ports of its inputs and outputs.
     """
 
     program: Program
@@ -44,7 +45,7 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A step before any loop of it is cut."""
+    """A step before its loops are cut."""
 
     step: Unstacked
     graph: Graph
@@ -53,7 +54,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class _Labelled:
-    """A step whose equations know their layers; the names are those of `Layers` and of `rewritten`."""
+    """A step whose equations know their layers; the fields are as in `Layers` and `rewritten`."""
 
     cut: Unstacked
     trace: Trace
@@ -69,10 +70,11 @@ class Cuttable:
     """A step that may be cut between any two units of its forward pass.
 
     Args:
-        whole: the step, its loops uncut. stacks: of its loops, those that can be cut.
-        cut: the same, with loops cut; all that follows is of it.
+        whole: the step before its loops are cut.
+        stacks: the loops that can be cut.
+        cut: the step with its loops cut; `flow` and `places` are of this one.
         own_statistics: as in `classify`.
-        refusal: why it runs in one microbatch only; None where it may run in more.
+        refusal: why the step cannot run in several microbatches; None if it can.
     """
 
     whole: Whole
@@ -82,12 +84,12 @@ class Cuttable:
     places: Places
     own_statistics: bool
     refusal: MicrobatchError | None
-    #: With the layers that were asked for last: what does not change with the number of microbatches.
+    #: Layers -> the labelled step, for the latest layers: it is the same for every number of microbatches.
     _labelled: dict[tuple[int, ...], _Labelled] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, program: Program, *, own_statistics: bool = False) -> Cuttable:
-        """A step as traced."""
+        """The step that a program was traced from, with its loops over layers cut."""
         traced = program.as_traced
         form = traced.whole or traced
         trace, graph = form.trace, form.graph
@@ -102,10 +104,10 @@ class Cuttable:
     def _with(
         cls, whole: Whole, stacks: tuple[Stack, ...], starts: Sequence[Sequence[int]], own_statistics: bool
     ) -> Cuttable:
-        """A step whose loops are cut.
+        """A step with its loops cut.
 
         Args:
-            starts: of each stack, the first trips of its parts.
+            starts: for each stack, the first iteration of each part.
         """
         cut, graph, places = whole.step, whole.graph, whole.places
         for stack, firsts in zip(stacks, starts, strict=True):
@@ -128,22 +130,22 @@ class Cuttable:
         return chain_of(self.flow)
 
     def layers(self, starts: Sequence[int], num_microbatches: int) -> Layers:
-        """The step with a loop over microbatches, and the layer of all that it does.
+        """The step with a loop over microbatches, whose equations know their layers.
 
         Args:
-            starts: of each layer, the position in the chain of its first unit; the first is 0.
+            starts: for each layer, the position in the chain of its first unit; the first is 0.
 
         Raises:
-            MicrobatchError: where the batch has not so many equal parts, or cannot be split over time at all.
+            MicrobatchError: the number does not divide the batch, or the batch cannot be split.
         """
         begun = itertools.accumulate(int(position in starts[1:]) for position in range(len(self.flow.forward)))
         return self.layered(list(begun), num_microbatches)
 
     def layered(self, layer_of: Sequence[int], num_microbatches: int) -> Layers:
-        """The same with layers that are any units, branches of a model for instance.
+        """As `layers`, with layers that are any sets of units, such as a model's branches.
 
         Args:
-            layer_of: of each unit of the chain, its layer. A layer reads none with a higher number.
+            layer_of: layer of each unit of the chain. A layer reads no layer with a higher number.
         """
         if num_microbatches > 1:
             if self.refusal is not None:
@@ -151,7 +153,7 @@ class Cuttable:
             check_divides(self.flow.graph, num_microbatches)
         layer_of = tuple(layer_of)
         if layer_of not in self._labelled:
-            self._labelled.clear()  # of one clustering at a time
+            self._labelled.clear()  # keep one labelled step only
             self._labelled[layer_of] = self._label(layer_of)
         known = self._labelled[layer_of]
         looped = rewritten(known.trace, known.graph, known.places, known.split, num_microbatches)
@@ -160,12 +162,15 @@ class Cuttable:
     def settled(
         self, layer_of: Sequence[int], stage_of: Sequence[int], num_microbatches: int
     ) -> tuple[StageProgram, ...]:
-        """The programs of the stages, once it is known which these are: trips of a loop that share a stage are one loop
-        then, and the cotangents of branches that do pass as one. Where there are neither, layers keep their numbers, so
-        that what is computed again is so layer by layer.
+        """The programs of the stages, once the stages are chosen.
+
+        Iterations of a loop that share a stage become one loop, and cotangents that branches of one stage send are
+        added before they are sent. A chain without loops over layers keeps its layers apart, so that each layer is
+        recomputed by itself.
 
         Args:
-            layer_of: as in `layered`. stage_of: of each layer, its stage; a stage reads none with a higher number.
+            layer_of: as in `layered`.
+            stage_of: stage of each layer. A stage reads no stage with a higher number.
         """
         if not self.stacks:
             layers = self.layered(layer_of, num_microbatches)
@@ -175,13 +180,13 @@ class Cuttable:
         return merged.stages(range(merged.num_layers))
 
     def _label(self, layer_of: Sequence[int]) -> _Labelled:
-        """The step whose equations know their layers, before it has microbatches."""
+        """The step whose equations know their layers, before it runs in microbatches."""
         coarse, coarsely = self._with_whole_loops(layer_of)
         flow = coarse.flow
         homes = homes_of(flow, coarsely)
         trace, graph, places = labelled(flow, homes), flow.graph, coarse.places
         summed = added_where_made(flow, trace)
-        if homes.aliases or summed is not trace:  # it reads other values now
+        if homes.aliases or summed is not trace:  # equations now read other values
             trace = summed
             graph = graph_of(trace, graph.carried)
             places = Places(graph)
@@ -191,7 +196,7 @@ class Cuttable:
         return _Labelled(coarse.cut, trace, graph, places, split, free, homes)
 
     def _with_whole_loops(self, layer_of: Sequence[int]) -> tuple[Cuttable, Sequence[int]]:
-        """The step with those trips of a loop in one that are in one layer, and the layer of each unit of that."""
+        """The step in which iterations of a loop that share a layer are one loop, and the layer of each unit."""
         if not self.stacks:
             return self, layer_of
         known: dict[tuple[int, int], int] = {}
@@ -209,19 +214,21 @@ class Cuttable:
         return coarse, layers
 
     def _chain_origins(self) -> list[tuple[int, int]]:
-        """Of each unit of the chain, what it is in the step whose loops are whole."""
+        """For each unit of the chain, its origin in the step before its loops are cut."""
         return [self.cut.origins[self.flow.units[i].start] for i in self.flow.forward]
 
 
 @dataclass(frozen=True)
 class Layers:
-    """A step in microbatches whose equations know their layers. Made by `Cuttable.layers`.
+    """A step in microbatches whose equations know their layers, made by `Cuttable.layers`.
 
     Args:
-        cuttable: the step. cut: with its loops cut where layers begin.
-        trace: in microbatches.
-        free: inputs that every stage may have. homes: of all else, the layer.
-        layer_of: of each unit of the step's chain, its layer.
+        cuttable: the step.
+        cut: the step with its loops cut where layers begin.
+        trace: the step in microbatches.
+        free: inputs that every stage may have.
+        homes: the layers of all else.
+        layer_of: layer of each unit of the step's chain.
     """
 
     cuttable: Cuttable
@@ -237,15 +244,15 @@ class Layers:
         return max(self.layer_of) + 1
 
     def stages(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
-        """The programs of the stages. `edges_of` says which feeds which.
+        """The programs of the stages. `edges_of` returns which stage sends to which.
 
         Args:
-            stage_of: of each layer, its stage. A stage reads none with a higher number.
+            stage_of: stage of each layer. A stage reads no stage with a higher number.
         """
         return tuple(map(self._program, stage_traces(self.trace, self._cut(stage_of))))
 
     def run_of(self, first: int, last: int) -> StageProgram:
-        """The program of a stage of the layers from `first` to `last`, wherever the others are."""
+        """The program of a stage with the layers from `first` to `last`, for any assignment of the others."""
         stage_of = [0 if layer < first else 1 if layer <= last else 2 for layer in range(self.num_layers)]
         used = sorted(set(stage_of))
         cut = self._cut([used.index(stage) for stage in stage_of])
@@ -260,7 +267,7 @@ class Layers:
         return StageProgram(program, *(tuple(map(self._of_leaf, ports)) for ports in (stage.inputs, stage.outputs)))
 
     def _of_leaf(self, port: Port) -> Port:
-        """A port by the leaf of the step as it was traced."""
+        """A port by its leaf in the step as traced."""
         if port.kind not in ("argument", "result"):
             return port
         leaf = (self.cut.inputs if port.kind == "argument" else self.cut.outputs)[port.value]
@@ -268,17 +275,18 @@ class Layers:
 
 
 def edges_of(stages: Sequence[StageProgram]) -> tuple[tuple[int, int], ...]:
-    """Which stage feeds which in each microbatch, as a schedule takes it: cotangents run the other way."""
+    """Pairs of stages that exchange values in each microbatch, in forward order; cotangents pass in the other
+    direction."""
     producers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
     between = {(producers[port], s) for s, stage in enumerate(stages) for port in stage.inputs if port.kind == "inside"}
     return tuple(sorted({(min(pair), max(pair)) for pair in between}))
 
 
 def _equal_starts(length: int) -> Sequence[int]:
-    """Where the parts of a loop begin that are as fine as they get."""
+    """The starts of the finest parts that a loop is cut into."""
     parts = min(length, _FINEST)
     return sorted({length * i // parts for i in range(parts)})
 
 
-#: A loop of more trips is cut between some of them only.
+#: A loop is cut into at most this many parts.
 _FINEST = 96

@@ -1,12 +1,12 @@
 """Unroll loops over layers into several loops, cut at layer boundaries.
 
-In: a trace, a `Stack` of it, and at which trips it is cut. Out: `Unstacked`: the same step, in which each loop of n trips
-is several of fewer, one after another, and what is stacked for them is in as many parts: slices of parameters come in,
-those of the renewed ones go out, and what an optimizer does to a stack of gradients it does to each part. What cannot
-be done to parts is done to the whole, put together again.
+In: a trace, a `Stack` of it, and the iterations at which it is cut. Out: `Unstacked`: the same step, in which each loop
+of n iterations becomes several shorter loops, one after another. Stacked values are divided into the same parts:
+parameters come in and go out in slices, and an optimizer's update runs on each slice. An equation that cannot run on
+slices runs on the whole value, concatenated again.
 
-A part reads no part but its own, and what a loop carries. What a loop only adds to, such as the gradient of a weight that
-all trips share, each part adds up by itself.
+A part reads only its own slices and the loop's carries. A sum over all iterations, such as the gradient of a shared
+weight, is accumulated within each part and then added up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Rows:
     """Some layers of a stack.
 
     Args:
-        dim: of the stacked array, which counts layers. start, stop: of the layers.
+        dim: the stacked array's layer dim.
+        start, stop: range of the layers.
     """
 
     dim: int
@@ -46,10 +47,11 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """An argument or a result of a step, or a part of it.
+    """An argument or a result of a step, or some layers of it.
 
     Args:
-        position: of the leaf. rows: of it; None for the whole.
+        position: position of the argument or result.
+        rows: its layers; None for the whole.
     """
 
     position: int
@@ -61,9 +63,9 @@ class Unstacked:
     """A step whose loops over layers are cut.
 
     Args:
-        inputs, outputs: what those of the trace are.
-        carried: positions of inputs and outputs of the trace that hold the same state.
-        origins: of each equation, which of the step's it is, and of which layer on: 0 of what is not in parts.
+        inputs, outputs: the leaves that the trace's inputs and outputs are.
+        carried: pairs (input, output) of positions that hold the same state.
+        origins: for each equation, its position in the uncut step, and its first layer; layer 0 if it is not in parts.
     """
 
     trace: Trace
@@ -74,7 +76,7 @@ class Unstacked:
 
 
 def as_it_is(trace: Trace, graph: Graph) -> Unstacked:
-    """A step as it is."""
+    """A step with no loop cut."""
     inputs, outputs = (tuple(map(Leaf, range(len(side)))) for side in (trace.inputs, trace.outputs))
     return Unstacked(trace, inputs, outputs, graph.carried, tuple((n, 0) for n in range(len(trace.equations))))
 
@@ -83,18 +85,20 @@ def unstacked(before: Unstacked, places: Places, stack: Stack, starts: Sequence[
     """The step with the loops of a stack cut.
 
     Args:
-        places: of the trace's graph. stack: of the trace.
-        starts: the first trip of each part; the first is 0.
+        places: dims of the trace's graph.
+        stack: a stack of the trace.
+        starts: the first iteration of each part; the first is 0.
     """
     return _Unstacking(before, places, stack, starts).run()
 
 
 @dataclass(frozen=True, slots=True)
 class _LayerSlices:
-    """Slices of a dim that counts layers, as functions of arrays.
+    """Slices along the layer dim, as functions of arrays.
 
     Args:
-        num_layers: of the whole. bounds: first and last layer of each slice.
+        num_layers: layers of the whole.
+        bounds: first layer of each slice, and the layer after its last.
     """
 
     num_layers: int
@@ -106,7 +110,7 @@ class _LayerSlices:
         return (*shape[: place.dim], size, *shape[place.dim + 1 :])
 
     def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
-        """A shape in which layers are a dim of their own, and its position."""
+        """The shape with a separate dim for the layers, and the position of that dim."""
         dim, minor = place.dim, place.minor
         of_layers = shape[dim] // minor
         major = max(1, of_layers // self.num_layers)
@@ -129,8 +133,7 @@ class _LayerSlices:
 
 
 class _Unstacking:
-    """Writes the step anew; the one mutable object of this module. The origin of its builder's equations is that of
-    `Unstacked`."""
+    """Rewrites the step; the one mutable object of this module. Its builder's origins are those of `Unstacked`."""
 
     def __init__(self, before: Unstacked, places: Places, stack: Stack, starts: Sequence[int]) -> None:
         self.before, self.trace, self.places, self.dims = before, before.trace, places, stack.dims
@@ -138,14 +141,14 @@ class _Unstacking:
         self.bounds = tuple(itertools.pairwise((*starts, stack.length)))
         self.slices = _LayerSlices(stack.length, self.bounds)
         self.builder = TraceBuilder(self.trace)
-        self.like = self.trace.equations[0]  # what is being written now
-        self.parts: dict[int, list[Atom]] = {}  # of a value, for each part of the stack
-        self.wholes: dict[int, Atom] = {}  # what stands for a value
-        #: The inputs that come in parts; those that were in parts before stay as they are.
+        self.like = self.trace.equations[0]  # the equation that is being rewritten
+        self.parts: dict[int, list[Atom]] = {}  # value -> its slice for each part of the stack
+        self.wholes: dict[int, Atom] = {}  # value -> its replacement
+        #: Inputs that this stack divides; an input that an earlier stack divided stays as it is.
         self.split = {p for p in stack.dims.inputs if before.inputs[p].rows is None}
 
     def run(self) -> Unstacked:
-        """The whole trace anew."""
+        """Rewrite the whole trace."""
         for value in (self.trace.inputs[position] for position in self.split):
             avals = [self._part_aval(value, bounds) for bounds in self.bounds]
             self.parts[value] = [self.builder.new(aval, self.trace.repeats[value]) for aval in avals]
@@ -168,13 +171,14 @@ class _Unstacking:
         self.builder.origin = self.before.origins[n]
 
     def _stand_at_layer(self, layer: int) -> None:
-        """What is appended now belongs to the layers from one on."""
+        """Attribute the equations that follow to the part that begins at this layer."""
         self.builder.origin = self.builder.origin[0], layer
 
     # -- one equation ------------------------------------------------------------------------
 
     def _in_parts(self, n: int, equation: Equation) -> bool:
-        """Write an equation for each part, where it can be and any of what it reads is in parts."""
+        """Write an equation once per part, if it can run on slices and has an operand in slices. Returns whether it was
+        written."""
         dims, places = self.dims, self.places
         held = [isinstance(atom, int) and atom in dims.places for atom in equation.operands]
         if not any(held) and not any(v in dims.places for v in equation.results):
@@ -188,7 +192,7 @@ class _Unstacking:
         stacked = [] if kind is not None else list(equation.results)
         if any(dims.of(value) is None for value in stacked):
             return False
-        if not any(held):  # it makes a stack of none: whoever wants the whole has it
+        if not any(held):  # it creates a stack: also make the whole, for users of the whole
             self.builder.add(equation)
             self.wholes.update({v: v for v in equation.results})
         shapes = [self.trace.avals[atom].shape if isinstance(atom, int) else () for atom in equation.operands]
@@ -206,7 +210,7 @@ class _Unstacking:
     def _one_part(
         self, equation: Equation, whole: Sequence[tuple[int, ...]], i: int, kind: str | None
     ) -> Sequence[Atom] | None:
-        """What an equation makes of a part; None where that has another shape than it should have."""
+        """The results of an equation for one part; None if they have other shapes than the slices."""
         bounds = self.bounds[i]
         types = {v: self.trace.avals[v] if kind else self._part_aval(v, bounds) for v in equation.results}
         part = equation.reading(lambda v: self._part(v, i) if v in self.dims.places else self._whole(v))
@@ -260,7 +264,7 @@ class _Unstacking:
     def _iterations(
         self, nest: Nest, bounds: tuple[int, int], carry: Sequence[Atom], stacks: dict[int, list[Atom]]
     ) -> list[Atom]:
-        """Write some of a loop's trips; what they hand on."""
+        """Write the loop over one part's iterations; returns its carries."""
         share = (bounds[1] - bounds[0]) / self.dims.size
         env: dict[int, Atom] = {}
         starts = iter(carry)
@@ -291,7 +295,7 @@ class _Unstacking:
         return last
 
     def _barrier(self, nest: Nest) -> None:
-        """What is in parts waits for the others of its part only."""
+        """Divide a barrier by parts: a slice waits only for slices of the same part."""
         nests = [Nest(nest.kind, nest.source) for _ in range(len(self.bounds) + 1)]
         for piece in nest.enter:
             (atom,), (value,) = piece.operands, piece.results
@@ -311,7 +315,7 @@ class _Unstacking:
     # -- operands ----------------------------------------------------------------------------
 
     def _whole(self, atom: Atom) -> Atom:
-        """What stands for a value as it was."""
+        """The whole value in the rewritten trace."""
         if not isinstance(atom, int) or (atom not in self.wholes and atom not in self.parts):
             return atom
         if atom not in self.wholes:
@@ -323,7 +327,7 @@ class _Unstacking:
         return self.wholes[atom]
 
     def _part(self, value: int, i: int) -> Atom:
-        """A part of a value; of what is not in parts, a slice."""
+        """One slice of a value; a value that is not in slices is sliced."""
         if value not in self.parts:
             place = self.dims.of(value)
             assert place is not None
@@ -387,7 +391,7 @@ class _Unstacking:
             yield Leaf(leaf.position, Rows(place.dim, start, stop)), value, f"{path}[{':, ' * place.dim}{start}:{stop}]"
 
     def _leaves_in_parts(self, leaf: Leaf, atom: Atom, renewed: int | None) -> Place | None:
-        """Where a result of the step is cut: state as it comes in, all else where it is made in parts."""
+        """The layer dim of a result that is returned in slices: state that comes in slices, or a value made in them."""
         if renewed is not None:
             return self.dims.of(self.trace.inputs[renewed]) if renewed in self.split else None
         if leaf.rows is not None or not isinstance(atom, int) or atom not in self.parts:

@@ -1,4 +1,4 @@
-"""Gradient accumulation: the batch split over time, sums kept apart.
+"""Gradient accumulation: run the batch in microbatches and add up the gradients.
 
 In: a trace, a number of microbatches.
 Out: the trace as a loop over microbatches.

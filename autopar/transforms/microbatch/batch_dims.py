@@ -1,7 +1,7 @@
-"""Where the batch stands: which dims of which values are the loop over the examples.
+"""Find the batch dims: which dims of which values run over the examples.
 
-In: a graph. Out: `Batch`: its size and, of each value, the dims that it is, or that it is a part of. The sharding
-rules say how each node passes a loop on; from the leading dims of the data it is followed to all that meets it.
+In: a graph. Out: `Batch`: its size and, for each value, the dims that are the batch or contain it. The search starts
+from the leading dims of the data. The sharding rules say through which dims each node passes the batch on.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from autopar.rules.table import rule_for, traits_of
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """A dim that is the batch, or is made of it: of `(major, batch, minor)`, in this order.
+    """A dim that is the batch or contains it, as the middle factor of `(major, batch, minor)`.
 
     Args:
-        dim: its position.
-        minor: how many elements of the dim belong to one example, side by side.
+        dim: position of the dim in the tensor.
+        minor: number of consecutive elements of the dim that belong to one example.
     """
 
     dim: int
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """The loop of a node that is the batch: one of its rule's factors, or a part of one."""
+    """The batch within a node: one factor of the node's rule, or a part of one."""
 
     index: int
     minor: int
@@ -44,9 +44,10 @@ class Batch:
     """The loop over the examples.
 
     Args:
-        size: how many there are.
-        inputs: positions of the inputs that it was found in.
-        places: of each value that holds examples, where. More than one where examples meet each other.
+        size: number of examples.
+        inputs: positions of the inputs whose leading dim is the batch.
+        places: for each value that holds examples, its batch dims. A value has several where examples are combined with
+            each other.
     """
 
     size: int
@@ -54,34 +55,34 @@ class Batch:
     places: dict[int, frozenset[Place]]
 
     def of(self, value: int | None) -> Place | None:
-        """Where a value holds the batch; None where it does not, or more than once."""
+        """The batch dim of a value; None if it has none or several."""
         found = self.places.get(value, frozenset()) if value is not None else frozenset()
         return next(iter(found)) if len(found) == 1 else None
 
     def touches(self, node: Node) -> bool:
-        """Whether a node reads or makes a value that holds the batch."""
+        """Whether a node reads or makes a value with a batch dim."""
         return any(value in self.places for value in (*node.operands, *node.results))
 
     def local_shape(self, value: int, shape: Sequence[int], parts: int) -> tuple[int, ...]:
-        """The shape of a part of the batch."""
+        """The shape of one of `parts` equal parts of the batch."""
         place = self.of(value)
         return tuple(size // parts if place and place.dim == d else size for d, size in enumerate(shape))
 
 
 def num_examples(graph: Graph) -> int:
-    """How many examples the data of a step holds.
+    """The number of examples in a step's data.
 
     Raises:
-        MicrobatchError: no input but carried state has a dim.
+        MicrobatchError: no input has a dim, except carried state.
     """
     return leading_dim(graph)[0]
 
 
 def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
-    """The length of the leading dim of most of the data, and the inputs that are as long.
+    """The leading dim's length in most of the data by bytes, and the inputs of that length.
 
-    Of a step that gives examples back, what it predicts, it is one of the lengths of these: weights that it does not
-    train are no data.
+    If the step returns non-carried arrays, such as predictions, the length must be the leading dim of one of them: this
+    excludes frozen weights.
     """
     carried = {position for position, _ in graph.carried}
     renewed = {position for _, position in graph.carried}
@@ -104,12 +105,12 @@ def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
 
 
 class Places:
-    """Follows dims through a graph."""
+    """Follows batch dims through a graph."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.rules = of_each_node(graph, rule_for)
-        #: What a loop carries is split alike in the next trip.
+        #: A loop's carry has the same batch dims at the start and the end of an iteration.
         self.tied: dict[int, set[int]] = defaultdict(set)
         for loop in graph.loops:
             for enter, leave in loop.carries:
@@ -119,16 +120,16 @@ class Places:
                     self.tied[other].add(one)
 
     def batch(self) -> Batch:
-        """The loop over the examples: the leading dim of most of the data, and of all data that is as long.
+        """The loop over the examples: the leading dim of most of the data, and of all other data of that length.
 
         Raises:
-            MicrobatchError: no input but carried state has a dim.
+            MicrobatchError: no input has a dim, except carried state.
         """
         size, inputs = leading_dim(self.graph)
         return Batch(size, inputs, self.follow(size, [(self.graph.inputs[i], Place(0)) for i in inputs]))
 
     def follow(self, size: int, seeds: Iterable[tuple[int, Place]]) -> dict[int, frozenset[Place]]:
-        """Where a loop of so many iterations stands that some values are known to hold."""
+        """All dims that belong to a loop of `size` iterations, found from the dims in `seeds`."""
         found: dict[int, set[Place]] = defaultdict(set)
         waiting = list(seeds)
         while waiting:
@@ -146,7 +147,7 @@ class Places:
     # -- one node ----------------------------------------------------------------------------
 
     def flops(self, node: int) -> float:
-        """Operations of a step, on all devices together."""
+        """FLOPs of a node in one step, on all devices together."""
         rule = self.rules[node]
         if rule is None:
             return 0.0
@@ -154,7 +155,7 @@ class Places:
         return math.prod(f.size for f in rule.factors) * each * self.graph.nodes[node].repeat
 
     def factor(self, node: int, batch: Batch) -> Factor | None:
-        """The loop of a node that is the batch, where all its tensors agree and examples do not meet in it."""
+        """The factor of a node that is the batch, if all its tensors agree on it and the node can run on part of it."""
         found: set[Factor | None] = set()
         for tensor, value in self._tensors(node):
             for place in batch.places.get(value, ()):
@@ -165,7 +166,7 @@ class Places:
         return one if one is not None and self.separable(node, one) else None
 
     def separable(self, node: int, factor: Factor) -> bool:
-        """Whether a part of a loop is run by running the node on a part of its tensors."""
+        """Whether the node, run on parts of its tensors, computes a part of this loop."""
         rule, traits = self.rules[node], traits_of(self.graph.nodes[node].primitive)
         assert rule is not None
         one = factor.index
@@ -178,13 +179,13 @@ class Places:
         return rule.factors[one].reduction is None or traits.terms
 
     def reduction(self, node: int, factor: Factor) -> str | None:
-        """What combines the parts of a loop; None where each part has results of its own."""
+        """How the results of parts of a loop are combined; None if each part has results of its own."""
         rule = self.rules[node]
         assert rule is not None
         return rule.factors[factor.index].reduction
 
     def created(self, node: int, factor: Factor) -> bool:
-        """Whether a loop is one over results alone, which depend on the position in it."""
+        """Whether the factor is in the results alone, and their elements depend on the position in it, as in `iota`."""
         rule = self.rules[node]
         assert rule is not None
         if any(factor.index in names for dims in rule.operands for names in dims):
@@ -207,7 +208,7 @@ class Places:
         return sides[tensor[1]] if tensor[1] < len(sides) else ()
 
     def _factor(self, node: int, tensor: Tensor, place: Place, size: int) -> Factor | None:
-        """The factor that a place of one of a node's tensors is, or is a part of."""
+        """The factor that a place in one of a node's tensors is, or is a part of."""
         rule, dims = self.rules[node], self._dims(node, tensor)
         if rule is None or place.dim >= len(dims):
             return None
@@ -220,7 +221,7 @@ class Places:
         return None
 
     def _with(self, node: int, factor: Factor) -> Iterator[tuple[int, Place]]:
-        """All dims of a node's tensors that hold a loop."""
+        """All dims of a node's tensors that contain this factor."""
         rule = self.rules[node]
         assert rule is not None
         for tensor, value in self._tensors(node):

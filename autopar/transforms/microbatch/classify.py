@@ -1,11 +1,11 @@
-"""What of a step runs once, and what once for each microbatch.
+"""Decide which equations run once per step and which run once per microbatch.
 
-In: a graph, its loops and branches, and where the batch stands. Out: `Split`. Each equation runs before the loop over
-the microbatches, inside it, or after it. Inside, a value holds the examples of a microbatch, or is the same in all of
-them, or is one term of a reduction over the batch: a *partial* value, which is combined over the microbatches. So the
-rule is simple: whatever reads a reduction over the batch runs after the loop. If it has examples itself, the batch
-feeds back: either it depends on the data alone, then it is computed before the loop, on the whole batch; or the step
-is none that microbatches could run one after another, and is refused by name.
+In: a graph, its loops and branches, and its batch dims. Out: `Split`. Each equation runs before the loop over
+microbatches, inside it, or after it. Inside the loop, a value holds a microbatch's examples, or is the same in all
+microbatches, or is one term of a reduction over the batch. Such a term is a *partial* value: it is combined over the
+microbatches. An equation that reads a completed reduction over the batch therefore runs after the loop. If such an
+equation also has a batch dim, the batch feeds back. Then there are two cases. If the reduction depends on data alone,
+it is computed before the loop, on the whole batch. Otherwise the step is refused, and the error names the equation.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from autopar.transforms.microbatch.errors import Refusals
 from autopar.transforms.microbatch.linear_ops import adds_up, is_zero, passes_zero
 from autopar.transforms.microbatch.units import Unit, units_of
 
-#: What a value is inside the loop. `rows`: examples of the microbatch. `same`: the same in each microbatch; `zero`
-#: so, and nothing but zeros. `own`: each microbatch has its own, in place of the whole batch's. All others are
-#: partial: what combines the terms of the microbatches.
+#: The kind of a value inside the loop. `rows`: examples of the microbatch. `same`: equal in all microbatches. `zero`:
+#: equal in all, and all zeros. `own`: computed per microbatch in place of the whole batch's value. The others are
+#: partial, and name the reduction that combines the microbatches' terms.
 Kind = Literal["rows", "same", "zero", "own", "sum", "max", "min", "prod", "and", "or"]
 PARTIAL = frozenset(["sum", "max", "min", "prod", "and", "or"])
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """What runs where. Equations of a loop or a branch of the program go where it goes.
+    """Where each equation runs. A loop or a branch of the program runs as a whole in one place.
 
     Args:
-        before, inside, after: equations. One may be in two of them: what is wanted of the whole batch and of each
-            microbatch.
-        kinds: of values made inside.
-        factors: of the equations inside that have the batch for a loop, which one.
-        own: reductions over the batch of which each microbatch takes its own.
+        before, inside, after: positions of equations. An equation is in two of them if both the whole batch and each
+            microbatch need its result.
+        kinds: the kind of each value made inside the loop.
+        factors: for each equation inside the loop with a batch dim, the factor that is the batch.
+        own: reductions over the batch that each microbatch replaces by its own.
     """
 
     batch: Batch
@@ -56,24 +56,24 @@ class Split:
 def classify(
     trace: Trace, graph: Graph, places: Places | None = None, *, own_statistics: bool = False, alone: bool = False
 ) -> Split:
-    """Say what of a step runs where.
+    """Decide where each equation of a step runs.
 
     Args:
-        graph: of the trace.
-        places: of the graph, where there are any yet.
-        own_statistics: where a reduction over the batch is read by the examples again, let each microbatch take its
-            own instead: not what the step computes.
-        alone: there is one microbatch only. So it may read whatever it has made, and nothing is refused: what is
-            traced as forward or backward runs inside.
+        graph: graph of the trace.
+        places: batch dims of the graph, if they are known already.
+        own_statistics: whether examples that read a reduction over the batch get their microbatch's own reduction. This
+            changes what the step computes.
+        alone: whether there is only one microbatch. Then equations may read any value and nothing is refused: all
+            equations traced as forward or backward run inside the loop.
 
     Raises:
-        MicrobatchError: naming the equation in which the batch feeds back, or in which examples meet.
+        MicrobatchError: the batch feeds back, or examples are combined; the error names the equation.
     """
     return _Classifier(trace, graph, places or Places(graph), own_statistics, alone).run()
 
 
 class _BlockedError(Exception):
-    """An equation cannot run inside."""
+    """An equation cannot run inside the loop."""
 
     def __init__(self, node: int, why: str) -> None:
         super().__init__(why)
@@ -81,7 +81,7 @@ class _BlockedError(Exception):
 
 
 class _Classifier:
-    """Walks through a step once; the one mutable object of this module."""
+    """Classifies the equations in one pass; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, graph: Graph, places: Places, own_statistics: bool, alone: bool) -> None:
         self.trace, self.graph, self.places, self.own_statistics = trace, graph, places, own_statistics
@@ -146,7 +146,7 @@ class _Classifier:
         if all(v in self.early for v in item.operands):
             self._put_before(i)
         elif all(v in self.early or self.kinds.get(v) in ("same", "zero") for v in item.operands):
-            self.sides["inside"].add(i)  # computed anew there, as what it is made of is
+            self.sides["inside"].add(i)  # computed in each microbatch, as its operands are
             self.kinds.update(self._kinds_of(item))
         elif self.alone and self.trace.equations[item.start].phase != "update":
             self._bring(item.results)
@@ -177,7 +177,7 @@ class _Classifier:
         return ((n, v) for n in nodes for v in self.graph.nodes[n].operands if v is not None)
 
     def _needed(self, node: int, value: int) -> None:
-        """See that a value is there inside the loop."""
+        """Make a value available inside the loop."""
         kind = self.kinds.get(value)
         has_batch = value in self.batch.places
         if value in self.early or kind == "rows" or kind in ("same", "zero", "own"):
@@ -195,12 +195,12 @@ class _Classifier:
         raise _BlockedError(node, self.words.feedback(node, value))
 
     def _is_summand(self, node: int, value: int) -> bool:
-        """Whether a scatter adds to a value that is itself a term."""
+        """Whether a node is a scatter that adds to a partial sum."""
         one = self.graph.nodes[node]
         return traits_of(one.primitive).scatters_sum and one.operands[0] == value and value not in one.operands[1:]
 
     def _compute_before(self, values: Sequence[int], last: int | None = None) -> bool:
-        """Compute values on the whole batch, before the loop, where they depend on the data alone.
+        """Compute values before the loop, on the whole batch; False if they depend on more than data.
 
         Args:
             last: an item that has not been placed yet.
@@ -226,7 +226,7 @@ class _Classifier:
         return True
 
     def _take_own(self, node: int, value: int) -> None:
-        """Let each microbatch use its own of a value that is made of reductions over the batch."""
+        """Let each microbatch use its own version of a value computed from reductions over the batch."""
         if self.kinds.get(value) in PARTIAL:
             self.own.add(value)
             return
@@ -241,7 +241,7 @@ class _Classifier:
         self.kinds.update(dict.fromkeys(item.results, "own"))
 
     def _bring(self, values: Sequence[int]) -> None:
-        """Have values inside, whatever they are made of."""
+        """Compute values inside the loop, whatever their operands are."""
         for value in values:
             kind = self.kinds.get(value)
             if value in self.early or kind in ("rows", "same", "zero", "own"):
@@ -281,14 +281,14 @@ class _Classifier:
                 found[value] = self._kind(n, of)
 
     def _region(self, region: Region, found: dict[int, Kind], of: Callable[[int], Kind]) -> None:
-        """A loop's carry may turn from zeros to terms in its first trip, so its body is looked at again."""
+        """Classify a loop's body until its carries do not change: an iteration may turn zeros into partial sums."""
         equations = self.trace.equations
         carries = [n for n in range(*region.enter) if equations[n].piece == "enter_carry"]
         ends = [n for n in range(*region.exit) if equations[n].piece == "exit_carry"]
         for n in range(*region.enter):
             kind = self._kind(n, of)
             if equations[n].piece == "index" and kind not in ("same", "zero", "own"):
-                raise _BlockedError(n, "what chooses a branch depends on the examples")
+                raise _BlockedError(n, "the choice of a branch depends on the examples")
             found.update(dict.fromkeys(equations[n].results, kind))
         before = None
         while before != [found[equations[n].results[0]] for n in carries]:
@@ -303,7 +303,7 @@ class _Classifier:
             kinds: list[Kind] = [self._operand_kind(n, i, of) for i in range(len(equations[n].operands))]
             kind = self._kind(n, of) if self.batch.touches(self.graph.nodes[n]) else _either_kind(n, kinds)
             if equations[n].piece == "predicate" and kind not in ("same", "zero", "own"):
-                raise _BlockedError(n, "how often a loop runs depends on the examples")
+                raise _BlockedError(n, "the number of iterations of a loop depends on the examples")
             found.update(dict.fromkeys(equations[n].results, kind))
 
     def _operand_kind(self, n: int, index: int, of: Callable[[int], Kind]) -> Kind:
@@ -338,7 +338,7 @@ class _Classifier:
         for i, kind in enumerate(kinds):
             begins = i == 0 and traits_of(node.primitive).in_place == "scatter" and reduction is not None
             if begins and kind != "zero" and kind != reduction:
-                raise _BlockedError(n, "it adds to what is not zero, which would count once for each microbatch")
+                raise _BlockedError(n, "it adds to a value that is not zero, which would count once per microbatch")
             if kind in PARTIAL and not begins:
                 raise _BlockedError(n, self.words.feedback(n, self._value(n, i)))
         return reduction or "rows"  # type: ignore[return-value]
@@ -351,13 +351,13 @@ class _Classifier:
     # -- sums of partial values --------------------------------------------------------------
 
     def _add_inside(self) -> None:
-        """Add terms to one another before they are summed over the microbatches, where only their sum is read: one
-        accumulator in place of two."""
+        """Move an addition of partial sums into the loop if nothing else reads these: the loop then has one accumulator
+        instead of two."""
         readers = Counter(value for item in self.items for value in item.operands)
         readers.update(output for output in self.graph.outputs if output is not None)
 
         def chain(value: int) -> list[int] | None:
-            """Items from a term to a value that nothing else reads."""
+            """Items between a partial sum and a value, if each result on the way has one user."""
             found: list[int] = []
             while self.kinds.get(value) != "sum" or value in self.own:
                 i = self.producer.get(value)
@@ -387,8 +387,8 @@ class _Classifier:
                 self.kinds.update(dict.fromkeys(self.items[j].results, "sum"))
 
     def _add_between_layers_after(self) -> None:
-        """Where the step is cut into layers, terms of two layers are added to one another after the loop, and so is
-        what is added to that: in place of a term of each microbatch, their sum passes from one to the other."""
+        """Move additions of two layers' terms, and additions that read them, after the loop if the step is cut into
+        layers: one total passes between layers instead of a term per microbatch."""
         readers: dict[int, list[int]] = {}
         for i in sorted(self.sides["inside"]):
             for value in self.items[i].operands:
@@ -407,20 +407,20 @@ class _Classifier:
                         self.kinds.pop(value, None)
 
     def _only_adds(self, i: int) -> bool:
-        """Whether a unit makes terms of terms."""
+        """Whether a unit only computes partial sums from partial sums."""
         item = self.items[i]
         is_sum = all(self.kinds.get(v) == "sum" for v in item.results)
         return is_sum and item.region is None and not self._has_batch(item)
 
     def _meets_layers(self, item: Unit) -> bool:
-        """Whether a unit reads terms that two layers make."""
+        """Whether a unit reads partial sums that two layers make."""
         producers = (self.items[self.producer[v]] for v in item.operands if self.kinds.get(v) == "sum")
         return len({self.trace.equations[producer.start].layer for producer in producers}) > 1
 
     # -- refusals ----------------------------------------------------------------------------
 
     def _check_outputs(self) -> None:
-        """Refuse a step of which nothing would run inside."""
+        """Refuse a step with nothing to run inside the loop."""
         if self.alone and self.sides["inside"]:
             return
         if not any(self._has_batch(self.items[i]) for i in self.sides["inside"]):
@@ -442,7 +442,7 @@ def _batch_or_none(places: Places) -> Batch:
 
 
 def _either_kind(node: int, kinds: Sequence[Kind]) -> Kind:
-    """What a value is that may be one or the other."""
+    """The kind of a value that has one of several kinds, as the result of a branch has."""
     found = set(kinds) - {"zero"}
     if not found:
         return "zero"
@@ -450,6 +450,6 @@ def _either_kind(node: int, kinds: Sequence[Kind]) -> Kind:
         return "own"
     if len(found) > 1 or ("zero" in kinds and found & (PARTIAL - {"sum"})):
         raise _BlockedError(
-            node, "what a loop or a branch hands on is a sum over the batch in one case, and not in another"
+            node, "a loop or a branch returns a sum over the batch in one case, and something else in another"
         )
     return found.pop()

@@ -1,6 +1,6 @@
-"""Why a step cannot be split over time, in words for its author.
+"""Explain why a step cannot be split into microbatches.
 
-In: a graph, where the batch stands in it, and a node. Out: text that names the operation, its module and its line.
+In: a graph, its batch dims, and a node. Out: text that names the operation, its module and its source line.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from autopar.transforms.microbatch.batch_dims import Batch, Places
 
 @dataclass(frozen=True, slots=True)
 class Refusals:
-    """Words for what does not work.
+    """Writes the reasons why a step cannot run in microbatches.
 
     Args:
-        own_statistics: whether each microbatch may have statistics of its own already.
+        own_statistics: whether each microbatch already has statistics of its own.
     """
 
     graph: Graph
@@ -31,7 +31,8 @@ class Refusals:
         return f"`{node.primitive}`{module} {self._line(n)} ({node.phase})"
 
     def _line(self, n: int) -> str:
-        """Where it stands; of what a library's jitted function does, where something adjacent it stands."""
+        """The source line of a node. A node from a library's jitted function has none: then the line of the nearest
+        node that has one."""
         if self.graph.nodes[n].source:
             return f"at {self.graph.nodes[n].source}"
         waiting, seen = [n], {n}
@@ -47,14 +48,15 @@ class Refusals:
         return "at an unknown line"
 
     def meeting(self, n: int) -> str:
-        """Why a node cannot run on some of the examples."""
+        """Why a node cannot run on a part of the examples."""
         node = self.graph.nodes[n]
         held = {
             place for v in (*node.operands, *node.results) if v is not None for place in self.batch.places.get(v, ())
         }
         if self.places.rules[n] is None:
             return (
-                "it has no sharding rule, so nobody knows whether examples meet in it. Give it one with `register_rule`"
+                "it has no sharding rule, so it is unknown whether examples meet in it. Give it one with"
+                " `register_rule`"
             )
         if len(held) > 1 and any(len(self.batch.places.get(v, ())) > 1 for v in node.results):
             return "in it each example meets all others, so a microbatch's result is not a part of the batch's"
@@ -64,7 +66,7 @@ class Refusals:
         )
 
     def feedback(self, n: int, value: int) -> str:
-        """Why a node cannot read what is made of a reduction over the batch."""
+        """Why a node cannot read a value computed from a reduction over the batch."""
         origin = self._origin(value)
         made = f"the result of {self.of(origin)}" if origin is not None else "a result"
         change = (
@@ -73,10 +75,13 @@ class Refusals:
             else ". Each microbatch would have its own, so the step would compute something"
             " else; where that is what you want, allow it with `per_microbatch_statistics=True`"
         )
-        return f"it takes {made}, which is a reduction over all {self.batch.size} examples, back to single examples{change}"
+        return (
+            f"it takes {made}, which is a reduction over all {self.batch.size} examples, back to single examples"
+            f"{change}"
+        )
 
     def _origin(self, value: int) -> int | None:
-        """The first reduction over the batch that a value is made of."""
+        """The first reduction over the batch that a value is computed from."""
         waiting, seen = [value], set[int]()
         made = self.graph.producers
         while waiting:

@@ -1,7 +1,7 @@
-"""Random bits, laid open.
+"""Expand `random_bits`, so that each microbatch draws exactly the bits of its own examples.
 
-In: `Trace`. Out: `Trace` in which random bits are drawn as JAX draws them, from the positions of their places: a
-microbatch then draws the very bits of its own examples, and no others.
+In: `Trace`. Out: `Trace` in which random bits are computed from the positions of their elements, by JAX's own
+equations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from autopar.jax_interop import compat as jax_compat
 
 
 def with_drawn_bits(trace: Trace, size: int) -> Trace:
-    """The trace with the bits of examples laid open; itself where there are none.
+    """The trace with the random bits of examples expanded; the same trace if it has none.
 
     Args:
-        size: number of examples; bits in whose shape it does not go are none of examples'.
+        size: number of examples. Bits belong to examples if one of their dims is a multiple of it.
     """
     builder = TraceBuilder(trace)
 

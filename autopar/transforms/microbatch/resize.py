@@ -1,8 +1,8 @@
-"""An equation written for a part of the batch.
+"""Run an equation on a part of the batch.
 
-In: JAX's own equation, the shapes that its operands and results have in a part. Out: a function of such operands, to be
-traced (`jax_compat.staged`). Most primitives take their shapes from their operands; of the others, the parameters that
-hold sizes are listed here. What comes out in another shape than expected is refused by whoever traces it.
+In: JAX's equation, and the shapes of its operands and results for the part. Out: a function of the part's operands, to
+be traced (`jax_compat.staged`). Most primitives take their shapes from their operands; the table below lists the
+parameters of the others that hold sizes. The code that traces the function refuses a result of an unexpected shape.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.rules.elementwise import ELEMENTWISE
 
 Shape = tuple[int, ...]
-#: The parameters of an equation, its operands' and results' shapes before, and those of a part, to what changes.
+#: From an equation's parameters, the whole shapes of its operands, and the part's operand and result shapes: the
+#: parameters to change.
 _Changed = Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Shape], Sequence[Shape]], dict[str, Any]]
 
 
 def resized(source: Any, operands: Sequence[Any], whole: Sequence[Shape], results: Sequence[Shape]) -> Sequence[Any]:
-    """Run an equation on a part.
+    """Run an equation on a part of the batch.
 
     Args:
-        operands: of the part. whole: their shapes in the whole.
-        results: shapes of the results of the part.
+        operands: operands of the part.
+        whole: shapes of the whole operands.
+        results: shapes of the part's results.
     """
     change = _SIZES.get(source.primitive.name)
     shapes = [getattr(operand, "shape", ()) for operand in operands]
@@ -32,7 +34,7 @@ def resized(source: Any, operands: Sequence[Any], whole: Sequence[Shape], result
 
 
 def is_as_written(source: Any) -> bool:
-    """Whether a part is run by the very equation: an elementwise operation whose parameters hold no sizes."""
+    """Whether the equation runs on a part unchanged: an elementwise operation whose parameters hold no sizes."""
     return source.primitive.name in ELEMENTWISE and not any(isinstance(v, tuple) for v in source.params.values())
 
 
@@ -49,7 +51,7 @@ def _sliced(params: Any, whole: Sequence[Shape], part: Sequence[Shape], results:
 
 
 def _taken(params: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
-    """Slices of a part are as long as it, along the dims that are whole in a slice."""
+    """Shrink `slice_sizes` to the part's size in the dims that a slice takes whole."""
     sizes = [
         local if local != size and taken == size else taken
         for taken, size, local in zip(params["slice_sizes"], whole[0], part[0], strict=True)

@@ -1,9 +1,9 @@
-"""A trace whose batch is split over time.
+"""Rewrite a trace into a loop over microbatches.
 
-In: `Trace`, its graph, a number of microbatches. Out: `Trace` of the same inputs, outputs and numbers, with a loop over
-the microbatches in it, made of the pieces that all loops are made of, so that planning, pricing and replay know nothing
-of it. Microbatch *j* of *m* takes the examples *j, m + j, 2 m + j, ...*: so a batch that is split over devices stays
-where it is.
+In: `Trace`, its graph, a number of microbatches. Out: `Trace` with the same inputs, outputs and results. The loop over
+microbatches is built of the same pieces as any other loop, so planning, pricing and execution need no special case.
+Microbatch *j* of *m* takes the examples *j, m + j, 2 m + j, ...*: a batch that is sharded over devices therefore needs
+no resharding.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statis
     """The trace with a loop over microbatches.
 
     Args:
-        graph: of the trace.
-        num_microbatches: how many; at least 2.
+        graph: graph of the trace.
+        num_microbatches: number of microbatches; at least 2.
         own_statistics: as in `classify`.
 
     Raises:
-        MicrobatchError: where the batch has not so many equal parts, or cannot be split at all.
+        MicrobatchError: the number does not divide the batch, or the batch cannot be split.
     """
     check_divides(graph, num_microbatches)
     trace, graph = laid_for_parts(trace, graph)
@@ -52,7 +52,7 @@ def check_divides(graph: Graph, num_microbatches: int) -> None:
     """Refuse a number of microbatches that does not divide the batch.
 
     Raises:
-        MicrobatchError: naming those that do.
+        MicrobatchError: the number does not divide the batch; the error lists numbers that do.
     """
     size, inputs = leading_dim(graph)
     if size % num_microbatches:
@@ -60,16 +60,17 @@ def check_divides(graph: Graph, num_microbatches: int) -> None:
 
 
 def laid_for_parts(trace: Trace, graph: Graph) -> tuple[Trace, Graph]:
-    """A trace whose random bits can be drawn in parts, and its graph."""
+    """The trace with random bits that can be drawn in parts, and its graph."""
     drawn = with_drawn_bits(trace, leading_dim(graph)[0])
     return (trace, graph) if drawn is trace else (drawn, graph_of(drawn, graph.carried))
 
 
 def rewritten(trace: Trace, graph: Graph, places: Places, split: Split, num_microbatches: int) -> Trace:
-    """The trace with a loop over microbatches, where it has been classified; one microbatch is a loop of one trip.
+    """The classified trace with a loop over microbatches; one microbatch gives a loop of one iteration.
 
     Args:
-        trace: as `laid_for_parts` gives it. graph, places: of it.
+        trace: a trace from `laid_for_parts`.
+        graph, places: its graph and batch dims.
     """
     return _Rewriting(trace, graph, places, split, num_microbatches).run()
 
@@ -84,7 +85,7 @@ def _not_divisible(graph: Graph, size: int, inputs: Sequence[int], m: int) -> st
 
 
 class _Rewriting:
-    """Writes the loop and what stands around it; the one mutable object of this module."""
+    """Writes the loop and the equations around it; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, m: int) -> None:
         self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
@@ -93,16 +94,16 @@ class _Rewriting:
         self.loop = LoopBuilder(jax_compat.scan_of(m))
         self.before: list[Item] = []
         self.after: list[Item] = []
-        self.inner: dict[int, Atom] = {}  # value -> what stands for it inside
-        self.entered: dict[int, int] = {}  # value from outside -> the same, or a part of it, inside
-        self.own: dict[int, Atom] = {}  # sum -> what a microbatch takes in its place
+        self.inner: dict[int, Atom] = {}  # value -> its replacement inside the loop
+        self.entered: dict[int, int] = {}  # value from outside -> the same value, or a part of it, inside the loop
+        self.own: dict[int, Atom] = {}  # sum -> the microbatch's own value that replaces it
         self.counter: int | None = None
         made = {v for n in split.before for v in trace.equations[n].results}
         self.early = {*trace.inputs, *self.builder.constants, *made}
         self.wanted = self._wanted()
 
     def run(self) -> Trace:
-        """The whole trace anew."""
+        """Rewrite the whole trace."""
         items = items_of(self.trace.equations, self.trace.regions)
         for (start, stop, _), item in zip(self.trace.walk(), items, strict=True):
             if start in self.split.before:
@@ -115,7 +116,7 @@ class _Rewriting:
         return self.builder.finish(microbatches=self.loop.source)
 
     def _wanted(self) -> set[int]:
-        """Values made inside that are read after the loop."""
+        """Values made inside the loop and read after it."""
         equations = self.trace.equations
         later = {v for n in self.split.after for v in equations[n].results}
         read = {v for n in self.split.after for v in equations[n].reads}
@@ -157,7 +158,7 @@ class _Rewriting:
             self._resized(n)
 
     def _copied(self, n: int) -> Equation:
-        """An equation whose parameters hold no size of the batch."""
+        """Copy an equation whose parameters hold no size of the batch."""
         equation = self.trace.equations[n]
         copied = self.builder.copy(equation, lambda v: self._value(v, n), types=self._local, times=self.m)
         self.inner.update(zip(equation.results, copied.results, strict=True))
@@ -170,7 +171,7 @@ class _Rewriting:
         self._part(n, "part", equation.operands, lambda values: resized(equation.source, values, whole, shapes))
 
     def _made(self, n: int) -> None:
-        """What is made from positions, for the microbatch's own positions; else made whole, and cut."""
+        """Compute values that depend on positions for the microbatch's positions, or else slice the whole."""
         equation = self.trace.equations[n]
         cuts = [self._cut(value) for value in equation.results]
         shapes = [self.trace.avals[value].shape for value in equation.results]
@@ -191,7 +192,7 @@ class _Rewriting:
         self._part(n, "made", equation.operands, part, counter)
 
     def _part(self, n: int, what: str, atoms: Sequence[Atom], function: Any, *others: int) -> None:
-        """Write what a function of an equation's operands does as the equation's part."""
+        """Append a function of an equation's operands as the microbatch's version of that equation."""
         equation = self.trace.equations[n]
         local = [self._local(value) for value in equation.results]
         operands = [*(self._value(atom, n) if isinstance(atom, int) else atom for atom in atoms), *others]
@@ -210,15 +211,15 @@ class _Rewriting:
                 node = self.graph.nodes[n]
                 raise MicrobatchError(
                     f"the batch cannot be split into microbatches: `{node.primitive}` at"
-                    f" {node.source or 'an unknown line'} was made for one shape, {list(self.trace.avals[value].shape)},"
-                    f" and gives {list(aval.shape)} where {list(expected.shape)} is one microbatch's"
+                    f" {node.source or 'an unknown line'} is written for one shape,"
+                    f" {list(self.trace.avals[value].shape)}; it gives {list(aval.shape)}, not {list(expected.shape)}"
                 )
         self.inner.update(zip(equation.results, made, strict=True))
 
     # -- operands ----------------------------------------------------------------------------
 
     def _value(self, value: int, reader: int) -> Atom:
-        """What stands for a value in an equation inside."""
+        """The value that an equation inside the loop reads in place of a value of the trace."""
         has_batch = value in self.split.batch.places
         if value in self.inner and (has_batch or value not in self.early):
             takes_own = value in self.own and not self._adds_up(reader)
@@ -233,7 +234,7 @@ class _Rewriting:
             return value
         producer = None if n is None else self.trace.equations[n]
         if producer is not None and producer.piece is None and not producer.reads:
-            # What is made from nothing is made inside too, rather than kept.
+            # A constant without operands is made inside the loop rather than kept.
             self.loop.body.append(again := self.builder.copy(producer, {}, times=self.m))
             self.entered.update(zip(producer.results, again.results, strict=True))
             return self.entered[value]
@@ -241,17 +242,17 @@ class _Rewriting:
         return self.entered[value]
 
     def _adds_up(self, reader: int) -> bool:
-        """Whether an equation makes a term of terms, rather than of what a microbatch takes for their sum."""
+        """Whether an equation adds partial sums. If not, it reads a microbatch's own value in place of the total."""
         return any(self.split.kinds.get(v) in PARTIAL for v in self.trace.equations[reader].results)
 
     def _enter(self, piece: Piece, value: int, equation: Equation, aval: Any) -> int:
-        """A value from outside, inside; a piece has the place of its first reader."""
+        """Bring a value into the loop; the piece is attributed to the value's first user."""
         inside = self.builder.new(aval, float(self.m))
         self.loop.give(equation, piece, value, inside)
         return inside
 
     def _enter_parts(self, value: int, equation: Equation) -> int:
-        """The microbatch's part of a value. It is taken in each trip: a copy of all parts would be as large as the
+        """The microbatch's part of a value, sliced out in each iteration: a copy of all parts would be as large as the
         value."""
         cut, shape = self._cut(value), self.trace.avals[value].shape
         assert cut is not None
@@ -264,9 +265,9 @@ class _Rewriting:
         return part
 
     def _trip(self, equation: Equation) -> int:
-        """The number of the microbatch."""
+        """The index of the microbatch."""
         if self.counter is None:
-            counts = self._at(self.before, equation, "trips", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
+            counts = self._at(self.before, equation, "index", [], lambda: lax.broadcasted_iota("uint32", (self.m,), 0))
             assert isinstance(counts, int)
             self.counter = self._enter("enter_slice", counts, equation, self.avals[counts].update(shape=()))
         return self.counter
@@ -282,10 +283,10 @@ class _Rewriting:
             aval = self.trace.avals[value]
             stack = self.builder.new(aval.update(shape=(self.m, *self._local(value).shape)))
             self.loop.stack(equation, made, stack)
-            self._named(value, equation, ("joined", repr(cut), aval.shape), stack, lambda x: cut.merged(x, aval.shape))
+            self._named(value, equation, ("merged", repr(cut), aval.shape), stack, lambda x: cut.merged(x, aval.shape))
         elif kind in PARTIAL:
             self._accumulate(value, kind, equation)
-        else:  # the same in each: that of the last
+        else:  # equal in all microbatches: take the last one's
             aval = self.trace.avals[value]
             start = self._at(
                 self.before, equation, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
@@ -293,8 +294,8 @@ class _Rewriting:
             self._carry(start, lambda _: made, value, equation)
 
     def _accumulate(self, value: int, kind: str, equation: Equation) -> None:
-        """Terms are combined from trip to trip: those of narrow floating-point numbers in float32, as a product sums
-        them within itself."""
+        """Accumulate a microbatch's term. Narrow floating-point sums and products are accumulated in float32, as a
+        matmul does."""
         aval, term = self.trace.avals[value], self.inner[value]
         dtype = aval.dtype
         narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 and kind in ("sum", "prod")
@@ -316,13 +317,13 @@ class _Rewriting:
         self._named(value, equation, ("narrow", str(dtype)), total, lambda x: lax.convert_element_type(x, dtype))
 
     def _carry(self, start: Atom, step: Callable[[int], Atom], result: int, equation: Equation) -> None:
-        """A value carried from trip to trip; `result` is what the last one leaves."""
+        """Carry a value from iteration to iteration; `result` is the value after the last one."""
         inside = self.builder.new(self.avals[result], float(self.m))
         self.loop.carry(equation, start, inside, step(inside), result)
 
     def _take_own(self, value: int) -> None:
-        """A microbatch takes its own sum, times their number, for that of the batch: the divisor of a mean was traced
-        for the whole batch."""
+        """Let a microbatch use its own sum in place of the batch's, times the number of microbatches: the divisor of a
+        mean was traced for the whole batch."""
         made = self.inner[value]
         if self.split.kinds[value] == "sum":
             equation = self.trace.equations[self.trace.producers[value]]
@@ -336,19 +337,19 @@ class _Rewriting:
         return None if place is None else Cut(place, self.split.batch.size, self.m)
 
     def _local(self, value: int) -> Any:
-        """The type of a part of a value."""
+        """The type of a microbatch's part of a value."""
         aval, cut = self.trace.avals[value], self._cut(value)
         return aval if cut is None else aval.update(shape=cut.local(aval.shape))
 
     def _at(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
-        """Write what a function of operands does before the loop, in its body or after it."""
+        """Append a function of operands before the loop, in its body or after it."""
         repeat = float(self.m) if to is self.loop.body else 1.0
         with self.builder.at(to):
             (made,) = self.builder.write(equation, what, atoms, lambda values: [function(*values)], repeat)
         return made
 
     def _named(self, value: int, equation: Equation, what: Any, operand: int, function: Any) -> None:
-        """Write what a function does after the loop, and call its result by a value of the trace."""
+        """Append a function after the loop, and let its result replace a value of the trace."""
         made = self._at(self.after, equation, what, [operand], function)
         with self.builder.at(self.after):
             self.builder.name(made, value)

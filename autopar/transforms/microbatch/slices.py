@@ -1,7 +1,7 @@
-"""A value's parts, one for each microbatch: cut, put together again, and made.
+"""Slice a value into microbatches, merge the slices, and compute a slice from its positions.
 
-In: arrays, where they hold the batch. Out: arrays. To be traced (`jax_compat.staged`). Microbatch *j* of *m* has the
-examples *j, m + j, ...*, so a part of the batch on one device has its share of each microbatch.
+In: arrays, and their batch dims. Out: arrays. These functions are traced (`jax_compat.staged`). Microbatch *j* of *m*
+has the examples *j, m + j, ...*, so each device's part of the batch holds its share of every microbatch.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from autopar.transforms.microbatch.batch_dims import Place
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a dim is cut.
+    """How a batch dim is sliced.
 
     Args:
-        place: where the batch stands. size: its length. m: number of microbatches.
+        place: the batch dim.
+        size: number of examples.
+        m: number of microbatches.
     """
 
     place: Place
@@ -31,33 +33,34 @@ class Cut:
     m: int
 
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a part."""
+        """The shape of a slice."""
         dim = self.place.dim
         return (*shape[:dim], shape[dim] // self.m, *shape[dim + 1 :])
 
     def _loops(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
-        """A shape in which the microbatches are a dim of their own, and its position."""
+        """The shape with a separate dim for the microbatches, and the position of that dim."""
         dim, minor = self.place.dim, self.place.minor
         major = shape[dim] // (self.size * minor)
         outer = (*shape[:dim], *(size for size in (major,) if size > 1), self.size // self.m)
         return (*outer, self.m, *(size for size in (minor,) if size > 1), *shape[dim + 1 :]), len(outer)
 
     def apart(self, whole: Any) -> Any:
-        """The whole, with a dim that counts the parts."""
+        """The whole array with a separate dim for the microbatches."""
         return lax.reshape(whole, self._loops(whole.shape)[0])
 
     def merged(self, stack: Any, shape: Sequence[int]) -> Any:
-        """The whole, of this shape, from its parts."""
+        """The whole array, of this shape, merged from its slices."""
         loops, at = self._loops(shape)
         apart = lax.reshape(stack, (self.m, *loops[:at], *loops[at + 1 :]))
         order = (*range(1, at + 1), 0, *range(at + 1, len(loops)))
         return lax.reshape(lax.transpose(apart, order), tuple(shape))
 
     def one(self, apart: Any, j: Any, shape: Sequence[int]) -> Any:
-        """Part *j* of a whole of this shape.
+        """Slice *j* of a whole array of this shape.
 
         Args:
-            apart: as `apart` gives it. j: unsigned.
+            apart: the whole, reshaped by `apart`.
+            j: index of the microbatch, an unsigned integer.
         """
         loops, at = self._loops(shape)
         first = [j if d == at else np.uint32(0) for d in range(len(loops))]
@@ -65,10 +68,10 @@ class Cut:
         return lax.reshape(part, self.local(shape))
 
     def positions(self, shape: Sequence[int], dim: int, dtype: Any, j: Any) -> Any:
-        """Of each element of part *j*, its position in a dim of the whole.
+        """For each element of slice *j*, its position along a dim of the whole array.
 
         Args:
-            shape: of the whole.
+            shape: shape of the whole array.
         """
         local = self.local(shape)
         here = lax.broadcasted_iota(dtype, local, dim)
@@ -85,8 +88,8 @@ class Cut:
         return row if inner is None else row * of(minor) + inner
 
     def counts(self, shape: Sequence[int], j: Any) -> tuple[Any, Any] | None:
-        """Of each element of part *j*, its position in the whole, counted over all dims: the high and the low 32
-        bits, as `iota_2x32_shape` has them. None where the high ones are not zero."""
+        """For each element of slice *j*, its linear position in the whole array, as high and low 32 bits (as in
+        `iota_2x32_shape`). None if the high bits are not all zero."""
         if math.prod(shape) >= 2**32:
             return None
         low, stride = jnp.zeros(self.local(shape), "uint32"), 1
@@ -99,11 +102,11 @@ class Cut:
 
 
 def made(source: Any, operands: Sequence[Any], cut: Cut, shape: Sequence[int], j: Any) -> Sequence[Any] | None:
-    """Part *j* of what is made from positions; None where it can only be cut from the whole.
+    """Slice *j* of an array that is computed from positions; None if only the whole can be computed.
 
     Args:
-        source: JAX's own equation.
-        shape: of its results, in the whole.
+        source: JAX's equation.
+        shape: shape of its results for the whole batch.
     """
     if source.primitive.name == "iota":
         dtype = source.params["dtype"]
@@ -115,7 +118,7 @@ def made(source: Any, operands: Sequence[Any], cut: Cut, shape: Sequence[int], j
     return None
 
 
-#: How terms of two microbatches are combined.
+#: The operation that combines the terms of two microbatches.
 COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
     "sum": lax.add,
     "max": lax.max,
@@ -127,7 +130,7 @@ COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
 
 
 def identity(kind: str, shape: Sequence[int], dtype: Any) -> Any:
-    """What a reduction begins with."""
+    """The identity element of a reduction."""
     if kind in ("max", "min"):
         limits = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype)
         infinite = jnp.issubdtype(dtype, jnp.floating)

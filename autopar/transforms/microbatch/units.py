@@ -1,6 +1,6 @@
-"""A step as units: an equation, or a whole loop or branch.
+"""Group a step's equations into units: one equation, or a whole loop or branch.
 
-In: a trace and its graph. Out: `Unit`s in order. Who splits a step, over time or over devices, takes a loop as a whole.
+In: a trace and its graph. Out: `Unit`s in order. Microbatching and pipelining move each unit as a whole.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class Unit:
     """An equation, or a whole loop or branch.
 
     Args:
-        start, stop: its equations.
-        operands, results: what it reads and makes, seen from outside.
+        start, stop: range of its equations.
+        operands, results: values that it reads and makes, as seen from outside.
     """
 
     start: int
@@ -30,7 +30,7 @@ class Unit:
 
 
 def backward_of(units: Iterable[Unit], equations: Sequence[Equation]) -> list[Unit]:
-    """Those of the backward pass: what is traced as such, and what reads it."""
+    """The units of the backward pass: units traced as backward, and units that read their results."""
     found: list[Unit] = []
     made: set[int] = set()
     for unit in units:
@@ -41,7 +41,7 @@ def backward_of(units: Iterable[Unit], equations: Sequence[Equation]) -> list[Un
 
 
 def units_of(trace: Trace, graph: Graph) -> Iterator[Unit]:
-    """The units of a step in order."""
+    """The units of a step, in order."""
     for start, stop, region in trace.walk():
         reads = graph.nodes[start:stop] if region is None else graph.nodes[slice(*region.enter)]
         makes = reads if region is None else graph.nodes[slice(*region.exit)] or reads

@@ -1,4 +1,4 @@
-"""Rematerialization: forward values computed again in the backward pass instead of held.
+"""Rematerialization: compute forward values again in the backward pass instead of keeping them in memory.
 
 In: a trace, which nodes to compute again and before which.
 Out: the rewritten trace.

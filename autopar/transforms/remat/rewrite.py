@@ -1,13 +1,16 @@
-"""A trace in which forward values are computed again in the backward pass.
+"""Rewrite a trace so that its backward pass recomputes forward values.
 
-In: `Trace`, and what is computed again, where. Out: `Trace` of the same inputs, outputs and numbers. What is computed
-again reads its operands through a barrier, together with what the backward pass has just made: so the compiler takes it
-for new, and runs it no earlier. Without the gradients of parameters among these, XLA's scheduler would put their
-products off to where they hide a collective, and what one layer computes again for them would wait with all other
-layers'. All that follows reads the new values. Random bits come out the same, since their keys are values.
+In: `Trace`, and the segments to rematerialize. Out: `Trace` with the same inputs, outputs and results. All equations
+that follow read the recomputed values. Random bits come out the same, because their keys are values.
 
-Between the loop of a forward pass and that of its backward pass, what is computed again is not stacked: the backward
-loop's body computes it of what is, and of what the forward loop's body is given. What is then read by nothing is dropped.
+A recomputation reads its operands through a barrier, so XLA neither merges it with the forward pass nor runs it
+earlier. The barrier also waits for gradients that the backward pass has just computed, including parameter gradients.
+Otherwise XLA's scheduler would delay the matmuls of parameter gradients until they hide a collective, and the values
+recomputed for all layers would be live at once.
+
+If the forward and the backward pass are loops, recomputed values are not stacked. The backward loop's body computes
+them from the values that are stacked and from those that both loops receive. Stacks that are no longer read are
+dropped.
 """
 
 from __future__ import annotations
@@ -26,55 +29,55 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.plans.records import RematSegment
 from autopar.rules.table import traits_of
 
-#: A gradient of so few elements may be known long before the others.
+#: A gradient of at most this many elements may be ready long before the others.
 _FEW = 64
 
 
 def recompute(trace: Trace, agains: Sequence[RematSegment]) -> Trace:
-    """The trace with some of its equations computed again."""
+    """The trace with some of its equations recomputed."""
     return _Rewriting(trace, agains).run() if agains else trace
 
 
 @dataclass(slots=True)
 class _Body:
-    """What is known where the pass stands in one body: by value, what stands for it from here on."""
+    """The state of the rewriting within one body: for each value, the value that replaces it from here on."""
 
     renamed: dict[int, int] = field(default_factory=dict)
-    #: The same before anything was computed again; None until then.
+    #: The replacements before the first recomputation; None until then.
     forward: dict[int, int] | None = None
-    #: Values made in this body so far, and whether in the backward pass.
+    #: Values made in this body so far, and whether the backward pass makes them.
     made: dict[int, bool] = field(default_factory=dict)
-    #: Of those of the backward pass, the ones made since anything was last computed again, and those made before.
+    #: Values of the backward pass that were made since the last recomputation, and those made before it.
     fresh: list[int] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
-    #: Equations of the backward pass, by what they make alone.
+    #: Equations of the backward pass with a single result, by that result.
     producers: dict[int, Equation] = field(default_factory=dict)
     last: int | None = None
 
 
 class _Rewriting:
-    """Writes the equations reread; the one mutable object of this module."""
+    """Rewrites the equations; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, agains: Sequence[RematSegment]) -> None:
         self.trace, self.builder = trace, TraceBuilder(trace)
         self.avals = self.builder.avals
-        #: Of a loop, by where it begins: pieces to add where it is entered and left.
+        #: By the position where a loop begins: pieces to add to its inputs and outputs.
         self.entering: dict[int, list[Equation]] = defaultdict(list)
         self.leaving: dict[int, list[Equation]] = defaultdict(list)
         self.accumulated = _accumulated(trace)
         self.returned = {atom for atom in trace.outputs if isinstance(atom, int)}
-        #: By the position of the equation behind which they are all made, values to hold from there on.
+        #: Values to keep live, by the position of the equation that makes the last of them.
         self.holding: dict[int, list[int]] = defaultdict(list)
         self.agains: dict[int, list[RematSegment]] = defaultdict(list)
         for one in agains:
             kept = tuple(v for v in one.kept if v not in self.accumulated)
             self.agains[one.before].append(replace(one, kept=kept))
             held = kept if one.onward is None else (*kept, one.onward)
-            if kept and len(held) > 1:  # one alone waits for no other
+            if kept and len(held) > 1:  # a single value needs no barrier
                 self.holding[max(trace.producers[v] for v in held)].extend(held)
 
     def run(self) -> Trace:
-        """The whole trace reread."""
+        """Rewrite the whole trace."""
         self._add_pieces()
         body = _Body(made=dict.fromkeys((*self.trace.inputs, *self.builder.constants), False))
         self._span(0, len(self.trace.equations), body)
@@ -96,13 +99,13 @@ class _Rewriting:
             self._hold(self.holding[n], new, body)
 
     def _hold(self, values: Sequence[int], like: Equation, body: _Body) -> None:
-        """A barrier of values that must all be made before any of them is read from here on."""
+        """Add a barrier: all these values are computed before any of them is read from here on."""
         now = dict.fromkeys(body.renamed.get(value, value) for value in values)
         for at, new in self._barrier(now, like, body).items():
             _rename(body.renamed, at, new)
 
     def _barrier(self, values: Iterable[int], like: Equation, body: _Body) -> dict[int, int]:
-        """Append a barrier of values, named as another equation; what they are behind it."""
+        """Append a barrier named as another equation; returns its results by operand."""
         behind: dict[int, int] = {}
         pieces: list[Equation] = []
         for value in values:
@@ -135,8 +138,8 @@ class _Rewriting:
             self._note(piece, body)
 
     def _left(self, piece: Equation, bodies: Sequence[_Body]) -> Equation:
-        """A piece that comes out, reading what stands for its operands where its section ends; of the forward pass,
-        where that ends: who reads it outside need not wait for what is computed again."""
+        """An output piece that reads its operands' latest replacements, but forward values from before the first
+        recomputation, so that users outside do not wait for it."""
 
         def standing_for(atom: Atom, body: _Body) -> Atom:
             if not isinstance(atom, int):
@@ -165,7 +168,7 @@ class _Rewriting:
     # -- what is computed again ----------------------------------------------------------------
 
     def _again(self, again: RematSegment, following: Sequence[Equation], body: _Body) -> None:
-        """The barrier, and the equations behind it; what follows in this body reads their results."""
+        """Append the barrier and the recomputed equations; later equations of this body read their results."""
         body.forward = dict(body.renamed) if body.forward is None else body.forward
         here, like = self.here.get(id(again), {}), following[0]
         sources = [self.trace.equations[n] for n in again.nodes]
@@ -207,11 +210,11 @@ class _Rewriting:
         self._note(equation, body)
 
     def _is_read_from(self, n: int, value: int) -> bool:
-        """Whether an equation from a position on reads a value, or the step returns it."""
+        """Whether the step returns a value, or an equation from position `n` on reads it."""
         return self.trace.users.get(value, (-1,))[-1] >= n or value in self.returned
 
     def _as_made(self, value: int, body: _Body) -> tuple[int, list[Equation]]:
-        """What a value was before it was laid out reread, and the equations that do that: part of the kernels that read it."""
+        """A value before its layout changes, and their equations, which are part of the kernels that read the value."""
         chain: list[Equation] = []
         while (producer := body.producers.get(value)) is not None and traits_of(producer.primitive).lays_out:
             source = producer.operands[0]
@@ -224,7 +227,7 @@ class _Rewriting:
         return value, chain
 
     def _gradient(self, following: Sequence[Equation], body: _Body) -> int | None:
-        """What the backward pass has made that what follows reads first; at its start, what was made last."""
+        """The value of the backward pass that the following equations read first; at its start, the value made last."""
         for least in (_FEW, 0):
             for value in (body.renamed.get(v, v) for equation in following for v in equation.reads):
                 if not body.made.get(value, False) or value in self.accumulated:
@@ -236,8 +239,8 @@ class _Rewriting:
     # -- loops -------------------------------------------------------------------------------
 
     def _add_pieces(self) -> None:
-        """What a backward loop's body must be given besides what it is: pieces for it."""
-        #: Of an `Again` by its id: by value of the forward body, what it is in the body where it is computed again.
+        """Add pieces to backward loops for the operands of recomputed nodes that their bodies do not have."""
+        #: By the id of a `RematSegment`: for a value of the forward body, the same value in the backward body.
         self.here: dict[int, dict[int, int]] = {}
         of_loop: dict[int, dict[int, int]] = {}
         for again in (one for ones in self.agains.values() for one in ones if one.nodes):
@@ -251,7 +254,7 @@ class _Rewriting:
                     here[value] = self._give(value, forward, backward)
 
     def _given(self, forward: Region, backward: Region) -> dict[int, int]:
-        """What both bodies have: what is stacked, and what both are given."""
+        """Values of the forward body that the backward body has too: stacked values, and inputs of both loops."""
         equations = self.trace.equations
         stacked = {p.results[0]: v for p in equations[slice(*forward.exit)] if p.piece == "exit_stack" for v in p.reads}
         given = {(p.piece, v): p.results[0] for p in equations[slice(*forward.enter)] for v in p.reads}
@@ -265,7 +268,7 @@ class _Rewriting:
         return here
 
     def _give(self, value: int, forward: Region, backward: Region) -> int:
-        """A value of the forward body for the backward body: given to it as to the other, or stacked."""
+        """Bring a forward value into the backward body: as an input if it is one of the forward loop, else stacked."""
         inner, repeat = self.builder.like(value), self.builder.repeats[value]
         n = self.trace.producers.get(value)
         entered = None if n is None or n not in range(*forward.enter) else self.trace.equations[n]
@@ -281,12 +284,12 @@ class _Rewriting:
         return inner
 
     def _enter(self, loop: Region, piece: Piece, operand: Atom, result: int, repeat: float) -> None:
-        """A piece more of a loop, named as its first."""
+        """Add an input piece to a loop, named as its first piece."""
         first = self.trace.equations[loop.enter[0]]
         self.entering[loop.enter[0]].append(piece_of(first, first.source, piece, operand, result, repeat))
 
     def _loop_around(self, position: int) -> Region | None:
-        """The innermost loop in whose body an equation stands, if it stands in nothing but loops."""
+        """The innermost loop around an equation; None if there is none, or if a branch is further out."""
         around = [r for r in self.trace.regions if any(position in range(*span) for span in r.sections)]
         outwards = sorted(around, key=lambda region: region.enter[0])
         loops = list(itertools.takewhile(lambda region: region.kind == "scan", outwards))
@@ -295,7 +298,7 @@ class _Rewriting:
     # -- what sees dims as two -----------------------------------------------------------------
 
     def _moved(self, origins: Sequence[int | None]) -> Iterator[Rewritten]:
-        """Equations that stand for others still do, where all of them are left."""
+        """Equations that replaced equations of the program, at their new positions; dropped if any of them is gone."""
         new = {origin: n for n, origin in enumerate(origins) if origin is not None}
         for one in self.trace.rewritten:
             places = [new.get(n) for n in range(one.start, one.stop)]
@@ -305,8 +308,10 @@ class _Rewriting:
 
 
 def _accumulated(trace: Trace) -> frozenset[int]:
-    """What loops only add to, from trip to trip. Read through a barrier it could not stay pending over devices, and
-    would be summed in each trip."""
+    """Carries that loops only add to.
+
+    Behind a barrier such a carry could not stay unreduced over devices, and would be all-reduced in each iteration.
+    """
     found = set[int]()
     for region in (region for region in trace.regions if region.kind == "scan"):
         for enter, leave in sums_of(trace, region):
@@ -316,7 +321,7 @@ def _accumulated(trace: Trace) -> frozenset[int]:
 
 
 def _rename(renamed: dict[int, int], value: int, new: int) -> None:
-    """What stands for a value now stands for all that it stood for."""
+    """Replace a value by another from here on, also where it already replaces others."""
     for old, at in list(renamed.items()):
         if at == value:
             renamed[old] = new
@@ -324,6 +329,6 @@ def _rename(renamed: dict[int, int], value: int, new: int) -> None:
 
 
 def _read_of_others(equations: Sequence[Equation]) -> Iterable[int]:
-    """What some equations read and none of them makes, each value once."""
+    """Values that these equations read and do not make, each once."""
     own = {value for equation in equations for value in equation.results}
     return dict.fromkeys(v for equation in equations for v in equation.reads if v not in own)

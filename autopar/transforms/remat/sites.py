@@ -1,9 +1,10 @@
-"""Where a step may compute forward values again: the step itself, and each loop with its loop in the backward pass.
+"""Find where a step can rematerialize: the step itself, and each forward loop with its backward loop.
 
-Where the batch is split over time, the body of the loop over microbatches stands for the step: it has a forward and a
-backward pass of its own.
+If the step runs in microbatches, the body of the loop over microbatches takes the place of the step: it has a forward
+and a backward pass of its own.
 
-In: `Trace`. Out: `Site`s: which equations run in the forward pass, which read their values in the backward pass.
+In: `Trace`. Out: `Site`s: which equations run in the forward pass, and which equations of the backward pass read their
+values.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from autopar.frontend.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One body of equations, and where it is followed by the backward pass.
+    """A body of equations with a backward pass.
 
     Args:
-        forward: positions of the equations that may run again, in order.
-        fixed: values that others of the body read, and that cannot be computed again: what a loop makes, or carries.
-        read: values of the body, and inputs, that the backward pass reads, with the first equation there that does; for
-            a loop, the first of the backward loop's body.
-        start: of the backward pass, in the step; in a loop, of the backward loop's body.
-        num_iterations: how often the body runs, and each time holds its values until the backward pass.
-        repeat: how often all this is done: once for each microbatch.
+        forward: positions of the equations that can be recomputed, in order.
+        fixed: values that these equations may read, but that cannot be recomputed: a loop's results and carries.
+        read: inputs and values of the body that the backward pass reads, each with the first equation that reads it.
+            For a loop, that is the first equation of the backward loop's body.
+        start: position where the backward pass begins; for a loop, where the backward loop's body begins.
+        num_iterations: trip count of the body. Each iteration's values are live until the backward pass.
+        repeat: number of times per step that all of this runs: once for each microbatch.
     """
 
     forward: tuple[int, ...]
@@ -48,7 +49,7 @@ def sites_of(trace: Trace) -> tuple[Site, ...]:
 
 
 def _whole(trace: Trace) -> Site | None:
-    """The step, or what it does with each microbatch."""
+    """The step, or the body of its loop over microbatches."""
     equations = trace.equations
     over = next((region for region in trace.regions if region.source is trace.microbatches), None)
     span = range(len(equations)) if over is None else range(*over.sections[0])
@@ -71,7 +72,7 @@ def _whole(trace: Trace) -> Site | None:
         if n >= start:
             for value in equations[n].reads:
                 if value in made or value in inputs:
-                    read.setdefault(value, entered.get(n, n))  # what a loop reads must be there before it
+                    read.setdefault(value, entered.get(n, n))  # the inputs of a loop must be ready before it starts
     for value in left:
         if isinstance(value, int) and value in made:
             read.setdefault(value, end)
@@ -79,7 +80,7 @@ def _whole(trace: Trace) -> Site | None:
 
 
 def _loops(trace: Trace, repeat: float) -> Iterator[Site]:
-    """Forward loops whose stacks a later loop of as many num_iterations takes apart."""
+    """Forward loops whose stacked values a later loop of the same trip count reads, slice by slice."""
     equations = trace.equations
     scans = [region for region in trace.regions if region.kind == "scan" and region.source is not trace.microbatches]
     for forward in scans:

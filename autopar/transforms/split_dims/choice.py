@@ -1,11 +1,11 @@
-"""Which loops to see as two, and in which nodes.
+"""Choose the loops to treat as two dims, and the nodes that see them as two.
 
-In: a graph. Out: `Factored`s. A loop that a node cuts into equal parts can be split over devices only as long as
-the parts stay together. Seen as two loops, over the parts and within one, the inner one can be split through the
-cut. What is cut should stand to gain: a product's loop with something made of the program's inputs alone, such as a
-weight; or a loop with the same parts, as in its gradient. What the two dims meet where they must be one again, above
-all the program's inputs and outputs, takes a reshape, and perhaps a resharding. So the nodes that see two dims are
-chosen by a minimum cut: as many bytes as possible that are cut, less the bytes reshaped.
+In: a graph. Out: `Factored`s. A loop that a node cuts into equal parts can be sharded only if no part is cut. As two
+loops, over the parts and within a part, the inner one can be sharded through the cut. This is done for loops that can
+gain from it: a loop that a matmul shares with a weight (a value made of the program's inputs alone), and a loop with
+the same parts, such as the weight's gradient. Where the two dims must become one again, above all at the program's
+inputs and outputs, a reshape is needed, and perhaps resharding. A minimum cut chooses the nodes that see two dims: it
+maximizes the bytes that are cut, less the bytes that are reshaped.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from autopar.solve.min_cut import source_side
 from autopar.transforms.split_dims.cuts import CUTTING, part_size
 from autopar.transforms.split_dims.loops import Loop, Loops, Place
 
-#: Pieces by which an input goes into a loop, a branch, or what is computed anew.
+#: Pieces that bring an input into a loop, a branch or a recomputation.
 _BORDERS = frozenset(["enter_const", "enter_slice", "enter_branch", "barrier"])
 
 
 @dataclass(frozen=True, slots=True)
 class Factored:
-    """One loop to see as two.
+    """A loop to treat as two.
 
     Args:
-        size, part: of the loop, and of the inner one.
-        places: the dims that are this loop.
-        nodes: where they become two dims.
+        size, part: size of the loop, and of the inner one of the two.
+        places: the dims that belong to this loop.
+        nodes: the nodes that see two dims.
     """
 
     size: int
@@ -43,10 +43,10 @@ class Factored:
 
 
 def factored_loops(graph: Graph, followers: Collection[str]) -> tuple[Factored, ...]:
-    """The loops to see as two; none in most programs.
+    """The loops to treat as two; none in most programs.
 
     Args:
-        followers: primitives that can be written for two dims in place of one.
+        followers: primitives that can run with two dims in place of one.
     """
     loops = Loops(graph, followers)
     candidates = _candidates(loops)
@@ -68,7 +68,7 @@ def factored_loops(graph: Graph, followers: Collection[str]) -> tuple[Factored, 
 
 
 def _candidates(loops: Loops) -> list[tuple[Loop, dict[int, int]]]:
-    """Loops that nodes cut, with those nodes and the sizes of their parts."""
+    """Loops that nodes cut, with these nodes and the sizes of their parts."""
     found: dict[int, tuple[Loop, dict[int, int]]] = {}
 
     def add(place: Place, node: int, part: int) -> None:
@@ -96,8 +96,8 @@ def _candidates(loops: Loops) -> list[tuple[Loop, dict[int, int]]]:
 
 
 def _all_taken(loops: Loops, node: int, value: int, dim: int) -> bool:
-    """Whether a dim cut into parts of one element is a stack of things, each of which is used: not the sequence
-    of which the first token is looked at."""
+    """Whether a dim cut into parts of one element is a stack whose slices are all used. A sequence of which only one
+    token is read is no stack."""
     primitive = loops.graph.nodes[node].primitive
     if primitive not in ("slice", "pad"):
         return True
@@ -107,8 +107,10 @@ def _all_taken(loops: Loops, node: int, value: int, dim: int) -> bool:
 
 
 def _merged(loops: Loops, loop: Loop) -> Iterator[tuple[Place, int, int]]:
-    """Dims that a reshape makes of this loop and of loops within it, with the size of what is within: `[3, 12, 64]`
-    of which each third is taken is a dim of 2,304 with parts of 768."""
+    """Dims that a reshape makes by merging this loop with the dims inside it, each with the size of the inner dims.
+
+    For example, `[3, 12, 64]` reshaped to 2,304 is a dim with parts of 768.
+    """
     for n in loop.absorbs:
         node = loops.graph.nodes[n]
         before, after = node.operands[0], node.results[0]
@@ -128,7 +130,7 @@ def _merged(loops: Loops, loop: Loop) -> Iterator[tuple[Place, int, int]]:
 
 
 def _made_of_inputs(graph: Graph, followers: Collection[str]) -> set[int]:
-    """Values that are inputs, or made of them by no more than casts, sums and moves."""
+    """Inputs, and values computed from them by casts, sums and data movement alone."""
     found = {*graph.inputs, *graph.constants}
     known = frozenset(followers) | CUTTING | _BORDERS
     passing = {name for name in known if not traits_of(name).contraction}
@@ -140,14 +142,17 @@ def _made_of_inputs(graph: Graph, followers: Collection[str]) -> set[int]:
 
 
 def _meets_weight(graph: Graph, loop: Loop, weights: set[int]) -> bool:
-    """Whether a product takes the loop from a value made of inputs alone."""
+    """Whether a matmul has this loop in a weight."""
     read = {v for n in loop.follows if traits_of(graph.nodes[n].primitive).contraction for v in graph.nodes[n].operands}
     return any(value in read and value in weights for value, _ in loop.places)
 
 
 def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
-    """The loops within one part. A weight's gradient is made of the gradients of its product's parts, which are the
-    same loop as the parts, though the two wholes need not be."""
+    """The loops within one part.
+
+    A weight's gradient is computed from the gradients of the parts of a matmul's result. These belong to the same loop
+    as the parts, although the whole gradient and the whole result may be two different loops.
+    """
     found: set[int] = set()
     for n, size in cuts.items():
         node = loops.graph.nodes[n]
@@ -164,7 +169,7 @@ def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
 
 
 def _part(graph: Graph, cuts: dict[int, int]) -> int:
-    """The size of the parts by which most bytes are cut."""
+    """The part size by which the most bytes are cut."""
     gains: dict[int, float] = defaultdict(float)
     for n, part in cuts.items():
         gains[part] += _bytes_cut(graph, n)
@@ -172,7 +177,7 @@ def _part(graph: Graph, cuts: dict[int, int]) -> int:
 
 
 def _bytes_cut(graph: Graph, node: int) -> float:
-    """Bytes that a cutting node moves: the smaller of what it reads and what it makes."""
+    """Bytes that a cutting node moves: the smaller of its operands and its results."""
     one = graph.nodes[node]
     read = sum(graph.values[v].num_bytes for v in one.operands if v is not None)
     return min(read, sum(graph.values[v].num_bytes for v in one.results))
@@ -182,7 +187,7 @@ def _bytes_cut(graph: Graph, node: int) -> float:
 
 
 def _nodes(loops: Loops, loop: Loop, cuts: dict[int, int]) -> set[int]:
-    """Nodes that see two dims where this pays; none where it pays nowhere."""
+    """The nodes that see two dims; empty if no choice saves bytes."""
     free = loop.absorbs - cuts.keys()
     inside = (loop.follows | cuts.keys()) - free
     network = _Network()
@@ -201,7 +206,7 @@ def _nodes(loops: Loops, loop: Loop, cuts: dict[int, int]) -> set[int]:
 
 
 class _Network:
-    """Nodes on the side of the source see two dims."""
+    """The minimum cut; nodes on the source side see two dims."""
 
     SOURCE, SINK = 0, 1
 
@@ -214,7 +219,7 @@ class _Network:
         self.arcs.append((self.SOURCE, self._id(node), num_bytes))
 
     def value(self, producer: int | None, readers: set[int | None], num_bytes: float) -> None:
-        """Where producer and readers do not see a value alike, it is reshaped, once."""
+        """Add a value: it is reshaped once if its producer and any of its users are on different sides."""
         made = self._id(producer)
         forth, back = self.count, self.count + 1
         self.count += 2

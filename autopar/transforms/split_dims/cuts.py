@@ -1,7 +1,8 @@
-"""Where a node cuts a dim into equal parts, or joins equal parts to one dim.
+"""Recognize nodes that cut a dim into equal parts, or concatenate equal parts into one dim.
 
-In: a node and its tensors' shapes. Out: the size of a part. Three projections of 768 made by one product are a dim
-of 2,304, cut by `split`; their gradients are joined by `concatenate`, or by `pad` and a sum.
+In: a node and its tensors' shapes. Out: the size of a part. For example, three projections of 768 computed by one
+matmul are a dim of 2,304 that `split` cuts. Their gradients are concatenated by `concatenate`, or by `pad` and
+additions.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from autopar.rules.node_view import NodeView
 
 
 def part_size(view: NodeView, tensor: Tensor, dim: int) -> int | None:
-    """Size of the parts that a node cuts a dim of an operand into, or makes a dim of its result of; None where it
-    leaves the dim whole or the parts are not equal.
+    """The size of the equal parts that a node cuts an operand's dim into, or concatenates into a result's dim.
+
+    None if the node does neither, or the parts are not equal.
 
     >>> part_size(NodeView("split", {"axis": 1, "sizes": (2, 2)}, ((3, 4),), ((3, 2), (3, 2))), ("operand", 0), 1)
     2
@@ -39,14 +41,14 @@ def _concatenate(view: NodeView, dim: int) -> int | None:
 
 
 def _slice(view: NodeView, dim: int) -> int | None:
-    """One part, wherever it stands."""
+    """A slice takes one of the parts."""
     start, size = view.params["start_indices"][dim], view.result_shapes[0][dim]
     stride = (view.params.get("strides") or (1,) * (dim + 1))[dim]
     return size if stride == 1 and size and start % size == 0 else None
 
 
 def _pad(view: NodeView, dim: int) -> int | None:
-    """One part among zeros."""
+    """A pad places one part among zeros."""
     low, high, between = view.params["padding_config"][dim]
     size = view.operand_shapes[0][dim]
     return size if between == 0 and size and min(low, high) >= 0 and low % size == 0 else None
@@ -56,7 +58,7 @@ def _stacked(view: NodeView, dim: int) -> int | None:
     return 1 if dim == view.params["axis"] else None
 
 
-#: Which tensor has the dim, and the size of its parts.
+#: By primitive: the tensor with the whole dim, and a function for the size of its parts.
 _CUTS: dict[str, tuple[Literal["operand", "result"], Callable[[NodeView, int], int | None]]] = {
     "split": ("operand", _split),
     "slice": ("operand", _slice),

@@ -1,7 +1,7 @@
-"""Which dims of which values are one loop of the program, and what each node does to it.
+"""Find the dims of values that belong to one loop, and what each node does to the loop.
 
-In: a graph and one dim of one value. Out: `Loop`: all dims that no node between them cuts, joins or reorders.
-A matrix product passes the columns of its weights on to its result, a sum or a cast passes on all its dims.
+In: a graph and one dim of one value. Out: `Loop`: all dims connected to it by nodes that pass the loop on unchanged. A
+matmul passes the columns of its weight on to its result; a sum or a cast passes on all its dims.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from autopar.rules.node_view import NodeView
 from autopar.rules.table import rule_for, traits_of
 from autopar.transforms.split_dims.cuts import part_size
 
-#: A dim of a value.
+#: A value and a position among its dims.
 Place = tuple[int, int]
 
 
 @dataclass(slots=True)
 class Loop:
-    """Dims of one size that are one loop.
+    """Dims of one size that belong to one loop.
 
     Args:
-        size: how long.
+        size: its length.
         places: the dims.
         follows: nodes that pass the loop on, or sum over it.
-        absorbs: reshapes that make something else of it.
-        cuts: nodes that cut it into equal parts or make it of such, with the size of a part.
-        blocks: nodes that need it as it is.
+        absorbs: reshapes that merge or split it.
+        cuts: nodes that cut it into equal parts or concatenate them, with the size of a part.
+        blocks: nodes that need it as one dim.
     """
 
     size: int
@@ -41,10 +41,10 @@ class Loop:
 
 
 class Loops:
-    """Finds the loops of a graph, each at its first mention.
+    """Finds the loops of a graph, each when it is first requested.
 
     Args:
-        followers: primitives that can be written for two dims in place of one.
+        followers: primitives that can run with two dims in place of one.
     """
 
     def __init__(self, graph: Graph, followers: Collection[str]) -> None:
@@ -78,7 +78,7 @@ class Loops:
         return loop
 
     def _through(self, loop: Loop, node: int, tensor: Tensor, dim: int) -> list[Place]:
-        """Notes what a node does to the loop; the other dims it passes it on to."""
+        """Record what a node does to the loop; returns the other dims that it passes the loop on to."""
         primitive = self.graph.nodes[node].primitive
         dims = self._dims(node, tensor)
         names = dims[dim] if dims is not None else ()
@@ -90,7 +90,7 @@ class Loops:
         part = part_size(self.view(node), tensor, dim)
         if traits_of(primitive).reshapes:
             loop.absorbs.add(node)
-        elif part is None or node in loop.cuts:  # a node may cut a loop in one of its tensors only
+        elif part is None or node in loop.cuts:  # a node cuts a loop in at most one of its tensors
             loop.blocks.add(node)
         else:
             loop.cuts[node] = part
@@ -105,7 +105,7 @@ class Loops:
         return (rule.operands if tensor[0] == "operand" else rule.results)[tensor[1]]
 
     def _with_factor(self, node: int, factor: int) -> list[Place] | None:
-        """All dims of a node's tensors that are one factor; None where a dim is made of it and of another."""
+        """All dims of a node's tensors that are this factor; None if a dim merges it with other factors."""
         rule = self.rules[node]
         assert rule is not None
         one = self.graph.nodes[node]

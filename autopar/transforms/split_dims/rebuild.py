@@ -1,7 +1,7 @@
-"""An equation written for two dims in place of one.
+"""Run an equation with two dims in place of one.
 
-In: JAX's own equation, its operands with dims already in two, and how each dim of its tensors is seen. Out: its
-results, by the same primitive with other parameters. To be traced (`jax_compat.staged`).
+In: JAX's equation, its operands with the dims already in two, and the form of each tensor. Out: its results, by the
+same primitive with other parameters. These functions are traced (`jax_compat.staged`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.rules.reduction import REDUCTION_TRAITS
 from autopar.rules.table import TRAITS
 
-#: Per dim of a tensor the sizes it is seen as: `(2304,)` as it is, `(3, 768)` as two.
+#: For each dim of a tensor, the sizes it has in the rewritten tensor: `(2304,)` unchanged, `(3, 768)` as two dims.
 Form = tuple[tuple[int, ...], ...]
 Rebuild = Callable[[Any, Sequence[Any], Sequence[Form], Sequence[Form]], Sequence[Any]]
 
 
 def shape_of(form: Form) -> tuple[int, ...]:
-    """The dims of a tensor seen so.
+    """The shape of a tensor in this form.
 
     >>> shape_of(((8,), (3, 768)))
     (8, 3, 768)
@@ -30,7 +30,7 @@ def shape_of(form: Form) -> tuple[int, ...]:
 
 
 def _places(form: Form, dim: int) -> tuple[int, ...]:
-    """Where a dim stands among those it is seen as."""
+    """Positions that a dim has in the rewritten tensor."""
     first = sum(len(sizes) for sizes in form[:dim])
     return tuple(range(first, first + len(form[dim])))
 
@@ -52,7 +52,7 @@ def _elementwise(source: Any, operands: Sequence[Any], before: Sequence[Form], a
 
 
 def _broadcast(source: Any, operands: Sequence[Any], before: Sequence[Form], after: Sequence[Form]) -> Sequence[Any]:
-    """A dim of size 1 becomes the outer one of two; the inner one is new."""
+    """Broadcast; an operand's dim of size 1 becomes the outer one of two dims, and the inner one is new."""
     dims = source.params["broadcast_dimensions"]
     places = [p for d, sizes in zip(dims, before[0], strict=True) for p in _places(after[0], d)[: len(sizes)]]
     return _with(source, operands, shape=shape_of(after[0]), broadcast_dimensions=tuple(places))
@@ -93,8 +93,11 @@ def _split(source: Any, operands: Sequence[Any], before: Sequence[Form], after: 
 
 
 def _concatenate(source: Any, operands: Sequence[Any], before: Sequence[Form], after: Sequence[Form]) -> Sequence[Any]:
-    """Parts are concatenated outermost, and the outer of the two dims then moved to its place: concatenated at its place, parts
-    that are one long along it cost more by XLA's estimate, and no transpose is saved."""
+    """Concatenate along a new first dim, then move that dim to its place.
+
+    Concatenating at its place saves no transpose, and costs more by XLA's estimate, because the parts have size 1 along
+    that dim.
+    """
     dim = source.params["dimension"]
     place, *inner = _places(after[0], dim)
     if not inner:
@@ -148,7 +151,7 @@ def _unstack(source: Any, operands: Sequence[Any], before: Sequence[Form], after
 ELEMENTWISE = frozenset(name for name, traits in TRAITS.items() if traits.elementwise)
 _REDUCTIONS = [name for name, traits in REDUCTION_TRAITS.items() if traits.reduces == "dims"]
 
-#: Primitives that can be written for two dims in place of one.
+#: Primitives that can run with two dims in place of one.
 REBUILD: dict[str, Rebuild] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(_REDUCTIONS, _reduce),

@@ -1,8 +1,8 @@
-"""A trace whose cut dims are two dims.
+"""Rewrite a trace so that dims cut into equal parts become two dims.
 
-In: `Trace`, and its graph. Out: `Trace` of the same inputs, outputs and numbers. Where a value is wanted in the other
-form, a reshape stands; it takes the name stack, the phase and the source line of what reads it, and a rewritten equation
-keeps its own. Values cross the border of a loop or a branch as the program has them.
+In: `Trace`, and its graph. Out: `Trace` with the same inputs, outputs and results. A reshape is inserted where a value
+is read in its other form. The reshape has the name stack, phase and source line of its first user; a rewritten equation
+keeps its own. Values enter and leave loops and branches in the program's form.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from autopar.transforms.split_dims.rebuild import ELEMENTWISE, REBUILD, Form, sh
 
 
 def factor_dims(trace: Trace, graph: Graph) -> Trace:
-    """The trace with dims that are cut into equal parts seen as two, where this pays; itself where it does not.
+    """The trace with dims that are cut into equal parts as two dims, where this pays; otherwise the same trace.
 
     Args:
-        graph: of the trace.
+        graph: graph of the trace.
     """
     factored = factored_loops(graph, REBUILD.keys())
     return _Rewriting(trace, factored).run() if factored else trace
 
 
 class _Rewriting:
-    """Writes the equations anew; the one mutable object of this module."""
+    """Rewrites the equations; the one mutable object of this module."""
 
     def __init__(self, trace: Trace, factored: Sequence[Factored]) -> None:
         self.trace, self.builder = trace, TraceBuilder(trace)
@@ -45,15 +45,15 @@ class _Rewriting:
                 self.loops_of[value].append(one)
             for n in one.nodes:
                 self.seen_at.setdefault(n, []).append(one)
-        self.form: dict[int, int] = {}  # value -> what is made in its place
-        #: Value and shape -> the value in that shape, as far as it is known where the pass stands.
+        self.form: dict[int, int] = {}  # value -> its replacement
+        #: Value and shape -> the value in that shape, if it is available here.
         self.known: dict[tuple[int, tuple[int, ...]], int] = {}
-        self.pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # of a loop: where its two dims stand
-        #: What equations stand for that see a dim as two, but for where they begin and end and where the dims stand.
+        self.pairs: dict[int, set[tuple[int, int]]] = defaultdict(set)  # loop -> positions of its two dims
+        #: For each rewritten equation: the original, its operand shapes, and the loops that it sees as two dims.
         self.rebuilt: list[tuple[Any, Any, Sequence[Factored]]] = []
 
     def run(self) -> Trace:
-        """The whole trace anew."""
+        """Rewrite the whole trace."""
         self._span(0, len(self.trace.equations))
         at, equations = self.trace.producers, self.trace.equations
         outputs = substituted(self.trace.outputs, lambda v: self._plain(v, equations[at[v]]) if v in at else v)
@@ -79,7 +79,7 @@ class _Rewriting:
                 self.builder.add(self._as_it_was(equation))
 
     def _region(self, region: Region) -> None:
-        """A loop or branches at a new place. What is reshaped in a section is known in it alone."""
+        """Rewrite a loop or branches. A reshape made in a section is available in that section only."""
         pieces, outside = self.trace.equations, self.known
         enter = [self._as_it_was(pieces[n]) for n in range(*region.enter)]
         leaving = {n: list(pieces[n].operands) for n in range(*region.exit)}
@@ -99,18 +99,18 @@ class _Rewriting:
         return equation.reading(lambda value: self._plain(value, equation))
 
     def _plain(self, atom: Atom, reader: Equation) -> Atom:
-        """What stands for a value, in the shape that the program has it in."""
+        """The replacement of a value, in the program's shape."""
         if not isinstance(atom, int) or atom not in self.form:
             return atom
         return self._value(atom, self.trace.avals[atom].shape, reader)
 
     def _value(self, value: int, shape: tuple[int, ...], reader: Equation) -> int:
-        """A value in a shape, reshaped at its first reader that wants it so."""
+        """A value in a shape; the first user in this form adds the reshape."""
         made = self.form.get(value, value)
         if self.builder.avals[made].shape == shape:
             return made
         if (value, shape) not in self.known:
-            # A piece stands at a border, and its operand on one side of it.
+            # The user may be a loop's piece, which joins two bodies: the reshape runs as often as the operand.
             equation = replace(reader, operands=(made,), repeat=self.trace.repeats[value])
             written, (self.known[value, shape],) = self._emit(
                 equation, "reshape", [shape], lambda values: [jax.lax.reshape(values[0], shape)]
@@ -141,9 +141,9 @@ class _Rewriting:
         self._note_rebuilt(made, equation, seen)
 
     def _note_rebuilt(self, made: Sequence[Equation], equation: Equation, seen: Sequence[Factored]) -> None:
-        """What has been made is an equation anew, and reshapes before or after it."""
+        """Record a rewritten equation, and the reshapes before and after it."""
         names = [one.primitive for one in made]
-        if not names:  # a reshape to what its operand is seen as
+        if not names:  # a reshape to the shape that its operand has already
             return
         main = names.index(equation.primitive) if equation.primitive != "reshape" else 0
         shapes = tuple(self.trace.avals[atom].shape if isinstance(atom, int) else None for atom in equation.operands)
@@ -176,8 +176,7 @@ class _Rewriting:
     def _emit(
         self, equation: Equation, what: str, forms: Sequence[Any], function: Any
     ) -> tuple[list[Equation], list[Any]]:
-        """Append what a function of an equation's operands does, under the equation's name; the equations, and what stands
-        for its results."""
+        """Append a function of an equation's operands under its name; returns the equations and the results."""
         with self.builder.at([]) as items:
             results = self.builder.write(equation, (what, repr(forms)), equation.operands, function)
         self.builder.add(*items)
@@ -185,7 +184,7 @@ class _Rewriting:
 
 
 def _broadcast_with(form: Form, result: Form) -> Form:
-    """A dim of size 1 beside one that is seen as two is seen as two as well."""
+    """Split a dim of size 1 in two if the result's dim is split."""
     if len(form) != len(result):
         return form
     return tuple((1,) * len(two) if sizes == (1,) else sizes for sizes, two in zip(form, result, strict=True))

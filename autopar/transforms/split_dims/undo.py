@@ -1,7 +1,7 @@
-"""Equations that see a dim as two, run as the program was written.
+"""Run equations that see two dims as the program wrote them, with one.
 
-In: `Trace`, and which dims a plan splits. Out: which equations to run whole, and how. XLA lays the program out better
-so, where the plan has no use for the two dims.
+In: `Trace`, and which dims a plan shards. Out: which equations to run with whole dims, and how. XLA chooses better
+layouts for these if the plan shards neither of the two dims.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from autopar.jax_interop import compat as jax_compat
 
 
 def as_written(trace: Trace, split: Set[tuple[int, int]]) -> dict[int, Rewritten]:
-    """By equation, those that see a dim as two of which neither is split.
+    """By position, the equations that see two dims neither of which is sharded.
 
     Args:
-        split: values and their dims that a plan splits.
+        split: pairs (value, dim) that a plan shards.
     """
     whole = [one for one in trace.rewritten if not _is_split(one, split)]
     return {n: one for one in whole for n in range(one.start, one.stop)}
 
 
 def sees_two(trace: Trace, split: Set[tuple[int, int]]) -> bool:
-    """Whether a plan has any use for the two dims."""
+    """Whether a plan shards any of the two dims."""
     return any(_is_split(one, split) for one in trace.rewritten)
 
 
@@ -37,7 +37,7 @@ def _is_split(one: Rewritten, split: Set[tuple[int, int]]) -> bool:
 
 
 def run_whole(one: Rewritten, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of equations that see a dim as two, by the one that sees it whole."""
+    """The results of equations that see two dims, computed by the original equation."""
     if one.source is None:
         return operands
     whole = [
@@ -48,7 +48,7 @@ def run_whole(one: Rewritten, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def seen_whole(sharding: TensorSharding, shape: Sequence[int], whole: Sequence[int]) -> TensorSharding:
-    """A sharding of a tensor as that of the same tensor in another shape, in which what is split is a dim too.
+    """The sharding of a tensor after a reshape to a shape that keeps each sharded dim.
 
     >>> seen_whole(TensorSharding((("x",), (), ())), (8, 3, 4), (8, 12)).dims
     (('x',), ())
