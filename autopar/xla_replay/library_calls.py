@@ -14,6 +14,9 @@ from typing import Literal
 
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Shape
 
+#: Which of the three convolutions of a train step.
+Direction = Literal["forward", "input_gradient", "filter_gradient"]
+
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
@@ -45,7 +48,7 @@ class Convolution:
         num_bytes: bytes of operands and result; `read_bytes` of its first operand alone.
     """
 
-    direction: Literal["forward", "input_gradient", "filter_gradient"]
+    direction: Direction
     positions: int
     input_features: int
     output_features: int
@@ -143,12 +146,12 @@ def convolution(call: Instruction, operands: tuple[Shape, ...]) -> Convolution |
     result = call.shape.leaves[0]
     if labels is None or len(operands) < 2:
         return None
-    direction = next((name for word, name in _GRADIENTS.items() if word in call.custom_call_target), "forward")
-    kernel, out = {
-        "forward": (operands[1], result),
-        "input_gradient": (operands[1], operands[0]),
-        "filter_gradient": (result, operands[1]),
-    }[direction]
+    direction: Direction = "forward"
+    kernel, out = operands[1], result
+    if "BackwardInput" in call.custom_call_target:
+        direction, out = "input_gradient", operands[0]
+    elif "BackwardFilter" in call.custom_call_target:
+        direction, kernel, out = "filter_gradient", result, operands[1]
     features = kernel.dims[labels[2].index("o")]
     groups = int(call.attribute("feature_group_count") or 1) * int(call.attribute("batch_group_count") or 1)
     channels = kernel.dims[labels[2].index("i")]
@@ -273,10 +276,6 @@ def _dtype(call: Instruction, operands: tuple[Shape, ...]) -> str:
     return operands[0].dtype if operands else call.shape.leaves[0].dtype
 
 
-_GRADIENTS: dict[str, Literal["input_gradient", "filter_gradient"]] = {
-    "BackwardInput": "input_gradient",
-    "BackwardFilter": "filter_gradient",
-}
 _ESTIMATE = re.compile(r'"?(flops|bytes_accessed)"?\s*[:=]\s*"?([\d.e+]+)')
 
 #: Pattern of a custom call's target, or an opcode -> its reader. FLOPs of factorizations: Golub and Van Loan, Matrix

@@ -7,7 +7,6 @@ iteration stands for the other n - 1: from then on no iteration differs from the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import VerifyError
@@ -162,6 +161,7 @@ class _Replaying:
         if count is None:
             count = self.unknown_trip_count
             self.notes[f"loop {one.name!r}: XLA does not know its trip count; {count} assumed"] = None
+        second_s = 0.0
         for iteration in range(min(count, 2)):
             start = self.streams.now
             times = weight * (count - 1 if iteration else 1)
@@ -170,10 +170,10 @@ class _Replaying:
                 self._kernel(one, self.prices.host_round_trip(), times)
             self._computation(body, times)
             self._settle(body, times)
-            seconds = self.streams.now - start
+            second_s = self.streams.now - start
         if count > 2:
             start = self.streams.now
-            self.streams.skip((count - 2) * seconds)
+            self.streams.skip((count - 2) * second_s)
             self.events.append(Event(f"{count - 2} more iterations of {one.name}", "loops", start, self.streams.now))
 
     def _settle(self, body: Computation, weight: float) -> None:
@@ -219,8 +219,3 @@ class _Replaying:
             op_name=one.op_name,
             source=self.prices.source(one),
         )
-
-
-def exposed_total(exposed: Mapping[str, float]) -> float:
-    """Exposed seconds of all kinds."""
-    return sum(exposed.values())
