@@ -13,8 +13,10 @@ from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, item
 _CONVOLUTION, _GEMM = "__cudnn$conv", "__cublas$"
 #: XLA's name of a Triton fusion that is neither a matmul nor a collective.
 _TRITON = '"kind":"__triton"'
+#: The one error that the planner's simulation of the estimate does not share.
+LOOP = "a loop"
 #: Opcodes that count as a launch.
-_LAUNCHES = {"while": "a loop", "conditional": "a conditional", "sort": "a sort", "fft": "an FFT"}
+_LAUNCHES = {"while": LOOP, "conditional": "a conditional", "sort": "a sort", "fft": "an FFT"}
 
 
 def estimate_errors(hlo: Module | str) -> tuple[str, ...]:
