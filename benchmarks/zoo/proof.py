@@ -64,7 +64,7 @@ def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler)
         "plan_s": at["planned"][0] - at["begun"][0],
         "plan_cpu_s": at["planned"][1] - at["begun"][1],
         "mesh": str(plan.mesh),
-        "words": plan.words,
+        "words": plan.strategy,
         "attempts": len(verified.attempts),
         "equations": len(program.graph.nodes),
         "decisions": plan.outcome.num_nodes,
@@ -83,6 +83,7 @@ def _clocks() -> tuple[float, float]:
 
 def _figures(verified: Verification) -> Row:
     memory = {figure.name: figure for figure in verified.memory}
+    times = verified.times
     strangers = [one for one in verified.unpredicted if one.unpredicted_bytes > MEGABYTE]
     return {
         "peak_predicted": memory["peak"].predicted,
@@ -92,6 +93,10 @@ def _figures(verified: Verification) -> Row:
         "wire_predicted": sum(match.predicted_bytes for match in verified.collectives),
         "wire_compiled": sum(match.compiled_bytes for match in verified.collectives),
         "step_predicted_s": verified.plan.prediction.step_time_s,
+        "step_replayed_s": times.replay.step_time_s if times.replay else None,
+        "replayed_kernels_s": times.replay.by_kind() if times.replay else {},
+        "step_xla_s": times.xla_s,
+        "estimate_errors": list(times.estimate_errors),
         "step_xla_predicted": verified.step_time.predicted,
         "step_xla": verified.step_time.compiled,
         "off": list(verified.off),

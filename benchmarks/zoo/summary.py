@@ -21,7 +21,8 @@ _COLUMNS = (
     "unpredicted over 1 MB",
     "without a rule",
     "step predicted",
-    "says XLA",
+    "replayed",
+    "XLA's estimate",
 )
 
 
@@ -33,7 +34,8 @@ def summary(rows: Sequence[Row]) -> str:
         f" {sum(not row['unpredicted'] for row in made)} have no unpredicted collective over 1 MB, and in"
         f" {sum(not row['fallbacks'] for row in made)} nothing that matters runs without a rule (more than 1 % of the"
         f" operations, or a result over 1 MB). Bytes are those of one GPU; `plan` is the time to trace the step and to"
-        f" plan it on every mesh of so many GPUs, and in brackets what processors worked for that."
+        f" plan it on every mesh of so many GPUs, and its CPU time in brackets. The step time is the planner's, the replay's,"
+        " and the estimate of XLA's scheduler, left out where it is known to be wrong (docs/replay.md)."
     )
     return "\n\n".join([counts, _table(_COLUMNS, [_line(row) for row in rows])])
 
@@ -57,9 +59,14 @@ def _line(row: Row) -> list[str]:
         "yes" if row["fits"] else "**no**",
         f"**{len(strangers)}, {sum(one[1] for one in strangers) / 1e6:.0f} MB**" if strangers else "none",
         f"**{', '.join(sorted({one[0] for one in without}))}**" if without else "none",
-        f"{1e3 * row['step_xla_predicted']:.1f} ms",
-        "-" if row["step_xla"] is None else f"{1e3 * row['step_xla']:.1f} ms",
+        f"{1e3 * row['step_predicted_s']:.1f} ms",
+        _milliseconds(row["step_replayed_s"]),
+        "-" if row["estimate_errors"] else _milliseconds(row["step_xla_s"]),
     ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
 
 
 def _details(row: Row) -> str:
@@ -71,6 +78,11 @@ def _details(row: Row) -> str:
         f" traced in {row['trace_s']:.1f} s, compiled in {row['compile_s']:.0f} s",
         f"{row['wire_predicted'] / 1e9:.2f} GB sent predicted, {row['wire_compiled'] / 1e9:.2f} compiled",
     ]
+    if row["estimate_errors"]:
+        parts.append(f"XLA's estimate is wrong for {', '.join(row['estimate_errors'])}")
+    if row["step_xla"] is not None:
+        simulated, xla = _milliseconds(row["step_xla_predicted"]), _milliseconds(row["step_xla"])
+        parts.append(f"XLA's estimate, simulated {simulated}, by XLA {xla}")
     if row["attempts"] > 1:
         parts.append(f"planned {row['attempts']} times, for XLA's program of an earlier plan took more than the budget")
     if row["off"]:
