@@ -200,6 +200,10 @@ def verification_of(plan: AnyPlan) -> dict[str, Any]:
         "off": ["peak"],
         "memory": [figure | {"tolerance": 0.12, "holds": False}],
         "step_time": figure | {"name": "step time", "unit": "s", "compiled": None, "tolerance": None, "holds": True},
+        "step_times": {
+            "rows": [["step time", 2e-3, 3e-3, None, None], ["exposed all-gather", 0.0, 1e-5, None, None]],
+            "estimate_errors": ["a loop"],
+        },
         "collectives": [sent | {"predicted_bytes": 8e6, "compiled_bytes": 8e6, "causes": [], "holds": True}],
     }
 
@@ -208,6 +212,7 @@ def test_what_was_compiled_stands_beside() -> None:
     plan = make_plan()
     text = page(autopar.explain(plan), compiled_of(verification_of(plan), plan.program.name, plan.strategy))
     assert "Predicted against compiled" in text and "Off: peak" in text
+    assert ">replayed<" in text and ">3.00 ms<" in text and "it is wrong for a loop" in text
     assert ">-23.1 %<" in text and ">OFF<" in text and "all-reduce over data" in text
     stages = {
         "format": "autopar-stages-verification",
@@ -230,6 +235,8 @@ def test_what_was_compiled_stands_beside() -> None:
         ({"format": "autopar-plan"}, 'it is not a verification, whose "format" is'),
         ({"memory": [{"name": "peak"}]}, "is missing"),
         ({"off": 3}, "must be a list"),
+        ({"step_times": {"rows": [["step time", 1.0]]}}, "must have 5 columns"),
+        ({"step_times": {"rows": [["step time", "slow", None, None, None]]}}, "must be a number"),
     ],
 )
 def test_a_verification_that_does_not_fit_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -45,6 +45,17 @@ class CompiledCollectives:
     holds: bool
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimeRow:
+    """The step time, or exposed communication of one kind, in seconds by model; None where there is none."""
+
+    name: str
+    predicted: float
+    replayed: float | None
+    xla_estimate: float | None
+    measured: float | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """One program beside its plan.
@@ -52,6 +63,8 @@ class Compiled:
     Args:
         name: which one: "" for the step itself, else its stage.
         off: names of the figures that do not hold.
+        step_times: step time by model; empty in files of versions before the replay.
+        estimate_errors: why XLA's estimate is left out.
     """
 
     name: str
@@ -60,6 +73,8 @@ class Compiled:
     figures: tuple[CompiledFigure, ...]
     collectives: tuple[CompiledCollectives, ...]
     off: tuple[str, ...]
+    step_times: tuple[StepTimeRow, ...] = ()
+    estimate_errors: tuple[str, ...] = ()
 
 
 def read_compiled(path: str | os.PathLike[str], program: str, strategy: str) -> tuple[Compiled, ...]:
@@ -112,6 +127,9 @@ def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, .
 def _compiled(document: Mapping[str, Any], name: str) -> Compiled:
     figures = [{"measured": None, **one} for one in (*document["memory"], document["step_time"])]
     kept = CompiledCollectives.__dataclass_fields__
+    times = document.get("step_times", {})
+    if not isinstance(times, dict) or not isinstance(times.get("rows", []), list):
+        raise WrongFieldError("step_times", "must be an object with a list of rows")
     return Compiled(
         name=name,
         topology=decoder(str)(document["topology"]),
@@ -121,4 +139,14 @@ def _compiled(document: Mapping[str, Any], name: str) -> Compiled:
             [{key: one[key] for key in kept} for one in document["collectives"]]
         ),
         off=decoder(tuple[str, ...])(document["off"]),
+        step_times=tuple(map(_step_time, times.get("rows", []))),
+        estimate_errors=decoder(tuple[str, ...])(times.get("estimate_errors", [])),
     )
+
+
+def _step_time(row: Any) -> StepTimeRow:
+    if not isinstance(row, list) or len(row) != len(StepTimeRow.__dataclass_fields__):
+        raise WrongFieldError("step_times.rows", f"must have {len(StepTimeRow.__dataclass_fields__)} columns: {row!r}")
+    name, *seconds = row
+    number = decoder(float | None)
+    return StepTimeRow(decoder(str)(name), decoder(float)(seconds[0]), *map(number, seconds[1:]))

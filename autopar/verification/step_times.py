@@ -65,6 +65,8 @@ class StepTimes:
         """All columns, as JSON types."""
         predicted, replayed, xla, measured = COLUMNS
         return {
+            "columns": list(COLUMNS),
+            "rows": [list(row) for row in self.rows()],
             predicted: {"step_time_s": self.predicted_s, "exposed_s": self.predicted_exposed_s},
             replayed: self.replay.as_json() if self.replay else None,
             "no_replay": self.no_replay,

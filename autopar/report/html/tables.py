@@ -199,9 +199,31 @@ def compiled_view(explained: Sequence[Compiled]) -> Element:
                 f"XLA's own program for {one.topology} GPUs, compiled in {human_seconds(one.compile_s)}.",
                 class_="under",
             ),
+            *_step_times(one),
             _figures(one),
         ]
     return el("div", *parts)
+
+
+def _step_times(one: Compiled) -> list[Child]:
+    """The step time by model; the column of measured times only where there are any."""
+    if not one.step_times:
+        return []
+    columns = ["predicted", "replayed", "XLA's estimate"]
+    if any(row.measured is not None for row in one.step_times):
+        columns.append("measured")
+    rows = []
+    for row in one.step_times:
+        seconds = (row.predicted, row.replayed, row.xla_estimate, row.measured)[: len(columns)]
+        cells = [cell("-" if s is None else human_seconds(s), value=math.nan if s is None else s) for s in seconds]
+        rows.append(el("tr", cell(row.name), *cells))
+    wrong = (
+        f" XLA's estimate is left out: it is wrong for {' and '.join(one.estimate_errors)}."
+        if one.estimate_errors
+        else ""
+    )
+    about = f"Replayed: the compiled program by the device's rates, an estimate.{wrong}"
+    return [table(("", *columns), rows, numbers=columns), el("p", about, class_="under")]
 
 
 def _figures(one: Compiled) -> Element:
