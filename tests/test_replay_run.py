@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.cli.main import main
 from autopar.errors import HardwareError, VerifyError
 from autopar.extend.replay import LibraryKernel
 from autopar.hardware.profile import load
@@ -75,6 +77,23 @@ def test_programs_of_another_platform_are_refused() -> None:
 def test_unknown_hardware_is_refused() -> None:
     with pytest.raises(HardwareError, match="no replay rates for 'h1000'"):
         autopar.replay(TEXT, hardware="h1000")
+
+
+def test_the_command_prints_and_writes_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, timeline = tmp_path / "program.txt", tmp_path / "timeline.json"
+    file.write_text(TEXT, encoding="utf-8")
+    command = ["replay", str(file), "--hardware", H100, "--perfetto", str(timeline)]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("step time ") and "not a measurement" in printed
+    assert any(event["name"] == "k" for event in json.loads(timeline.read_text())["traceEvents"])
+    assert main([*command, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["operations"][0]["name"] == "k"
+    assert main(["replay", str(file), "--hardware", "h100"]) == 2
+    assert "Did you mean 'h100-nvl' or 'h100-sxm'?" in capsys.readouterr().err
+    assert main([*command[:-1], str(tmp_path / "none" / "x.json")]) == 2
+    assert "cannot write the timeline" in capsys.readouterr().err
 
 
 # -- with XLA's GPU compiler ------------------------------------------------------------------

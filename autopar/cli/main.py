@@ -25,6 +25,7 @@ from autopar.cli import (
     export,
     generate,
     plan,
+    replay,
     verify,
     why,
 )
@@ -35,7 +36,7 @@ from autopar.system.units import without_controls
 from autopar.version import __version__
 
 #: In the order of the help.
-_COMMANDS = (plan, explain, why, verify, diagnose, compare, diff, export, estimate, calibrate, generate, doctor)
+_COMMANDS = (plan, explain, why, verify, replay, diagnose, compare, diff, export, estimate, calibrate, generate, doctor)
 _DESCRIPTION = "Plan how to shard a JAX train step over many devices, and say why. No device of the target is needed."
 _EPILOG = """\
 start here:

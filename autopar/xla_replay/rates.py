@@ -247,7 +247,7 @@ def load(name: str | Path) -> ReplayRates:
     if not path.is_file():
         known = known_names()
         close = [one for one in known if one.startswith(str(name))] or difflib.get_close_matches(str(name), known, 1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise HardwareError(
             f"no replay rates for {str(name)!r}.{hint} Known: {', '.join(known)}; or pass the path of a TOML file; {_README}"
         )

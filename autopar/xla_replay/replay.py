@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.system.chrome_trace import named, slice_of, trace_of
+from autopar.system.units import human_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,21 @@ class Replay:
     def by_source(self) -> dict[str, float]:
         """Seconds by source line."""
         return self.by(lambda one: one.source)
+
+    def text(self, num_rows: int = 20) -> str:
+        """The step time, where it goes by kind, and the longest operations."""
+        exposed = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in self.exposed_s.items())
+        kinds = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in self.by_kind().items() if seconds > 0)
+        lines = [
+            f"step time {human_seconds(self.step_time_s)}, replayed: an estimate by the device's rates, not a measurement",
+            f"kernels {human_seconds(self.kernels_s)}, {self.flops / 1e12:.3g} TFLOP; exposed: {exposed or 'none'}",
+            f"by kind: {kinds or 'nothing runs'}",
+            *(f"note: {note}" for note in self.notes),
+        ]
+        return "\n".join([*lines, "", self.table(num_rows)])
+
+    def __str__(self) -> str:
+        return self.text()
 
     def table(self, num_rows: int = 20) -> str:
         """The longest operations as text: seconds, share, runs, what bounds each, and where it comes from."""
