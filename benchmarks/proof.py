@@ -198,6 +198,7 @@ def row_of(done: Proved) -> dict[str, Any]:
     predicted = sum(match.predicted_bytes for match in verified.collectives)
     compiled = sum(match.compiled_bytes for match in verified.collectives)
     kinds = [(kind_off(match), match.name) for match in verified.collectives]
+    replayed = None if verified.times.replay is None else verified.times.replay.step_time_s
     kind, name = max(kinds, key=lambda one: abs(one[0]), default=(0.0, ""))
     return _about(done.case) | {
         "words": done.plan.strategy,
@@ -217,6 +218,10 @@ def row_of(done: Proved) -> dict[str, Any]:
         "step_predicted_s": verified.step_time.predicted,
         "step_xla_s": verified.step_time.compiled,
         "step_off": verified.step_time.off,
+        "own_predicted_s": verified.times.predicted_s,
+        "replayed_s": replayed,
+        "replay_off": None if replayed is None else off(verified.times.predicted_s, replayed),
+        "estimate_errors": list(verified.times.estimate_errors),
         "predicted_exposed_s": done.plan.prediction.xla_exposed_s,
         "exposed_s": verified.compiled.exposed_s,
         "plan_s": done.plan_s,

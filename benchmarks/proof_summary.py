@@ -58,13 +58,17 @@ def kendall_tau(predicted: Sequence[float], actual: Sequence[float], same: float
     return ranked / total if total else None
 
 
-def tau_of(rows: Iterable[Row]) -> float | None:
-    """Kendall's tau over the plans of one model; only plans for equally many GPUs are compared."""
+def tau_of(rows: Iterable[Row], predicted: str = "step_predicted_s", actual: str = "step_xla_s") -> float | None:
+    """Kendall's tau over the plans of one model; only plans for equally many GPUs are compared.
+
+    Args:
+        predicted, actual: columns of the two step times.
+    """
     score, weight = 0.0, 0
     for group in _by(done(rows), "model", "gpus").values():
-        timed = [row for row in group if row["step_xla_s"]]
-        tau = kendall_tau([r["step_predicted_s"] for r in timed], [r["step_xla_s"] for r in timed])
-        pairs = _num_pairs([r["step_xla_s"] for r in timed])
+        timed = [row for row in group if row[actual]]
+        tau = kendall_tau([r[predicted] for r in timed], [r[actual] for r in timed])
+        pairs = _num_pairs([r[actual] for r in timed])
         if tau is not None:
             score, weight = score + tau * pairs, weight + pairs
     return score / weight if weight else None
@@ -120,7 +124,7 @@ def summary(rows: Sequence[Row]) -> str:
         for kind, fitted in (("models fitted to", True), ("models held out", False))
         for hosts, one in (("one host", True), ("two hosts", False))
     }
-    parts = [_errors(groups | {"autopar's own plans": own}), _models(good), _ABOUT_HOSTS]
+    parts = [_errors(groups | {"autopar's own plans": own}), _models(good), _ABOUT_HOSTS, _replayed(good)]
     if own:
         parts.append(_own(own, good))
     seconds = [row["verify_s"] for row in good if row["verify_s"] is not None]
@@ -131,7 +135,7 @@ def summary(rows: Sequence[Row]) -> str:
         )
     if failed:
         parts.append("Failed:\n\n" + "\n".join(f"- {row['case']}: {row['failed']}" for row in failed))
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def _errors(groups: Mapping[str, Sequence[Row]]) -> str:
@@ -185,6 +189,44 @@ def _models(rows: Sequence[Row]) -> str:
         )
     header = ["model", "plans", "peak memory, median", "worst", "step time on one host, median"]
     return table([*header, "Kendall's tau, one host", "two hosts"], lines)
+
+
+def _replayed(rows: Sequence[Row]) -> str:
+    """The planner's own step time against the replay of the compiled program, which shares no formula with it."""
+    lines = []
+    for (model,), group in _by(rows, "model").items():
+        known = [row for row in group if row.get("replayed_s")]
+        if not known:
+            continue
+        hosts = [[row for row in known if (row["gpus"] <= GPUS_PER_HOST) is inside] for inside in (True, False)]
+        taus = [tau_of(part, "own_predicted_s", "replayed_s") for part in hosts]
+        wrong = sorted({error for row in known for error in row["estimate_errors"]})
+        lines.append(
+            [
+                model + ("" if group[0]["fitted"] else " (held out)"),
+                str(len(known)),
+                *(percent(median_error(part, "replay_off")) if part else "-" for part in hosts),
+                _worst_text(known, "replay_off"),
+                *("-" if tau is None else f"{tau:.2f}" for tau in taus),
+                ", ".join(wrong) or "sound",
+            ]
+        )
+    if not lines:
+        return ""
+    about = (
+        "The planner's own step time against the [replay](../../docs/replay.md) of the compiled program, which shares no"
+        " formula with it; neither is a measurement."
+    )
+    header = [
+        "model",
+        "plans",
+        "difference, one host, median",
+        "two hosts",
+        "worst",
+        "Kendall's tau, one host",
+        "two hosts",
+    ]
+    return f"{about}\n\n" + table([*header, "XLA's estimate is wrong for"], lines)
 
 
 def _own(own: Sequence[Row], rows: Sequence[Row]) -> str:
