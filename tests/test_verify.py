@@ -383,7 +383,7 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
     with pytest.raises(HardwareError, match="no \\[xla_target\\]"):
         target_text(load("cpu-host"))
     with pytest.raises(MeshError, match="8 devices do not divide evenly among 3 hosts"):
-        topology_text(8, 3)
+        topology_text(load("h100-sxm"), 8, 3)
 
 
 def test_user_flags_are_kept_except_cpu_flags_and_our_own() -> None:
@@ -434,7 +434,7 @@ def test_the_command_exits_with_1_where_a_figure_is_off(
     document = json.loads(capsys.readouterr().out)
     assert standin.compiled_for == [(2, 2)]
     assert standin.closed == 1
-    assert document["topology"] == "1x2x1"
+    assert document["topology"] == "2x1x1"
     assert not document["holds"]
     assert "peak" in document["off"]
     assert document["memory_budget"]["holds"]
@@ -526,7 +526,7 @@ def test_hosts_determine_the_devices_per_host() -> None:
     options: dict[str, Any] = {"mesh": "8", "hardware": "h100-sxm", "compiler": standin}
     one = autopar.verify(program.step, *program.abstract_args(), **options)
     two = autopar.verify(program.step, *program.abstract_args(), hosts=2, **options)
-    assert (one.topology, two.topology) == ("1x1x8", "1x2x4")
+    assert (one.topology, two.topology) == ("1x1x8", "2x1x4")
     assert two.plan.prediction.step_time_s > one.plan.prediction.step_time_s
     decorated = autopar.parallelize(mesh="8", hardware="h100-sxm")(program.step)
     same = autopar.verify(decorated, *program.abstract_args(), hosts=2, compiler=standin)
@@ -719,7 +719,7 @@ def test_two_hosts_have_the_device_order_of_the_mesh() -> None:
         hardware="h100-sxm",
         pin={"batch/*": P(("host", "gpu"))},
     )
-    assert result.topology == "1x2x8"
+    assert result.topology == "2x1x8"
     assert result.compiled.hosts == (0,) * 8 + (1,) * 8
     assert [match.name for match in result.collectives if match.axes is None] == []
     compiled = [match for match in result.collectives if match.compiled_count]

@@ -142,7 +142,7 @@ def _suspects(
     rates = f"compute_efficiency = {profile.compute_efficiency:g} of peak_flops_per_s.{dtype}"
     if 2 * matrix_s < predicted.compute_s or dtype not in profile.peak_flops_per_s:
         rates = f"hbm_bytes_per_s = {profile.hbm_bytes_per_s:.3g}"
-    network = plan.mesh.num_devices > profile.devices_per_host
+    network = plan.mesh.num_devices > profile.devices_per_domain
     link, name = (profile.network_link, "network_link") if network else (profile.host_link, "host_link")
     links = f"{name}.bytes_per_s = {link.bytes_per_s:.3g}, collective_launch_s = {profile.collective_launch_s:.3g}"
     parts = [

@@ -105,7 +105,7 @@ def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
         "compute": _compute(calibration),
         "operations": _operations(calibration),
         "memory": _memory(calibration),
-        "links": {"host": _host_link(calibration), "network": _network_link(calibration)},
+        "links": _links(calibration),
         "storage": _storage(calibration),
         "collectives": _collectives(calibration),
     }
@@ -151,6 +151,15 @@ def _memory(calibration: Calibration) -> dict[str, Any]:
     block.add("cache_bytes", None, base.cache_bytes)
     block.add("near_cache_bytes", None, base.near_cache_bytes)
     return block.done(["memory"])
+
+
+def _links(calibration: Calibration) -> dict[str, Any]:
+    links, domain = {"host": _host_link(calibration)}, calibration.base.nvlink_domain_devices
+    if domain is not None:
+        block = _Block(calibration, "links.nvlink_domain")
+        block.add("devices", None, domain)
+        links["nvlink_domain"] = block.done([])
+    return links | {"network": _network_link(calibration)}
 
 
 def _host_link(calibration: Calibration) -> dict[str, Any]:

@@ -113,9 +113,8 @@ class CompiledCosts:
         found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
         rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
-        # XLA has no matrix-unit description of V100 and A100.
-        has_units = "matrix_unit_description" in (self.profile.xla_target or {})
-        believable = has_units and not estimate_errors(compiled.hlo_text)
+        # XLA has measured tables of some devices only, and takes a loop for one short operation.
+        believable = self.profile.xla_estimator is not None and not estimate_errors(compiled.hlo_text)
         counts: Counter[str] = Counter()
         for one in found.compiled:
             counts[one.kind] += one.num_times

@@ -56,7 +56,7 @@ class Diagnosis:
     """A hand-sharded step compared with autopar's plan for the same mesh. It prints as plain text.
 
     Args:
-        topology: XLA's `slices x hosts x GPUs per host` of the target.
+        topology: XLA's `slices x hosts per slice x GPUs per host` of the target; a slice is an NVLink domain.
         budget_bytes: memory budget per device.
         as_is: cost of the user's program.
         kept: predicted cost of the best plan with the user's input shardings.

@@ -64,7 +64,7 @@ class Verification:
 
     Args:
         plan: the verified plan.
-        topology: XLA's `slices x hosts x GPUs per host` of the target.
+        topology: XLA's `slices x hosts per slice x GPUs per host` of the target; a slice is an NVLink domain.
         memory: bytes per device of arguments, temporaries, outputs, donated outputs, and the peak.
         matched: all collectives: by kind and mesh axes, and one by one with the decisions that predicted them.
         times: the step time by three models: predicted, replayed, XLA's estimate; and measured.
