@@ -20,7 +20,7 @@ from autopar.cost.collective_entry import link_of
 from autopar.cost.collectives import collective_time, groupings
 from autopar.cost.kernel_time import collective_seconds
 from autopar.errors import HardwareError
-from autopar.hardware.profile import HardwareProfile, load
+from autopar.hardware.profile import HardwareProfile, known_names, load
 from autopar.ir.mesh import parse_mesh
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.search.stage_search import sent_s
@@ -29,6 +29,7 @@ from autopar.report.all_reduce_table import price_all_reduce
 from autopar.runtime.distributed.plan_agreement import with_hosts
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.gpu_target import topology_text
+from autopar.xla_replay import rates
 
 H100 = load("h100-sxm")
 FOLDER = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
@@ -97,6 +98,12 @@ def test_a_domain_needs_a_source(tmp_path: Path) -> None:
 )
 def test_a_mesh_takes_equally_many_devices_of_each_domain(num_devices: int, domain: int) -> None:
     assert rack().domain_in(num_devices) == domain
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("name", [name for name in known_names() if name != "cpu-host"])
+def test_the_replay_has_the_same_domain(name: str) -> None:
+    assert rates.load(name).domain_size == load(name).devices_per_domain
 
 
 def test_a_calibrated_profile_keeps_the_domain_of_its_base() -> None:
@@ -258,3 +265,37 @@ def test_xla_knows_the_devices_of_a_domain(monkeypatch: pytest.MonkeyPatch) -> N
     assert flag(H100, 16, 2) == "partition_size=8"
     assert flag(H100, 8, 2) == "partition_size=4,gpus_per_node=4"
     compiler.close()
+
+
+@pytest.mark.slow
+def test_two_hosts_of_one_domain_are_one_slice_to_xla(absent_gpus: Compiler) -> None:
+    """8 GPUs on 2 hosts of a GB200 NVL72: XLA compiles the step for one slice."""
+    program = programs.mlp(batch=4096, width=1024, num_layers=2)
+    result = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        mesh="host=2,gpu=4",
+        hardware="gb200-nvl72",
+        pin={"batch/*": P(("host", "gpu"))},
+        compiler=absent_gpus,
+    )
+    assert result.topology == "1x2x4"
+    assert result.compiled.hosts == (0,) * 4 + (1,) * 4
+    assert any(flag.endswith("partition_size=8") for flag in result.compiled.flags)
+    assert result.collectives and [match.name for match in result.collectives if not match.figure.holds] == []
+    assert result.step_time.tolerance is None, "XLA has no table of this GPU's matrix products"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gb300-nvl72", "b300", "l40s", "a100-pcie-80", "h100-nvl"])
+def test_xla_compiles_a_sharded_step(name: str, absent_gpus: Compiler) -> None:
+    program = programs.mlp(batch=4096, width=512, num_layers=2)
+    result = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        mesh="2x4",
+        hardware=name,
+        pin={"batch/*": P(("data", "model"))},
+        compiler=absent_gpus,
+    )
+    assert result.collectives and [match.name for match in result.collectives if not match.figure.holds] == []

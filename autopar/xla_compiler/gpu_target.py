@@ -73,8 +73,8 @@ def topology_text(profile: HardwareProfile, num_devices: int, num_hosts: int) ->
         MeshError: the devices do not divide evenly among the hosts.
 
     >>> from autopar.hardware.profile import load
-    >>> topology_text(load("h100-sxm"), 16, 2)
-    '2x1x8'
+    >>> topology_text(load("h100-sxm"), 16, 2), topology_text(load("gb200-nvl72"), 16, 4)
+    ('2x1x8', '1x4x4')
     """
     per_host, per_slice = gpus_per_host(num_devices, num_hosts), gpus_per_slice(profile, num_devices, num_hosts)
     return f"{num_devices // per_slice}x{per_slice // per_host}x{per_host}"
