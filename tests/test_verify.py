@@ -288,6 +288,8 @@ def test_the_step_time_is_checked_where_the_estimate_is_reliable() -> None:
     times = step_times(plan, compiled_step(), "h100-sxm", 8)
     assert not step_time_figure(plan, times, believable=True).holds
     assert step_time_figure(plan, times, believable=False).holds
+    unmeasured = step_times(plan, compiled_step(), "h100-sxm", 8, has_tables=False)
+    assert unmeasured.estimate_errors == ("a GPU without measured tables",) and unmeasured.sound_xla_s is None
     wrong = replace(times, estimate_errors=("a loop",))
     figure = step_time_figure(plan, wrong, believable=True)
     assert (figure.compiled, figure.holds) == (None, True)

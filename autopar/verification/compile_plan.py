@@ -69,17 +69,16 @@ def compare_with_compiled(
     overhead_s: float,
 ) -> Verification:
     """Compare a plan with the compiled step; see `Verification`."""
-    num_devices = plan.mesh.num_devices
-    times = step_times(plan, compiled, profile.name, gpus_per_slice(profile, num_devices, num_hosts))
-    # XLA estimates times from tables of measured GEMMs and collectives; without them its estimates are unreliable.
-    believable = profile.xla_estimator is not None
+    num_devices, has_tables = plan.mesh.num_devices, profile.xla_estimator is not None
+    per_slice = gpus_per_slice(profile, num_devices, num_hosts)
+    times = step_times(plan, compiled, profile.name, per_slice, has_tables=has_tables)
     return Verification(
         plan=plan,
         topology=topology_text(profile, num_devices, num_hosts),
         memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
         matched=match_collectives(plan, compiled.hlo_text, compiled.hosts),
         times=times,
-        step_time=step_time_figure(plan, times, believable),
+        step_time=step_time_figure(plan, times, has_tables),
         compiled=compiled,
         budget_bytes=budget_bytes,
         attempts=tuple(attempts),

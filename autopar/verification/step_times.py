@@ -33,7 +33,7 @@ class StepTimes:
         predicted_s: the planner's prediction; `predicted_exposed_s` its exposed communication by kind.
         replay: the replay of the compiled program; None where `no_replay` says why.
         xla_s: the estimate of XLA's scheduler, right or wrong; None where it made none.
-        estimate_errors: why XLA's estimate is wrong for this program; empty where it is sound.
+        estimate_errors: why XLA's estimate is wrong for this program or device; empty where it is sound.
         measured_s: median of measured runs; None where the step was not run.
     """
 
@@ -76,12 +76,15 @@ class StepTimes:
         }
 
 
-def step_times(plan: Plan, compiled: CompiledStep, hardware: str, devices_per_domain: int) -> StepTimes:
+def step_times(
+    plan: Plan, compiled: CompiledStep, hardware: str, devices_per_domain: int, *, has_tables: bool = True
+) -> StepTimes:
     """Gather the step time of a plan and its compiled step.
 
     Args:
         hardware: name of the hardware profile.
         devices_per_domain: devices that NVLink connects.
+        has_tables: whether XLA has measured tables of the device, from which it estimates times.
     """
     module = parse_module(compiled.hlo_text)
     replay, no_replay = None, ""
@@ -98,6 +101,6 @@ def step_times(plan: Plan, compiled: CompiledStep, hardware: str, devices_per_do
         no_replay=no_replay,
         xla_s=compiled.step_time_s,
         xla_exposed_s=compiled.exposed_s,
-        estimate_errors=estimate_errors(module),
+        estimate_errors=(*([] if has_tables else ["a GPU without measured tables"]), *estimate_errors(module)),
         measured_s=compiled.measured.step_time_s if compiled.measured else None,
     )

@@ -35,8 +35,8 @@ SCHEDULER_FLAGS = (
 #: XLA flags of a compile for absent GPUs. Autotuning is off because it runs kernels. Split-K is off because autotuning
 #: seldom chooses it and the estimator prices it far too high.
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_experimental_force_split_k=1", *SCHEDULER_FLAGS)
-#: The GPUs of an NVLink domain. Without `partition_size` some JAX releases charge every collective between domains 5 ms;
-#: with it, a time by bytes and latency, of rings that have `gpus_per_node` GPUs, by default 8, of each domain.
+#: The GPUs of an NVLink domain. Where neither `partition_size` nor the topology says it, the estimator charges every
+#: collective between domains 5 ms. XLA counts the GPUs of a ring by `gpus_per_node`, by default 8.
 _ESTIMATOR_FLAG = "--xla_gpu_analytical_latency_estimator_options"
 _GPUS_PER_SLICE = 8
 
