@@ -12,6 +12,7 @@ import numpy as np
 import programs
 import pytest
 from jax.sharding import PartitionSpec as P
+from test_inference_on_paper import FIELDS
 
 import autopar
 from autopar.calibration.calibration import Calibration, Machine, profile_table
@@ -21,12 +22,16 @@ from autopar.cost.collectives import collective_time, groupings
 from autopar.cost.kernel_time import collective_seconds
 from autopar.errors import HardwareError
 from autopar.hardware.profile import HardwareProfile, known_names, load
+from autopar.inference.estimate.estimate import PaperInference, inference_on_paper
+from autopar.inference.model.config import DecoderConfig
 from autopar.ir.mesh import parse_mesh
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.search.stage_search import sent_s
 from autopar.plans.plan import Plan
 from autopar.report.all_reduce_table import price_all_reduce
 from autopar.runtime.distributed.plan_agreement import with_hosts
+from autopar.vector_search.estimate.estimate import estimate_search
+from autopar.vector_search.estimate.sizes import SearchSpec
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.gpu_target import topology_text
 from autopar.xla_replay import rates
@@ -199,6 +204,40 @@ def test_stages_of_one_domain_send_over_nvlink() -> None:
 
     assert seconds(small, 72) == seconds(small, None, same_host=True)
     assert seconds(small, None) == seconds(large, 72) > 5 * seconds(small, 72)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_bytes", "text", "domain", "xla_us"),
+    [
+        ("all-reduce", 16 << 20, "a=2,b=4", 4, 829.21),
+        ("all-reduce", 4, "a=2,b=4", 4, 119.008),
+        ("all-reduce", 4 << 20, "a=2,b=16", 16, 293.556),
+    ],
+)
+def test_xlas_estimate_between_domains_of_other_sizes(
+    kind: str, num_bytes: float, text: str, domain: int, xla_us: float
+) -> None:
+    """XLA's log (JAX 0.12.0.1, microseconds) with `partition_size` and `gpus_per_node` of the domain."""
+    found = collective_seconds(kind, num_bytes, ("a",), parse_mesh(text), rack(domain))
+    assert found * 1e6 == pytest.approx(xla_us, rel=1e-3)
+
+
+def test_estimates_of_a_search_follow_the_domain() -> None:
+    spec = SearchSpec(num_vectors=10_000_000, dim=128, dtype="float32")
+    options: dict[str, Any] = {"mesh": "16", "indexes": ("exact",)}
+    inside, apart = (estimate_search(spec, hardware=rack(domain), **options).requested.plan for domain in (72, None))
+    assert inside is not None and apart is not None
+    assert inside.prediction.step_time_s < apart.prediction.step_time_s
+
+
+@pytest.mark.slow
+def test_estimates_of_inference_follow_the_domain() -> None:
+    case = PaperInference(config=DecoderConfig.of(FIELDS))
+    inside, apart = (
+        inference_on_paper(case, mesh="model=8", hardware=rack(domain)).chosen.figures for domain in (72, None)
+    )
+    assert inside is not None and apart is not None
+    assert inside.tpot_s < apart.tpot_s
 
 
 @pytest.mark.contract
