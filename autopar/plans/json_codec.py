@@ -116,6 +116,18 @@ def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     return migrate
 
 
+def reworded(texts: Mapping[str, str], field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A migration that replaces old texts of `field` in the record in the plan's field `of` by new ones."""
+
+    def migrate(body: dict[str, Any]) -> dict[str, Any]:
+        record = body.get(of)
+        if isinstance(record, dict) and isinstance(text := record.get(field), str):
+            return {**body, of: {**record, field: texts.get(text, text)}}
+        return body
+
+    return migrate
+
+
 def renamed(names: Mapping[str, str], *, of: Collection[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """A migration that renames fields of the plan, of its records and of its columns of numbers.
 
