@@ -218,7 +218,7 @@ class PipelinePlan:
     @property
     def is_chain(self) -> bool:
         """Whether each stage feeds only the next."""
-        return self.schedule not in any_edges.WORDS
+        return self.schedule not in any_edges.DESCRIPTIONS
 
     @property
     def stage_of(self) -> tuple[int, ...]:
@@ -295,7 +295,7 @@ def _check(plan: PipelinePlan) -> None:
         try:
             check_plan(stage.plan)
         except WrongFieldError as wrong:
-            raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.words) from None
+            raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.problem) from None
     _check_layers(plan, layer)
     _check_sends(plan)
     for name, leaves, tensors in (

@@ -36,12 +36,12 @@ _MOST_DEVICES = 10**6
 class WrongFieldError(Exception):
     """A field that cannot be read; each enclosing decoder prepends its part of the field's path to `place`."""
 
-    def __init__(self, place: str, words: str) -> None:
-        super().__init__(place, words)
-        self.place, self.words = place, words
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(place, problem)
+        self.place, self.problem = place, problem
 
     def __str__(self) -> str:
-        return f"its field `{self.place.lstrip('.')}` {self.words}"
+        return f"its field `{self.place.lstrip('.')}` {self.problem}"
 
 
 _T = TypeVar("_T")
@@ -247,7 +247,7 @@ def _decode_items(one: _Decoder, data: Any) -> tuple[Any, ...]:
         for item in data:
             out.append(one(item))
     except WrongFieldError as wrong:
-        raise WrongFieldError(f"[{len(out)}]{wrong.place}", wrong.words) from None
+        raise WrongFieldError(f"[{len(out)}]{wrong.place}", wrong.problem) from None
     return tuple(out)
 
 
@@ -312,7 +312,7 @@ def _record_decoder(record: Any) -> _Decoder:
             try:
                 values[name] = decoders[name](item)
             except WrongFieldError as wrong:
-                raise WrongFieldError(f".{name}{wrong.place}", wrong.words) from None
+                raise WrongFieldError(f".{name}{wrong.place}", wrong.problem) from None
         try:
             return record(**values)
         except AutoparError as error:
