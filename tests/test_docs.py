@@ -178,7 +178,7 @@ def test_the_report_in_the_guide_is_of_a_program_that_runs(tmp_path: Path) -> No
     (tmp_path / "report.py").write_text(next(b.text for b in found if b.title == "report.py"), encoding="utf-8")
     printed = run("python report.py", tmp_path, QUICK)
     shown = next(b.text for b in found if b.text.startswith("Report on"))
-    for words in ("Report on train_step", "step time", "peak memory, as compiled", "model FLOPs utilisation"):
+    for words in ("Report on train_step", "step time", "peak memory, as compiled", "MFU"):
         assert words in shown
         assert words in printed
 
