@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from autopar.pipeline.draw.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
 from autopar.report.explain_stages import StagesExplanation, range_text
-from autopar.report.html.markup import Child, Element, el, in_code, percent, svg
+from autopar.report.html.markup import Child, Element, el, fitting, in_code, percent, svg
 from autopar.report.html.tables import cell, table
 from autopar.report.submeshes import SubmeshUse
 from autopar.system.text_tables import share_text
@@ -46,7 +46,7 @@ def submesh_times(explained: StagesExplanation) -> Element:
 def _part(label: str, colour: str, seconds: float, whole: float) -> Element:
     return el(
         "span",
-        share_text(seconds, whole) if seconds > 0.08 * whole else "",
+        fitting(share_text(seconds, whole)) if seconds > 0.08 * whole else "",
         style=f"width:{percent(seconds, whole)}" + (f";--own:{colour}" if colour else ""),
         title=f"{label}: {human_seconds(seconds)}",
         class_="inked" if colour else "inked idle",
@@ -67,7 +67,7 @@ def submesh_memory(explained: StagesExplanation) -> Element:
         el("li", el("span", class_=f"swatch memory-{name}"), label)
         for name, label in (
             ("parameters", "parameters, optimizer state, gradients"),
-            ("optimizer", "room to work on one microbatch"),
+            ("optimizer", "temporaries of one microbatch"),
             ("temporaries", "microbatches in flight"),
         )
     ]
