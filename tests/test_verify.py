@@ -505,7 +505,7 @@ def test_replanning_stops_after_two_attempts() -> None:
     assert "memory budget" in result.off
     assert len(result.attempts) in (2, 3)
     if result.attempts[-1].predicted_bytes is None:
-        assert "no plan on mesh 8 fits" in result.attempts[-1].words
+        assert "no plan on mesh 8 fits" in result.attempts[-1].description
     assert result.compiled.peak_bytes == min(one.compiled_bytes or 1e12 for one in result.attempts)
     assert "over the memory budget of 63.7 GB" in str(result)
 

@@ -181,14 +181,10 @@ def _advice(
         advice.append(of_another_machine(profile.name, device_kind))
     if far:
         slower = measured_s > plan.prediction.step_time_s
-        words = "slower" if slower else "faster"
-        waits = (
-            " First see that the step does not wait for its data: time the loop with one and the same batch."
-            if slower
-            else ""
-        )
+        direction = "slower" if slower else "faster"
+        first = "First check that the step does not wait for its data: time the loop with the same batch. Then measure"
         advice.append(
-            f"a step is {words} than predicted by more than {100 * FAR_OFF:.0f} %.{waits} Then measure these devices,"
+            f"a step is {direction} than predicted by more than {100 * FAR_OFF:.0f} %. {first if slower else 'Measure'} these devices,"
             ' `autopar calibrate -o mine.toml`, and plan with `hardware="mine.toml"`: another profile may mean'
             " another plan"
         )

@@ -33,8 +33,8 @@ class Compiled:
         exposed_s: kind of collective -> exposed time by XLA's estimate.
         sent_bytes: bytes sent.
         counts: kind of collective -> executions.
-        unmeant_counts: kind of collective -> executions of unintended ones.
-        unmeant_bytes: bytes sent by unintended collectives.
+        unintended_counts: kind of collective -> executions of unintended ones.
+        unintended_bytes: bytes sent by unintended collectives.
     """
 
     step_time_s: float | None
@@ -42,8 +42,8 @@ class Compiled:
     peak_bytes: float
     sent_bytes: float
     counts: Mapping[str, int]
-    unmeant_counts: Mapping[str, int]
-    unmeant_bytes: float
+    unintended_counts: Mapping[str, int]
+    unintended_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,8 +128,8 @@ class CompiledCosts:
             peak_bytes=compiled.peak_bytes,
             sent_bytes=sum(one.num_bytes for one in found.compiled),
             counts=dict(counts),
-            unmeant_counts=dict(unintended),
-            unmeant_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
+            unintended_counts=dict(unintended),
+            unintended_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
         )
         cost = Cost(
             predicted_s=predicted.step_time_s + over_s, predicted_peak_bytes=predicted.peak_bytes, compiled=made

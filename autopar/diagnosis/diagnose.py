@@ -193,7 +193,7 @@ class _Diagnosing:
 
 def _change(
     kind: Literal["constraints", "shardings"],
-    words: str,
+    description: str,
     before: Cost,
     after: Cost,
     *,
@@ -203,7 +203,7 @@ def _change(
     known = before.xla_s is not None and after.xla_s is not None
     return Change(
         kind=kind,
-        words=words,
+        description=description,
         tensors=tensors,
         places=places,
         gain_s=before.predicted_s - after.predicted_s,

@@ -34,7 +34,7 @@ class Change:
     Args:
         kind: `constraints`: input shardings stay, and intermediate values are constrained to a plan's shardings;
             `shardings`: input shardings change.
-        words: description of the change.
+        description: what changes, in one sentence.
         tensors: changed inputs, of kind `shardings`.
         places: constrained values where it matters most, of kind `constraints`.
         gain_s: seconds saved of the predicted step time.
@@ -43,7 +43,7 @@ class Change:
     """
 
     kind: Literal["constraints", "shardings"]
-    words: str
+    description: str
     tensors: tuple[TensorChange, ...]
     places: tuple[Place, ...]
     gain_s: float
@@ -83,7 +83,7 @@ class Diagnosis:
     flags: tuple[str, ...]
 
     @property
-    def unmeant(self) -> tuple[Extra, ...]:
+    def unintended(self) -> tuple[Extra, ...]:
         """The unintended collectives: extras that only move data, which XLA's SPMD partitioner inserted."""
         return tuple(row for row in self.extras if not row.is_sum)
 
@@ -145,7 +145,7 @@ class Diagnosis:
             "difference_s": self.difference_s,
             "recovered": self.recovered,
             "recovered_as_predicted": self.recovered_as_predicted,
-            "unmeant": [asdict(row) for row in self.unmeant],
+            "unintended": [asdict(row) for row in self.unintended],
             "sums": [asdict(row) for row in self.sums],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
@@ -165,7 +165,9 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         )
     )
     console.print(_costs(diagnosis))
-    console.print(Text(f"Unintended collectives: {_total(diagnosis.unmeant)}", "bold"), _extras(diagnosis.unmeant))
+    console.print(
+        Text(f"Unintended collectives: {_total(diagnosis.unintended)}", "bold"), _extras(diagnosis.unintended)
+    )
     if diagnosis.sums:
         head = f"Reductions that other shardings of intermediate values would avoid: {_total(diagnosis.sums)}"
         console.print(Text(head, "bold"), _extras(diagnosis.sums))
@@ -231,7 +233,7 @@ def _changes(diagnosis: Diagnosis) -> RenderableType:
     grid = Table.grid(padding=(0, 0, 1, 0))
     for number, change in enumerate(diagnosis.changes, 1):
         gain = change.xla_gain_s if diagnosis.by_xla and change.xla_gain_s is not None else change.gain_s
-        head = f"{number}. {'-' if gain >= 0 else '+'}{human_seconds(abs(gain))}: {change.words}"
+        head = f"{number}. {'-' if gain >= 0 else '+'}{human_seconds(abs(gain))}: {change.description}"
         rows = Table.grid()
         rows.add_row(Text(head))
         for one in (*_tensor_lines(change.tensors), *_place_lines(change.places), _after(change.after)):
@@ -266,7 +268,7 @@ def _after(cost: Cost) -> str:
     if made is None:
         return f"then {human_seconds(cost.predicted_s)} a step, predicted; not compiled"
     xla = "" if made.step_time_s is None else f", {human_seconds(made.step_time_s)} by XLA's estimate"
-    left = _counts(made.unmeant_counts) if made.unmeant_bytes else "none"
+    left = _counts(made.unintended_counts) if made.unintended_bytes else "none"
     return (
         f"then {human_seconds(cost.predicted_s)} a step{xla}; compiled: sends {human_bytes(made.sent_bytes)}, peak"
         f" {human_bytes(made.peak_bytes)}, unintended: {left}"

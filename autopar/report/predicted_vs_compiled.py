@@ -81,7 +81,7 @@ def read_compiled(path: str | os.PathLike[str], program: str, strategy: str) -> 
     """Read what `autopar verify --json` wrote of a plan.
 
     Args:
-        program, strategy: the plan's name and words, which must be those that were verified.
+        program, strategy: the plan's name and strategy, which must be those that were verified.
 
     Raises:
         VerifyError: where it cannot be read, is no verification, or is one of another plan.

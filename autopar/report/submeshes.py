@@ -21,7 +21,7 @@ class SubmeshUse:
     Args:
         devices: the first and the last. stages: those that stand on it.
         phases: seconds of each phase that it runs; with `idle_s` they sum up to the step time.
-        state_bytes: held throughout. working_bytes: room to work on one microbatch.
+        state_bytes: held throughout. working_bytes: temporaries of one microbatch.
         in_flight: start of each task in seconds, and what microbatches in flight hold while it runs.
     """
 

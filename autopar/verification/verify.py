@@ -184,7 +184,7 @@ class _Verifier:
                     predicted_bytes=None,
                     compiled_bytes=None,
                     step_time_s=None,
-                    words=str(error).split(". Ways out")[0],
+                    description=str(error).split(". Ways out")[0],
                 )
             )
             return None
@@ -203,7 +203,7 @@ class _Verifier:
                 predicted_bytes=made.plan.prediction.peak_bytes,
                 compiled_bytes=made.compiled.peak_bytes,
                 step_time_s=made.plan.prediction.step_time_s,
-                words=f"{made.plan.strategy}; mesh {made.plan.mesh}",
+                description=f"{made.plan.strategy}; mesh {made.plan.mesh}",
             )
         )
 

@@ -26,7 +26,7 @@ def axis_legend(mesh: MeshShape) -> Element:
         el("li", el("span", class_=f"swatch {axis_class(axis, mesh)}"), f"{axis} ({size})")
         for axis, size in mesh.size_of.items()
     ]
-    return el("ul", *items, el("li", el("span", class_="swatch whole"), "whole on each device"), class_="legend")
+    return el("ul", *items, el("li", el("span", class_="swatch whole"), "replicated"), class_="legend")
 
 
 def blocks(shape: tuple[int, ...], sharding: TensorSharding, mesh: MeshShape, name: str) -> Element:
