@@ -318,13 +318,14 @@ def test_collectives_that_xla_inserted_are_found_and_removed_by_constraints() ->
     assert after is not None
     assert after.unintended_counts == {}
     assert "unintended: none" in " ".join(str(result).split())
-    assert result.by_xla
-    assert result.difference_s == pytest.approx(2e-3)
+    assert result.by_replay
+    assert result.difference_s == result.as_is.replayed_s > 4e9 / 450e9  # a link's rate; nothing else runs
     assert result.recovered == pytest.approx(1.0)
     assert result.to_json()["unintended"][0]["kind"] == "collective-permute"
 
 
-PERMUTED = """
+PERMUTED = """HloModule m, is_scheduled=true, num_partitions=8
+
 ENTRY %main (a: f32[1024,1048576]) -> f32[1024,1048576] {
   %a = f32[1024,1048576]{1,0} parameter(0)
   ROOT %p = f32[1024,1048576]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}, metadata={op_name="jit(step)/jvp(M)/split"}
@@ -395,9 +396,9 @@ def test_the_changes_remove_unintended_collectives(gpt2: autopar.Diagnosis) -> N
         assert before.unintended_counts[kind] > 0
         assert not after.unintended_counts.get(kind)
         assert after.counts.get(kind, 0) < before.counts[kind]
-    assert gpt2.by_xla
+    assert gpt2.by_replay
     assert gpt2.difference_s > 0
-    assert gpt2.recovered > 0.5  # by XLA's estimate
+    assert gpt2.recovered > 0.5  # by the replay
     assert gpt2.recovered_as_predicted >= 0.9
     assert all(change.gain_s > 0 for change in gpt2.changes)
 

@@ -200,14 +200,14 @@ def _change(
     tensors: tuple[TensorChange, ...] = (),
     places: tuple[Place, ...] = (),
 ) -> Change:
-    known = before.xla_s is not None and after.xla_s is not None
+    known = before.replayed_s is not None and after.replayed_s is not None
     return Change(
         kind=kind,
         description=description,
         tensors=tensors,
         places=places,
         gain_s=before.predicted_s - after.predicted_s,
-        xla_gain_s=before.xla_s - after.xla_s if known else None,  # type: ignore[operator]
+        replayed_gain_s=before.replayed_s - after.replayed_s if known else None,  # type: ignore[operator]
         after=after,
     )
 

@@ -15,7 +15,7 @@ from autopar.plans.plan import Plan
 from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_compiler.estimate_errors import estimate_errors
 from autopar.xla_compiler.hlo_metadata import read_sources
-from autopar.xla_compiler.hlo_text import parse_module
+from autopar.xla_compiler.hlo_text import Module, parse_module
 from autopar.xla_replay import rates
 from autopar.xla_replay.device_prices import DevicePrices
 from autopar.xla_replay.program import replay_module
@@ -87,12 +87,7 @@ def step_times(
         has_tables: whether XLA has measured tables of the device, from which it estimates times.
     """
     module = parse_module(compiled.hlo_text)
-    replay, no_replay = None, ""
-    try:
-        prices = DevicePrices(rates.load(hardware), devices_per_domain, read_sources(compiled.hlo_text))
-        replay = replay_module(module, prices)
-    except (HardwareError, VerifyError) as error:
-        no_replay = str(error)
+    replay, no_replay = replayed(compiled.hlo_text, module, hardware, devices_per_domain)
     prediction = plan.prediction
     return StepTimes(
         predicted_s=prediction.step_time_s,
@@ -104,3 +99,12 @@ def step_times(
         estimate_errors=(*([] if has_tables else ["a GPU without measured tables"]), *estimate_errors(module)),
         measured_s=compiled.measured.step_time_s if compiled.measured else None,
     )
+
+
+def replayed(hlo_text: str, module: Module, hardware: str, devices_per_domain: int) -> tuple[Replay | None, str]:
+    """The replay of a compiled program, or None and the reason."""
+    try:
+        prices = DevicePrices(rates.load(hardware), devices_per_domain, read_sources(hlo_text))
+        return replay_module(module, prices), ""
+    except (HardwareError, VerifyError) as error:
+        return None, str(error)
