@@ -188,7 +188,8 @@ def _verdict(diagnosis: Diagnosis) -> str:
     whose = "replayed" if diagnosis.by_replay else "as predicted"
     if diagnosis.difference_s <= 0:
         return f"{human_seconds(as_is)} a step {whose}, no slower than autopar's plan ({human_seconds(best)})"
-    return f"{human_seconds(as_is)} a step {whose}, {human_seconds(best)} by autopar's plan ({as_is / best:.2f}x)"
+    ratio = f" ({as_is / best:.2f}x)" if best else ""
+    return f"{human_seconds(as_is)} a step {whose}, {human_seconds(best)} by autopar's plan{ratio}"
 
 
 def _costs(diagnosis: Diagnosis) -> RenderableType:
