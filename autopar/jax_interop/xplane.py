@@ -18,6 +18,7 @@ from jaxlib import xla_client as _xla_client
 #: A program: the name of its HLO module and the number that its process gave it; -1 where the profile has none.
 ProgramKey: TypeAlias = tuple[str, int]
 
+_xla: Any = _xla_client
 _METADATA_PLANE = "/host:metadata"
 #: Statistics of an event that are read.
 _WANTED = frozenset(("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal"))
@@ -125,14 +126,13 @@ def _hlo_protos(plane: memoryview) -> Iterator[tuple[str, bytes]]:
 def _hlo_text(module: bytes) -> str:
     """The text of a module, with its number of partitions, which XLA does not print for a module read from a file."""
     try:
-        text = _xla_client.XlaComputation(module).get_hlo_module().to_string(_xla_client.hlo.HloPrintOptions())
+        text = _xla.XlaComputation(module).get_hlo_module().to_string(_xla.hlo.HloPrintOptions())
     except RuntimeError as error:
         raise ValueError(str(error)) from error
     assigned = next(_of(memoryview(module), _DEVICE_ASSIGNMENT), None)
-    partitions = 1 if assigned is None else max(1, _number(assigned, _COMPUTATION_COUNT))
     head, newline, rest = text.partition("\n")
-    if partitions > 1 and "num_partitions=" not in head:
-        head += f", num_partitions={partitions}"
+    if assigned is not None and "num_partitions=" not in head:
+        head += f", num_partitions={_number(assigned, _COMPUTATION_COUNT)}"
     return head + newline + rest
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from autopar.errors import HardwareError, PlanMismatchError, ProfileFileError, VerifyError
@@ -18,7 +19,7 @@ from autopar.plans.step_trace import StepTrace
 from autopar.verification.profile_comparison import MeasuredOperation, ProfileComparison, Row, Times
 from autopar.verification.profile_rows import IDLE, Place, Places, Spent, predicted
 from autopar.xla_profile.profile import OperationRuns, Profile, operations
-from autopar.xla_profile.read import read_profile
+from autopar.xla_profile.read import read_profile, with_partitions
 from autopar.xla_replay.replay import Replay
 from autopar.xla_replay.run import replay
 
@@ -55,6 +56,7 @@ def compare_profile(
         )
     text = None if hlo is None else _read(Path(hlo))
     profile = read_profile(path, program=program, hlo_text=text)
+    profile = replace(profile, hlo_text=with_partitions(profile.hlo_text, plan.mesh.num_devices))
     places = Places(plan, plan.trace, profile.hlo_text)
     measured = operations(profile)
     _check_program(plan, places, measured, profile, path)

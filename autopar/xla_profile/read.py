@@ -91,6 +91,12 @@ def read_profile(path: str | os.PathLike[str], *, program: str | None = None, hl
     )
 
 
+def with_partitions(hlo_text: str, num_devices: int) -> str:
+    """HLO text with a number of partitions, if it has none: XLA leaves it out of some modules."""
+    head, newline, rest = hlo_text.partition("\n")
+    return hlo_text if not head or "num_partitions=" in head else f"{head}, num_partitions={num_devices}{newline}{rest}"
+
+
 # -- files ---------------------------------------------------------------------------------------
 
 
