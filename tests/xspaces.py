@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxlib import xla_client
+from jaxlib import xla_client as _xla_client
 
 US = 1e-6
+_xla: Any = _xla_client
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class _Names:
         return b"".join(_message(field_number, _int(1, number) + _message(2, body)) for number, body in metadata)
 
 
+def parsed(hlo: str) -> Any:
+    """XLA's own module of an HLO text."""
+    return _xla.hlo.hlo_module_from_text(hlo)
+
+
 def _device_plane(number: int, device: Device) -> bytes:
     events, stats = _Names(), _Names()
     lines = [_line(name, kernels, events, stats) for name, kernels in device.streams.items()]
@@ -91,7 +97,7 @@ def _line(name: str, kernels: Sequence[Kernel], events: _Names, stats: _Names) -
 
 
 def _metadata_plane(name: str, hlo: str) -> bytes:
-    module = xla_client.hlo.hlo_module_from_text(hlo).as_serialized_hlo_module_proto()
+    module = parsed(hlo).as_serialized_hlo_module_proto()
     partitions = re.search(r"num_partitions=(\d+)", hlo)
     if partitions is not None:  # as XLA assigns devices to a program that it compiles: one replica, n partitions
         devices = b"".join(_message(3, _message(1, _varint(number))) for number in range(int(partitions[1])))

@@ -113,14 +113,14 @@ def calibrate_from_profile(
     planner, few = _planner(profile, module, samples, rates, hardware, command)
     replay_file = target.with_suffix(".replay.toml")
     source = f"`{command}`, {profile.num_steps} steps on {len(profile.devices)} x {profile.device_kind or 'GPU'}"
-    files = profile_files(planner, target) | {replay_file: toml(rates_table(fitted, rates, name, target.stem, source))}
+    files = profile_files(planner, target) | {replay_file: toml(rates_table(fitted, name, target.stem, source))}
     write_files(files)
     return ProfileCalibration(
         profile, fitted, planner, (target, target.with_suffix(".json"), replay_file), (*profile.notes, *left_out, *few)
     )
 
 
-def rates_table(fitted: RatesFit, rates: ReplayRates, base: str, name: str, source: str) -> dict[str, Any]:
+def rates_table(fitted: RatesFit, base: str, name: str, source: str) -> dict[str, Any]:
     """The fitted rates as the tables of a file that inherits from the base."""
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     table: dict[str, Any] = {"name": name, "inherits": base.removesuffix(".toml")}
@@ -133,7 +133,7 @@ def rates_table(fitted: RatesFit, rates: ReplayRates, base: str, name: str, sour
     for block, part in table.items():
         if isinstance(part, dict):
             names = [one.name.removeprefix(f"{block}.") for one in fitted.constants if one.name.startswith(f"{block}.")]
-            part["source"] = f"{', '.join(names)}: fitted by {source}; the rest: {rates.sources.get(block, base)}"
+            part["source"] = f"{', '.join(names)}: fitted by {source}; the rest: as in `{base}`"
     return table
 
 

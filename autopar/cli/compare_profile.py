@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.cli import options as shared
 from autopar.cli.files import plan_within
+from autopar.cli.target import load_target
 from autopar.cli.terminal import output, use_cpu_only
 
 _EXAMPLES = """
@@ -27,6 +28,8 @@ def add_command(added: Any) -> None:
     command.add_argument("profile", metavar="PROFILE", help=about)
     about = "optimized HLO of the program that ran, as text (default: the profile's own)"
     command.add_argument("--hlo", metavar="FILE", help=about)
+    about = "the step, file.py:function; it is compiled for the plan's GPUs where neither has the HLO"
+    command.add_argument("--step", metavar="TARGET", help=about)
     about = "name of the HLO module, e.g. jit_run (default: the one with the most device time)"
     command.add_argument("--program", metavar="NAME", help=about)
     about = "replay rates: a device's name or a .toml file (default: those of the plan's hardware)"
@@ -43,5 +46,7 @@ def run(options: argparse.Namespace) -> None:
     from autopar.verification.profile_comparison import render_comparison
 
     plan = load_plan(plan_within(options.plan))
-    found = compare_profile(plan, options.profile, hlo=options.hlo, hardware=options.hardware, program=options.program)
+    step = None if options.step is None else load_target(options.step)
+    more = {"hlo": options.hlo, "step": step, "hardware": options.hardware, "program": options.program}
+    found = compare_profile(plan, options.profile, **more)
     output(options, found.to_json, lambda console: render_comparison(found, console))

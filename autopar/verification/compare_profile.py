@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import HardwareError, PlanMismatchError, ProfileFileError, VerifyError
 from autopar.pipeline.plan import PipelinePlan
@@ -18,6 +19,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.step_trace import StepTrace
 from autopar.verification.profile_comparison import MeasuredOperation, ProfileComparison, Row, Times
 from autopar.verification.profile_rows import IDLE, Place, Places, Spent, predicted
+from autopar.verification.verify import verify
 from autopar.xla_profile.profile import OperationRuns, Profile, operations
 from autopar.xla_profile.read import read_profile, with_partitions
 from autopar.xla_replay.replay import Replay
@@ -29,6 +31,7 @@ def compare_profile(
     path: str | os.PathLike[str],
     *,
     hlo: str | os.PathLike[str] | None = None,
+    step: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
     hardware: str | None = None,
     program: str | None = None,
 ) -> ProfileComparison:
@@ -37,6 +40,7 @@ def compare_profile(
     Args:
         path: folder that `jax.profiler.trace` wrote, or an `.xplane.pb` file.
         hlo: file with the optimized HLO of the program that ran, where the profile does not hold it.
+        step: the step and its arguments, which are compiled for the plan's GPUs where neither has the HLO.
         hardware: name or path of the replay's rates; by default those of the plan's hardware.
         program: name of the HLO module; by default the one with the most device time.
 
@@ -56,6 +60,9 @@ def compare_profile(
         )
     text = None if hlo is None else _read(Path(hlo))
     profile = read_profile(path, program=program, hlo_text=text)
+    if not profile.hlo_text and step is not None:
+        compiled = verify(step[0], *step[1], plan=plan).compiled
+        profile = read_profile(path, program=program, hlo_text=compiled.hlo_text)
     profile = replace(profile, hlo_text=with_partitions(profile.hlo_text, plan.mesh.num_devices))
     places = Places(plan, plan.trace, profile.hlo_text)
     measured = operations(profile)

@@ -30,6 +30,8 @@ Place: TypeAlias = tuple[str, str, str]
 
 KERNELS = "kernels"
 IDLE: Place = ("", "", "idle")
+#: A timeline is in whole nanoseconds: a smaller rest of the step time is no idle time.
+_ROUNDING = 1e-3
 #: Parts of name stacks that JAX adds for loops and calls; a plan's paths are without them.
 _CONTROL = frozenset(
     ("while", "body", "cond", "closed_call", "core_call", "checkpoint", "rematted_computation", "remat")
@@ -63,7 +65,8 @@ def predicted(plan: Plan, trace: StepTrace, *, with_axes: bool) -> dict[Place, S
         name, axes = trace.kinds[kind]
         found[trace.places[place][0], "", collective(name, axes if with_axes else None)].add(1e-9 * exposed, 1e-9 * ns)
     idle = plan.prediction.step_time_s - sum(spent.exposed_s for spent in found.values())
-    found[IDLE].add(max(0.0, idle), max(0.0, idle))
+    if idle > _ROUNDING * plan.prediction.step_time_s:
+        found[IDLE].add(idle, idle)
     return found
 
 
