@@ -469,10 +469,10 @@ def test_calibrate_refuses_a_profile_that_determines_nothing(tmp_path: Path, pro
     with pytest.raises(ProfileFileError, match=r"determines no constant \(.*are needed.*record more steps"):
         calibrate_from_profile(profile, target)
     bare = gpu_profile(tmp_path / "bare", [device([0])])
-    with pytest.raises(ProfileFileError, match="does not hold the HLO of 'jit_run'.*pass --hlo FILE"):
+    with pytest.raises(ProfileFileError, match=r"does not hold the HLO of 'jit_run'.*pass --hlo FILE"):
         calibrate_from_profile(bare, target)
     other = gpu_profile(tmp_path / "other", [device([0], kind="Other GPU")], HLO)
-    with pytest.raises(HardwareError, match="'Other GPU'.*Pass --base NAME, the most similar device"):
+    with pytest.raises(HardwareError, match=r"'Other GPU'.*Pass --base NAME, the most similar device"):
         calibrate_from_profile(other, target)
     with pytest.raises(HardwareError, match=r"give -o a \.toml file"):
         calibrate_from_profile(profile, tmp_path / "mine.json")
