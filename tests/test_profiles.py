@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ HloModule jit_run, is_scheduled=true, num_partitions=2
 
 %add_computation (q: f32[256,256]) -> f32[256,256] {
   %q = f32[256,256]{1,0} parameter(0)
-  ROOT %add.1 = f32[256,256]{1,0} add(%q, %q), metadata={op_name="jit(run)/transpose(jvp(second))/add"}
+  ROOT %add.1 = f32[256,256]{1,0} add(%q, %q), metadata={op_name="jit(run)/jvp(all)/while/body/eval_jaxpr/transpose(jvp(second))/while/body/closed_call/add"}
 }
 
 ENTRY %main (a: f32[256,256]) -> f32[256,256] {
@@ -74,7 +75,7 @@ def step(at_us: float, late_us: float = 0.0) -> dict[str, list[Kernel]]:
     }
 
 
-def device(starts_us: list[float], late_us: float = 0.0, **more: Any) -> Device:
+def device(starts_us: Sequence[float], late_us: float = 0.0, **more: Any) -> Device:
     streams: dict[str, list[Kernel]] = {}
     for at in starts_us:
         for name, kernels in step(at, late_us).items():
@@ -195,6 +196,39 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, profile: Path) -> None:
     with pytest.raises(ProfileFileError, match="has no program 'other'; it has jit_run"):
         read_profile(profile, program="other")
     assert read_profile(profile, program="run").program == "jit_run"
+
+
+def test_a_damaged_hlo_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA aborts its process on some modules; the reader survives that."""
+    damaged = gpu_profile(tmp_path / "damaged", [device([0, 600])], b"\xff\xff")
+    for _ in range(2):
+        found = read_profile(damaged)
+        assert not found.hlo_text
+        assert found.step_time_s == pytest.approx(STEP_US * US)
+        assert any("or a damaged one" in note for note in found.notes)
+        monkeypatch.setattr("autopar.jax_interop.xplane._READ_MODULE", "import os; os.abort()")
+
+
+def test_a_loop_at_the_front_does_not_begin_steps(tmp_path: Path) -> None:
+    """The predicate of a loop is copied to the host once an iteration, in the name of the loop."""
+    loop = """\
+%condition (c: f32[256,256]) -> pred[] {
+  %c = f32[256,256]{1,0} parameter(0)
+  ROOT %never = pred[] constant(false)
+}
+
+ENTRY"""
+    hlo = HLO.replace("ENTRY", loop).replace(
+        "  %tanh_fusion.1 = f32[256,256]{1,0} fusion(%a)",
+        "  %while.9 = f32[256,256]{1,0} while(%a), condition=%condition, body=%add_computation\n"
+        "  %tanh_fusion.1 = f32[256,256]{1,0} fusion(%while.9)",
+    )
+    starts = [100, 700, 1300]
+    streams = {name: list(kernels) for name, kernels in device(starts).streams.items()}
+    streams["Stream #13(Compute)"] += [run("MemcpyD2H", "while.9", at - us, 2) for at in starts for us in (40, 20)]
+    found = read_profile(gpu_profile(tmp_path, [Device(streams)], hlo))
+    assert found.num_steps == 3
+    assert {one.kind for one in operations(found) if one.operation == "while.9"} == {"host-copy"}
 
 
 def test_of_several_recordings_the_newest_is_read_with_all_its_processes(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Device:
 
 
 def gpu_profile(
-    folder: Path, devices: Sequence[Device], hlo: str = "", module: str = "jit_run", host: str = "host"
+    folder: Path, devices: Sequence[Device], hlo: str | bytes = "", module: str = "jit_run", host: str = "host"
 ) -> Path:
     """Write a profile as `jax.profiler.trace(folder)` does; with the HLO of a program unless it is empty."""
     planes = [_device_plane(number, device) for number, device in enumerate(devices)]
@@ -96,16 +96,21 @@ def _line(name: str, kernels: Sequence[Kernel], events: _Names, stats: _Names) -
     return body
 
 
-def _metadata_plane(name: str, hlo: str) -> bytes:
-    module = parsed(hlo).as_serialized_hlo_module_proto()
-    partitions = re.search(r"num_partitions=(\d+)", hlo)
-    if partitions is not None:  # as XLA assigns devices to a program that it compiles: one replica, n partitions
-        devices = b"".join(_message(3, _message(1, _varint(number))) for number in range(int(partitions[1])))
-        module += _message(15, _int(1, 1) + _int(2, int(partitions[1])) + devices)
+def _metadata_plane(name: str, hlo: str | bytes) -> bytes:
+    module = hlo if isinstance(hlo, bytes) else _serialized(hlo)
     stats = _Names()
     stat = _int(1, stats("Hlo Proto")) + _message(6, _message(1, module))
     metadata = _int(1, 7) + _text(2, name) + _message(5, stat)
     return _text(2, "/host:metadata") + _message(4, _int(1, 7) + _message(2, metadata)) + stats.entries(5)
+
+
+def _serialized(hlo: str) -> bytes:
+    module: bytes = parsed(hlo).as_serialized_hlo_module_proto()
+    partitions = re.search(r"num_partitions=(\d+)", hlo)
+    if partitions is not None:  # as XLA assigns devices to a program that it compiles: one replica, n partitions
+        devices = b"".join(_message(3, _message(1, _varint(number))) for number in range(int(partitions[1])))
+        module += _message(15, _int(1, 1) + _int(2, int(partitions[1])) + devices)
+    return module
 
 
 def _stat(number: int, value: str | int) -> bytes:

@@ -7,19 +7,26 @@ does not return the HLO, which is in the metadata of a plane without events; tha
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from jax.profiler import ProfileData
-from jaxlib import xla_client as _xla_client
 
 #: A program: the name of its HLO module and the number that its process gave it; -1 where the profile has none.
 ProgramKey: TypeAlias = tuple[str, int]
 
-_xla: Any = _xla_client
 _METADATA_PLANE = "/host:metadata"
+_READ_MODULE = """
+import sys
+from jaxlib import xla_client
+
+module = xla_client.XlaComputation(sys.stdin.buffer.read()).get_hlo_module()
+sys.stdout.buffer.write(module.to_string(xla_client.hlo.HloPrintOptions()).encode())
+"""
 #: Statistics of an event that are read.
 _WANTED = frozenset(("hlo_op", "hlo_module", "program_id", "run_id", "device_ordinal"))
 # Fields of XSpace, XPlane, XEventMetadata, XStat and HloProto (tsl/profiler/protobuf/xplane.proto, xla/service/hlo.proto).
@@ -92,20 +99,38 @@ def _line(line: Any, *, is_host: bool) -> Line:
     return Line(line.name, tuple(found))
 
 
-def read_hlo(data: bytes, wanted: Collection[str]) -> dict[ProgramKey, str]:
-    """The optimized HLO text of the programs with these module names, as far as the profile holds it.
+def hlo_modules(data: bytes, wanted: Collection[str]) -> dict[ProgramKey, bytes]:
+    """The serialized HLO modules of the programs with these names, as far as the profile holds them.
 
     Raises:
         ValueError: the bytes are no profile.
     """
-    found: dict[ProgramKey, str] = {}
+    found: dict[ProgramKey, bytes] = {}
     for field, _, plane in _fields(memoryview(data)):
         if field == _PLANES and _text(plane, _PLANE_NAME) == _METADATA_PLANE:
-            for name, proto in _hlo_protos(plane):
-                key = _program(name)
-                if key[0] in wanted:
-                    found[key] = _hlo_text(proto)
+            for name, module in _hlo_protos(plane):
+                if (key := _program(name))[0] in wanted:
+                    found[key] = module
     return found
+
+
+def module_text(module: bytes) -> str:
+    """The text of a serialized module, with its number of partitions, which XLA does not print for a read module.
+
+    XLA aborts its process on some damaged modules, so a process of its own reads them.
+
+    Raises:
+        ValueError: XLA cannot read the module.
+    """
+    read = subprocess.run([sys.executable, "-c", _READ_MODULE], input=module, capture_output=True, check=False)
+    if read.returncode:
+        raise ValueError("XLA cannot read the HLO module of the profile")
+    text = read.stdout.decode("utf-8", "replace")
+    assigned = next(_of(memoryview(module), _DEVICE_ASSIGNMENT), None)
+    head, newline, rest = text.partition("\n")
+    if assigned is not None and "num_partitions=" not in head:
+        head += f", num_partitions={_number(assigned, _COMPUTATION_COUNT)}"
+    return head + newline + rest
 
 
 def _hlo_protos(plane: memoryview) -> Iterator[tuple[str, bytes]]:
@@ -121,19 +146,6 @@ def _hlo_protos(plane: memoryview) -> Iterator[tuple[str, bytes]]:
                 for proto in _of(stat, _STAT_BYTES):
                     for module in _of(proto, _HLO_MODULE):
                         yield _text(metadata, _METADATA_NAME), bytes(module)
-
-
-def _hlo_text(module: bytes) -> str:
-    """The text of a module, with its number of partitions, which XLA does not print for a module read from a file."""
-    try:
-        text = _xla.XlaComputation(module).get_hlo_module().to_string(_xla.hlo.HloPrintOptions())
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
-    assigned = next(_of(memoryview(module), _DEVICE_ASSIGNMENT), None)
-    head, newline, rest = text.partition("\n")
-    if assigned is not None and "num_partitions=" not in head:
-        head += f", num_partitions={_number(assigned, _COMPUTATION_COUNT)}"
-    return head + newline + rest
 
 
 def _program(name: str) -> ProgramKey:

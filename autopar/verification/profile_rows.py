@@ -36,6 +36,8 @@ _ROUNDING = 1e-3
 _CONTROL = frozenset(
     ("while", "body", "cond", "closed_call", "core_call", "checkpoint", "rematted_computation", "remat")
 )
+#: A step that runs by a plan repeats the whole name stack of an operation in a loop behind this part.
+_REPLAYED = "eval_jaxpr"
 _BRANCH = re.compile(r"branch_\d+_fun")
 
 
@@ -123,7 +125,7 @@ class Places:
         return line.removeprefix(f"{Path.cwd()}{os.sep}")
 
     def _phase(self, name: str) -> str:
-        phase = phase_of(name)
+        phase = phase_of(name.rsplit(f"/{_REPLAYED}/", 1)[-1])
         # The only phase of a program without gradients is the forward pass.
         return "forward" if phase == "update" and set(self.planned) <= {"forward"} else phase
 
@@ -172,7 +174,15 @@ def _common_path(op_name: str) -> str:
 
 
 def _without_control(path: str) -> str:
-    return "/".join(part for part in path.split("/") if part not in _CONTROL and not _BRANCH.fullmatch(part))
+    """A module path without the parts of loops and calls.
+
+    >>> _without_control("net/while/body/closed_call/layer"), _without_control("net/while/body/eval_jaxpr/net/layer")
+    ('net/layer', 'net/layer')
+    """
+    parts = path.split("/")
+    while _REPLAYED in parts:
+        parts = parts[parts.index(_REPLAYED) + 1 :]
+    return "/".join(part for part in parts if part not in _CONTROL and not _BRANCH.fullmatch(part))
 
 
 def _prefixes(path: str) -> Iterator[str]:

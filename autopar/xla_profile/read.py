@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from autopar.errors import ProfileFileError, VerifyError
-from autopar.jax_interop.xplane import Event, Plane, read_hlo, read_planes
+from autopar.jax_interop.xplane import Event, Plane, hlo_modules, module_text, read_planes
 from autopar.xla_compiler.hlo_text import Module, parse_module
 from autopar.xla_profile.profile import DeviceRuns, KernelRun, Profile, Step, by_instruction, issued_kind, kind_of
 
@@ -78,7 +78,9 @@ def read_profile(path: str | os.PathLike[str], *, program: str | None = None, hl
     if note := _unattributed(found):
         notes[note] = None
     if not text:
-        notes["the profile does not hold the program's HLO: operations have no source lines; pass --hlo FILE"] = None
+        notes[
+            "the profile does not hold the program's HLO, or a damaged one: operations have no modules; pass --hlo FILE"
+        ] = None
     return Profile(
         files=tuple(map(str, files)),
         program=chosen,
@@ -178,20 +180,20 @@ def _chosen(seconds: Mapping[str, float], program: str | None, path: str | os.Pa
 
 
 def _hlo_of(host: _Host, program: str) -> str:
-    """The HLO of the program's version that takes the most time."""
+    """The HLO of the program's version with the most events; empty where the file does not hold it."""
     try:
-        texts = read_hlo(host.data, {program})
+        modules = hlo_modules(host.data, {program})
+        numbers: Counter[int] = Counter()
+        for device in host.devices:
+            for event, _ in device.events:
+                if event.stats.get("hlo_module") == program and str(event.stats.get("program_id", "")).isdigit():
+                    numbers[int(event.stats["program_id"])] += 1
+        for number, _ in numbers.most_common():
+            if (program, number) in modules:
+                return module_text(modules[program, number])
+        return module_text(next(iter(modules.values()))) if len(modules) == 1 else ""
     except ValueError:
         return ""
-    numbers: Counter[int] = Counter()
-    for device in host.devices:
-        for event, _ in device.events:
-            if event.stats.get("hlo_module") == program and str(event.stats.get("program_id", "")).isdigit():
-                numbers[int(event.stats["program_id"])] += 1
-    for number, _ in numbers.most_common():
-        if (program, number) in texts:
-            return texts[program, number]
-    return next(iter(texts.values())) if len(texts) == 1 else ""
 
 
 def _module(text: str) -> Module | None:
@@ -263,17 +265,39 @@ def _starts(runs: Sequence[KernelRun], module: Module | None) -> list[float]:
     counts = Counter(run.operation for run in runs if run.operation)
     if not counts:
         return []
-    order = [one.name for one in module.main.instructions if one.name in counts] if module else []
+    entry = module.main.instructions if module else ()
+    order = [one.name for one in entry if one.name in counts and one.opcode not in _CALLS]
     if not order:
         usual = statistics.mode(counts.values())
         order = [run.operation for run in runs if counts[run.operation] == usual]
     first = order[0]
-    starts, before = [], ""
+    leading = _called_before(module, first) if module else set()
+    stream = next(run.stream for run in runs if run.operation == first)
+    starts, before, is_leading = [], "", False
     for run in runs:
-        if run.operation == first and (before != first or len(counts) == 1):
+        if run.stream != stream:
+            continue
+        begins = run.operation == first and not is_leading and (before != first or len(counts) == 1)
+        if begins or (run.operation in leading and not is_leading):
             starts.append(run.start_s)
+        is_leading = run.operation in leading or (is_leading and run.operation != first)
         before = run.operation
     return starts
+
+
+def _called_before(module: Module, first: str) -> set[str]:
+    """The loops and calls of the entry computation before an instruction, with all instructions in them."""
+    waiting, found = [], set[str]()
+    for one in module.main.instructions:
+        if one.name == first:
+            break
+        if one.opcode in _CALLS:
+            waiting.append(one)
+    while waiting:
+        one = waiting.pop()
+        found.add(one.name)
+        waiting += [inner for called in module.called(one) for inner in called.instructions if inner.name not in found]
+    return found
 
 
 def _kept(devices: Sequence[DeviceRuns], notes: dict[str, None]) -> tuple[DeviceRuns, ...]:
