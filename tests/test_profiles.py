@@ -500,7 +500,7 @@ def test_calibrate_refuses_a_profile_that_determines_nothing(tmp_path: Path, pro
     from autopar.calibration.from_profile import calibrate_from_profile
 
     target = tmp_path / "mine.toml"
-    with pytest.raises(ProfileFileError, match=r"determines no constant \(.*are needed.*record more steps"):
+    with pytest.raises(ProfileFileError, match=r"determines no constant \(.*too few.*record more steps"):
         calibrate_from_profile(profile, target)
     bare = gpu_profile(tmp_path / "bare", [device([0])])
     with pytest.raises(ProfileFileError, match=r"does not hold the HLO of 'jit_run'.*pass --hlo FILE"):
@@ -521,8 +521,8 @@ def test_a_constant_that_few_samples_depend_on_is_not_fitted(tmp_path: Path) -> 
     hlo = "\n".join(lines).replace("bitcast(%all-reduce.0)", "bitcast(%fusion.0)") + "\n"
     found = calibrate_from_profile(_profile_of(tmp_path / "profile", hlo, TRUE), tmp_path / "mine.toml")
     assert {one.name for one in found.rates.constants} == {"device.hbm_efficiency", "kernels.launch_s", "kernels.gap_s"}
-    assert found.rates.not_fitted["link.efficiency"] == "0 collectives over NVLink; 5 are needed"
-    assert "link.efficiency: 0 collectives over NVLink; 5 are needed" in describe(found)
+    assert found.rates.not_fitted["link.efficiency"] == "too few collectives over NVLink: 0 of at least 5"
+    assert "link.efficiency: too few collectives over NVLink: 0 of at least 5" in describe(found)
 
 
 def test_a_run_on_cpus_calibrates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

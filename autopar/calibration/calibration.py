@@ -338,7 +338,7 @@ def write_files(files: Mapping[Path, str]) -> None:
             temporary.replace(file)
     except OSError as error:
         raise HardwareError(
-            f"cannot write the calibration to {str(list(files)[-1])!r}: {error.strerror}. Give -o a .toml file in a"
+            f"cannot write the calibration to {str(list(files)[-1].with_suffix('.toml'))!r}: {error.strerror}. Give -o a .toml file in a"
             " writable folder."
         ) from error
     finally:

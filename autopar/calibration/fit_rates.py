@@ -110,7 +110,9 @@ def fit_rates(
         fitted = replace(fitted, kernels=kernels)
         groups.append(GroupFit("gaps between kernels", (changed,), len(gaps), 0, math.nan, math.nan))
     else:
-        not_fitted["kernels.gap_s"] = f"{len(gaps)} gaps between kernels of one stream; {4 * FEWEST} are needed"
+        not_fitted["kernels.gap_s"] = (
+            f"too few gaps between kernels of one stream: {len(gaps)} of at least {4 * FEWEST}"
+        )
     return RatesFit(fitted, tuple(groups), not_fitted)
 
 
@@ -191,13 +193,15 @@ def _fit_group(
     """Fit the constants of a group; the rates as they were if the fit does not reduce the held-out error."""
     held_out, training = samples[::_HELD_OUT], [one for at, one in enumerate(samples) if at % _HELD_OUT]
     if len(samples) < FEWEST:
-        not_fitted |= {".".join(one): f"{len(samples)} {group}; {FEWEST} are needed" for one in constants}
+        not_fitted |= {".".join(one): f"too few {group}: {len(samples)} of at least {FEWEST}" for one in constants}
         return None, rates
     depend = {one: _num_dependent(one, samples, rates, devices_per_domain) for one in constants}
     chosen = [one for one in constants if depend[one] >= FEWEST]
     for one in constants:
         if one not in chosen:
-            not_fitted[".".join(one)] = f"{depend[one]} of {len(samples)} {group} depend on it; {FEWEST} are needed"
+            not_fitted[".".join(one)] = (
+                f"too few {group} depend on it: {depend[one]} of {len(samples)}, {FEWEST} are needed"
+            )
     before = _median_error(held_out, rates, devices_per_domain)
     fitted = rates
     for _ in range(_ROUNDS if len(chosen) > 1 else 1):

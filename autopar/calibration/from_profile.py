@@ -52,7 +52,7 @@ class ProfileCalibration:
 
     Args:
         planner: the fit of the planner's profile.
-        files: path of the hardware profile, of its samples, and of the replay's rates.
+        files: path of the replay's rates, then of the hardware profile and of its samples, unless nothing of it was fitted.
         notes: what was left out.
     """
 
@@ -76,7 +76,7 @@ def calibrate_from_profile(
     Args:
         path: folder that `jax.profiler.trace` wrote, or an `.xplane.pb` file.
         output: path of the hardware profile, `.toml`; the samples get the same path with `.json`, the replay's rates with
-            `.replay.toml`. By default `calibrated/<device>-profile.toml`.
+            `.replay.toml`. Where no figure of the hardware profile is fitted, the rates are the only file. By default `calibrated/<device>-profile.toml`.
         hlo: file with the optimized HLO of the program, where the profile does not hold it.
         base: name of the device whose constants are kept where the profile does not determine them; by default that of
             the profile's devices.
@@ -113,11 +113,11 @@ def calibrate_from_profile(
     planner, few = _planner(profile, module, samples, rates, hardware, command)
     replay_file = target.with_suffix(".replay.toml")
     source = f"`{command}`, {profile.num_steps} steps on {len(profile.devices)} x {profile.device_kind or 'GPU'}"
-    files = profile_files(planner, target) | {replay_file: toml(rates_table(fitted, name, target.stem, source))}
+    files = {replay_file: toml(rates_table(fitted, name, target.stem, source))}
+    if planner.fits:
+        files |= dict(reversed(profile_files(planner, target).items()))
     write_files(files)
-    return ProfileCalibration(
-        profile, fitted, planner, (target, target.with_suffix(".json"), replay_file), (*profile.notes, *left_out, *few)
-    )
+    return ProfileCalibration(profile, fitted, planner, tuple(files), (*profile.notes, *left_out, *few))
 
 
 def rates_table(fitted: RatesFit, base: str, name: str, source: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _planner(
             by_group.setdefault(group, []).append(Sample(group, one.name, counts, one.measured_s))
     enough = [sample for members in by_group.values() if len(members) >= FEWEST for sample in members]
     few = tuple(
-        f"the planner's {group}: {len(members)} samples; {FEWEST} are needed"
+        f"too few samples of the planner's {group}: {len(members)} of at least {FEWEST}"
         for group, members in by_group.items()
         if len(members) < FEWEST
     )

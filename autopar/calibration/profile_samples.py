@@ -74,8 +74,7 @@ def kernel_samples(
         price = prices.of(module, computation, instruction)
         link = price.link if isinstance(price, TransferPrice) else ""
         key = (priced.kind, link, price.seconds, price.flops, price.num_bytes)
-        # A library may run several kernels for one instruction.
-        measured[key].append(seconds * one.runs_per_step / priced.count)
+        measured[key].append(seconds)
         first.setdefault(key, (one.operation, computation, instruction))
     samples = tuple(
         KernelSample(

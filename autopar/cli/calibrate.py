@@ -58,6 +58,8 @@ def _from_profile(options: argparse.Namespace) -> None:
 
     more = {"hlo": options.hlo, "base": options.base, "program": options.program}
     found = calibrate_from_profile(options.profile, options.output, **more)
-    hardware, samples, rates = found.files
+    rates, *planner = found.files
     print(describe(found))
-    print(f"\nSaved to {hardware}, its samples to {samples}, the rates of the replay to {rates}.")
+    print(f"\nThe rates of the replay are saved to {rates}.")
+    if planner:
+        print(f"The planner's profile is saved to {planner[0]}, its samples to {planner[1]}.")

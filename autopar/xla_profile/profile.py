@@ -27,6 +27,8 @@ _NCCL = {
     "sendrecv": "collective-permute",
     "broadcast": "collective-broadcast",
 }
+#: A kernel runs beside a transfer if it overlaps one for more than this part of its time.
+_BESIDE = 0.05
 _HOST_COPY = re.compile(r"Memcpy(?:H2D|D2H|HtoD|DtoH)")
 
 
@@ -87,7 +89,8 @@ class OperationRuns:
         total_s: all runs together.
         seconds: time per step, hidden or not.
         exposed_s: time per step that counts towards the step time.
-        alone_s: median of the runs beside no transfer; None if each ran beside one.
+        alone_s: time of one execution beside no transfer: the sum of its kernels' medians, for a library may run several
+            kernels for one instruction. None if a kernel always ran beside a transfer.
         fastest_s: for each run of a collective, the least time over devices: others wait for the last one. The median.
     """
 
@@ -193,7 +196,7 @@ def issued_kind(module: Module, one: Instruction) -> str:
 def operations(profile: Profile) -> tuple[OperationRuns, ...]:
     """The operations of a profile, the one with the most exposed time first."""
     runs: dict[str, list[KernelRun]] = defaultdict(list)
-    alone: dict[str, list[float]] = defaultdict(list)
+    alone: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     exposed: dict[str, float] = defaultdict(float)
     for step in profile.steps:
         transfers = merged((run.start_s, run.end_s) for run in step.runs if run.kind)
@@ -201,8 +204,9 @@ def operations(profile: Profile) -> tuple[OperationRuns, ...]:
             name = run.operation or f"({run.kernel})"
             runs[name].append(run)
             exposed[name] += seconds
-            if run.kind or overlap_s(transfers, run.start_s, run.end_s) < 0.05 * run.seconds:
-                alone[name].append(run.seconds)
+            by_kernel = alone[name][run.kernel]
+            if run.kind or overlap_s(transfers, run.start_s, run.end_s) < _BESIDE * run.seconds:
+                by_kernel.append(run.seconds)
     num_steps = len(profile.steps)
     fastest = _fastest(profile)
     found = (
@@ -215,7 +219,7 @@ def operations(profile: Profile) -> tuple[OperationRuns, ...]:
             total_s=sum(run.seconds for run in members),
             seconds=sum(run.seconds for run in members) / num_steps,
             exposed_s=exposed[name] / num_steps,
-            alone_s=statistics.median(alone[name]) if alone[name] else None,
+            alone_s=sum(map(statistics.median, alone[name].values())) if all(alone[name].values()) else None,
             fastest_s=fastest.get(name, statistics.median(run.seconds for run in members)),
         )
         for name, members in runs.items()
