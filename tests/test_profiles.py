@@ -514,6 +514,26 @@ def test_calibrate_refuses_a_profile_that_determines_nothing(tmp_path: Path, pro
     assert not list(tmp_path.glob("mine*"))
 
 
+def test_calibrate_writes_all_files_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.calibration.from_profile import calibrate_from_profile
+
+    folder, target = _profile_of(tmp_path / "profile", _program(), TRUE), tmp_path / "out" / "mine.toml"
+    target.parent.mkdir()
+    write_text, written = Path.write_text, []
+
+    def full_disk(path: Path, *args: Any, **more: Any) -> int:
+        written.append(path)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        return write_text(path, *args, **more)
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(HardwareError, match=r"cannot write the calibration to '.*mine\.toml': No space left"):
+        calibrate_from_profile(folder, target)
+    assert len(written) == 3
+    assert not list(target.parent.iterdir())
+
+
 def test_a_constant_that_few_samples_depend_on_is_not_fitted(tmp_path: Path) -> None:
     from autopar.calibration.from_profile import calibrate_from_profile, describe
 
