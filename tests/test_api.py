@@ -325,7 +325,7 @@ def test_a_plan_file_of_another_version(mlp: programs.Program, tmp_path: Path) -
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(TypeError, match=r"unknown option 'mehs'; it takes plan, mesh"):
+    with pytest.raises(TypeError, match=r"unknown option 'mehs'; the options are plan, mesh"):
         autopar.parallelize(mehs="8")
 
 

@@ -326,7 +326,7 @@ def test_another_programs_checkpoint_is_refused_by_name(saved: Saved) -> None:
         return refused(autopar.Checkpoints(saved.folder, step), program)
 
     assert "it lacks `params/Dense_3/bias`, float32[48]" in others(num_layers=4)
-    assert "which the state here has not" in others(num_layers=2)
+    assert "which the state here lacks" in others(num_layers=2)
     text = others(width=96)
     assert "`params/Dense_0/kernel` is float32[48,48] there, float32[96,96] here" in text and "more" in text
     assert "opt_state" in others(optimizer="sgd")
@@ -491,7 +491,7 @@ def test_saving_what_is_no_state_is_refused(saved: Saved, tmp_path: Path) -> Non
     assert not [*tmp_path.iterdir()]
     given, _ = saved.step(filled(saved.state, 1), saved.program.make_batch(0))
     saved.step(given, saved.program.make_batch(0))
-    assert "donation" in refusal(0, given)
+    assert "was donated to the step" in refusal(0, given)
     checkpoints.save(4, saved.state, wait=True)
     assert "it is there already" in refusal(4, saved.state)
     assert "it comes before step 4" in refusal(3, saved.state)

@@ -158,7 +158,7 @@ def test_memory_that_is_far_off_is_said() -> None:
     plan, _ = planned()
     report = told(1.0, peak_bytes=2 * plan.prediction.peak_bytes)
     assert report.memory_off == pytest.approx(-0.5)
-    assert any("amount of memory" in line for line in report.advice)
+    assert any("peak memory differs" in line for line in report.advice)
     assert told(1.0, peak_bytes=None, memory_from=None).memory_off is None
 
 

@@ -217,16 +217,16 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
     [
         ({"stages": 0}, ClusterError, "`stages` is 0"),
         ({"stages": "two"}, ClusterError, '"auto"'),
-        ({"stages": 1}, ClusterError, "`schedule` is of steps that are cut"),
+        ({"stages": 1}, ClusterError, "`schedule` applies to pipeline stages only"),
         ({"stages": 9}, ClusterError, "at most"),
-        ({"mesh": "2x4"}, ClusterError, "`mesh` is of a step that is one program"),
-        ({"pin": {"batch/x": None}}, ClusterError, "`pin` is of"),
+        ({"mesh": "2x4"}, ClusterError, "`mesh` applies to one program"),
+        ({"pin": {"batch/x": None}}, ClusterError, "`pin` applies to one program"),
         ({"schedule": "gpip"}, ScheduleError, "Did you mean 'gpipe'"),
         ({"num_microbatches": 5}, MicrobatchError, "5"),
         ({"num_microbatches": 0}, MicrobatchError, "`num_microbatches` is 0"),
         ({"memory_budget_bytes": 1e4}, BudgetError, "train_step` fit 9.50 KB per device"),
         ({"hardware": {"h100-sxm": 4}, "num_devices": 8}, ClusterError, "names 4 devices, but 8"),
-        ({"hardware": H100, "num_devices": 12}, ClusterError, "not whole hosts of 8"),
+        ({"hardware": H100, "num_devices": 12}, ClusterError, "no whole number of hosts, which have 8 devices"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[AutoparError], words: str) -> None:
@@ -236,13 +236,13 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[AutoparE
 
 
 def test_one_program_takes_one_kind_of_device() -> None:
-    with pytest.raises(ClusterError, match="one program runs on devices of one kind"):
+    with pytest.raises(ClusterError, match="one program runs on one kind of device"):
         autopar.plan(mlp().step, *mlp().abstract_args(), hardware={"h100-sxm": 4, "a100-sxm-40": 4})
 
 
 def test_a_step_is_not_laid_out_like_stages() -> None:
     evaluate = autopar.parallelize(like=staged())(lambda state, batch: state.params["Dense_0"]["bias"].sum())
-    with pytest.raises(PlanMismatchError, match="runs in 2 stages"):
+    with pytest.raises(PlanMismatchError, match="runs in 2 pipeline stages"):
         evaluate(*mlp().args())
 
 

@@ -1,7 +1,7 @@
 """Measure the time of a step from the times of its calls, without waiting for results.
 
-In: a note at each call. Out: seconds from call to call. A call only dispatches the step; but a host can be at most some steps
-ahead of the devices, so in the long run calls follow one another as steps end.
+In: a note at each call. Out: seconds from call to call. A call only dispatches the step. But a host can be only a
+limited number of steps ahead of the devices, so in the long run the time between calls is the time of a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median
 
-#: The number of calls that are remembered.
+#: The number of recorded calls.
 REMEMBERED = 256
 
 
@@ -20,7 +20,7 @@ class Calls:
     """The times of the last calls of one compiled program.
 
     Args:
-        clock: seconds.
+        clock: a function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -31,19 +31,19 @@ class Calls:
         )
 
     def note(self) -> None:
-        """A call begins."""
+        """Record the start of a call."""
         self._times.append(self.clock())
 
     def restart(self) -> None:
-        """Forget all calls: the next one belongs to another program, or follows a compilation."""
+        """Forget all calls, because the next one belongs to another program or follows a compilation."""
         self._times.clear()
         self._settled = None
 
     def interrupt(self, wait: Callable[[], None]) -> None:
-        """Keep what has been measured: the next call is unlike the others, and starts a new measurement.
+        """Keep the measurement and start a new one, because the next call is unlike the others.
 
         Args:
-            wait: as for `step_time_s`.
+            wait: the argument of `step_time_s`.
         """
         num_steps, found = self.num_steps, self.step_time_s(wait) if self.num_steps else None
         self._times.clear()
@@ -51,23 +51,24 @@ class Calls:
 
     @property
     def num_steps(self) -> int:
-        """Steps whose time is known: from one call to the next."""
+        """The number of timed steps in the measurement that counts: the one before the last interruption or the current
+        one."""
         settled = 0 if self._settled is None else self._settled[0]
         return max(settled, self._num_timed)
 
     @property
     def _num_timed(self) -> int:
-        """Since the last interruption."""
+        """The number of timed steps since the last interruption."""
         return max(0, len(self._times) - 1)
 
     def step_time_s(self, wait: Callable[[], None]) -> tuple[float, bool]:
         """Seconds of a step, and whether the host was ahead of the devices.
 
-        It is the median from call to call. Where the devices still have much to do after the last call, the calls were faster than the
-        steps: then it is the time until the devices are done, divided by the number of steps.
+        It is the median from call to call. If the devices still have much to do after the last call, the calls were
+        faster than the steps. Then it is the time until the devices are idle, divided by the number of steps.
 
         Args:
-            wait: returns once the devices are idle.
+            wait: a function that returns once the devices are idle.
         """
         if self._settled is not None and self._settled[0] >= self._num_timed:
             return self._settled[1:]

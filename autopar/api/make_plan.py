@@ -42,7 +42,7 @@ from autopar.transforms.program import Program, program_of
 
 Hardware = str | HardwareProfile | Mapping[str, int]
 
-#: Options of one program that pipelines do not take, with their neutral values.
+#: Options for one program that pipelines reject, with the values that pipelines accept.
 _OF_ONE_PROGRAM = {
     "mesh": None,
     "pin": None,
@@ -90,46 +90,53 @@ def plan(
 
     Args:
         step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
-            place, as Flax NNX modules. What else is among the leaves (texts, functions, settings) is static.
+            place, as Flax NNX modules. Leaves that are no arrays (texts, functions, settings) are static.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
-        mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a `jax.sharding.Mesh`.
-        num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
-            With neither, the visible devices are counted.
-        hardware: name of a profile, path of a profile file, or a profile; by default that of the
-            visible devices. For stages on several kinds of device, how many there are of each, by name, in their order:
+        mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a
+            `jax.sharding.Mesh`.
+        num_devices: the number of devices. Without `mesh`, every mesh of at most two axes is planned and the cheapest
+            kept. Without both, the visible devices are counted.
+        hardware: the name of a profile, the path of a profile file, or a profile; by default the profile of the visible
+            devices. For stages on several kinds of device, the number of devices by kind, in order:
             `{"a100-sxm-40": 8, "v100-sxm-16": 16}`.
-        memory_budget_bytes: per device, a number or `"40GB"`; by default what the hardware profile says is usable.
+        memory_budget_bytes: the memory budget per device, a number or `"40GB"`; by default the usable memory in the
+            hardware profile.
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         kwargs: the step's keyword arguments.
-        static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
-        carry: names of arguments that the step returns updated; by default found by structure.
-        donate: names of arguments whose buffers the step may reuse; by default the carried ones.
+        static_argnames: the names of arguments that are traced as constants, as for `jax.jit`.
+        carry: the names of arguments that the step returns updated; by default found by structure.
+        donate: the names of arguments whose buffers the step may reuse; by default the carried ones.
         metadata: the use of sharding metadata on the arguments (`nn.Partitioned`, logical axis names, NNX
-            `out_sharding`): `"pin"` follows them; `"hint"` plans with and without, and follows them unless the plan
-            without is predicted faster by more than 5 %; `"ignore"` does not read them.
-        logical_axis_rules: map logical names in the metadata to mesh axes; by default the active `nn.logical_axis_rules`.
-        like: a plan of another step: this one is planned on its mesh, and state that both have keeps its sharding.
-        stages: the number of pipeline stages, each a program on its own devices; `"auto"`: the fastest number, which may
-            be one. The planner chooses the layers, devices and mesh of each stage (`docs/pipelines.md`).
-        schedule: the pipeline schedule (`docs/schedules.md`); `"auto"`: the fastest that fits.
-        partitioner: assigns layers to stages; by default the package's, which proves the optimum of its prices.
-        num_microbatches: gradient accumulation over so many microbatches: the same result in less memory; by default 1,
-            for pipelines `"auto"`. `"auto"`: the fastest number that fits the budget, with rematerialization where needed.
-        per_microbatch_statistics: allow microbatches where the batch feeds back, as in batch normalization; each then has
-            its own statistics.
-        rematerialize: whether activations may be rematerialized in the backward pass (activation checkpointing), where a
+            `out_sharding`). `"pin"` follows them. `"hint"` plans with and without them, and follows them unless the
+            plan without is predicted to be faster by more than 5 %. `"ignore"` does not read them.
+        logical_axis_rules: a map from logical axis names in the metadata to mesh axes; by default the active
+            `nn.logical_axis_rules`.
+        like: a plan of another step. This step is planned on its mesh, and state that both steps have keeps its
+            sharding.
+        stages: the number of pipeline stages, each a program on its own devices; `"auto"` for the fastest number, which
+            may be one. The planner chooses the layers, devices and mesh of each stage (`docs/pipelines.md`).
+        schedule: the pipeline schedule (`docs/schedules.md`); `"auto"` for the fastest that fits.
+        partitioner: an object that assigns layers to stages; by default the package's, which proves optimality by its
+            costs.
+        num_microbatches: the number of microbatches of gradient accumulation, which gives the same result in less
+            memory; by default 1, for pipelines `"auto"`. `"auto"` finds the fastest number that fits the budget, with
+            rematerialization where needed.
+        per_microbatch_statistics: whether microbatches are allowed if the step uses batch statistics, as in batch
+            normalization; each microbatch then has its own statistics.
+        rematerialize: whether activations may be rematerialized in the backward pass (activation checkpointing) if the
             step would not fit otherwise.
-        dims_as_written: never split one dim into two, so that each sharding is a `PartitionSpec` of a value in the step, as
-            `export` needs it.
-        solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
-        time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
-        progress: called with a stage's name and the fraction done.
-        cache: the folder of the plan cache, so that a step is not planned twice; True is the user's cache folder, which
-            `parallelize` and the command line use by default.
-        dump: a folder for the output of each planner pass, as text; for plans of one program.
+        dims_as_written: whether to keep every dim whole, so that each sharding is a `PartitionSpec` of a value in the
+            step, as `export` needs it.
+        solver: by default `Ilp(time_limit_s)`, which proves optimality; where memory is short, within half a percent.
+        time_limit_s: the solver's time limit in seconds per problem. There is one problem per mesh, and several where
+            memory is short.
+        progress: a callback with a stage's name and the fraction done.
+        cache: the folder of the plan cache, so that a step is planned only once; True for the user's cache folder,
+            which `parallelize` and the command line use by default.
+        dump: a folder for the output of each planner pass, as text; only for plans of one program.
 
     Raises:
-        AutoparError: one of its subclasses, naming what to change.
+        AutoparError: one of its subclasses; the text says what to change.
     """
     check_options(unknown)
     planned = planning(
@@ -168,10 +175,10 @@ def planning(
     hardware: Hardware | None = None,
     **options: Any,
 ) -> Callable[[Program], AnyPlan]:
-    """A function that plans a traced program by options of `plan`, which are checked now.
+    """Check the options of `plan` now, and return a function that plans a traced program with them.
 
     Raises:
-        AutoparError: one of its subclasses, naming the option.
+        AutoparError: one of its subclasses; the text names the option.
     """
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
@@ -182,10 +189,8 @@ def planning(
     options["num_microbatches"] = count
     if stages == 1:
         if schedule != "auto" or partitioner is not None:
-            what = "`schedule`" if schedule != "auto" else "`partitioner`"
-            raise ClusterError(
-                f'{what} is of steps that are cut into stages: give `stages="auto"`, or a number above 1'
-            )
+            name = "schedule" if schedule != "auto" else "partitioner"
+            raise ClusterError(f'`{name}` applies to pipeline stages only: give `stages="auto"`, or a number above 1')
         request = PlanRequest(hardware=_only_kind(hardware), **options)
         return functools.partial(planner.plan_program, request=request)
     _refuse(options)
@@ -207,23 +212,23 @@ def planning(
 
 
 def plan_program(program: Program, **options: Any) -> AnyPlan:
-    """`plan`, for a program already traced."""
+    """Plan a traced program; see `plan`."""
     return planning(**options)(program)
 
 
 def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) -> AnyPlan:
-    """The pipeline plan of a step, or the plan of one program where the number of stages is to be found.
+    """Plan a step in stages; if the number of stages is open, also plan it as one program and return the faster plan.
 
     Args:
-        one: the plan of one program on all devices of the first kind.
+        one: the request for one program on all devices of the first kind.
     """
     of_stages = ("stages", "schedule", "partitioner", "cluster", "profiles")
     key = one.key() | {name: getattr(staged, name) for name in of_stages}
     key |= {"metadata": one.metadata, "logical_axis_rules": one.logical_axis_rules}
     entry = plan_cache.entry_of(program, key, plan_cache.folder_of(one.cache), plan_from_json)
-    kept = entry.read()
-    if kept is not None:
-        return kept
+    cached = entry.read()
+    if cached is not None:
+        return cached
     is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
     plan = _faster(program, staged, replace(one, cache=False)) if is_open else plan_stages(program, staged)
     if isinstance(plan, PipelinePlan) and program.annotations and one.metadata != "ignore":
@@ -242,11 +247,12 @@ def cluster_of(
     """The devices to cut stages for, and the profile of each kind.
 
     Args:
-        hardware: as of `plan`. num_devices: their number; by default the visible ones.
+        hardware: the argument of `plan`.
+        num_devices: the number of devices; by default the visible ones.
         mesh: a `jax.sharding.Mesh` of the devices to use.
 
     Raises:
-        ClusterError: hosts would not be whole, or the numbers disagree.
+        ClusterError: a host would be used in part, or the numbers disagree.
     """
     if isinstance(hardware, Mapping):
         counts = {requested_profile(name): number for name, number in hardware.items()}
@@ -263,27 +269,27 @@ def cluster_of(
         per_host = min(profile.devices_per_host, number)
         if per_host < 1 or number % per_host:
             raise ClusterError(
-                f"{number} devices of {profile.name!r} are not whole hosts of {profile.devices_per_host}: give a multiple"
-                " of that, or fewer"
+                f"{number} devices of {profile.name!r} are no whole number of hosts, which have"
+                f" {profile.devices_per_host} devices each: give a multiple of that, or fewer"
             )
         groups.append(DeviceGroup(profile.name, number // per_host, per_host))
     return Cluster(tuple(groups)), {profile.name: profile for profile in counts}
 
 
 def check_like(like: Any) -> None:
-    """Refuse `like` where it is a pipeline plan.
+    """Reject a pipeline plan as `like`.
 
     Raises:
-        PlanMismatchError: it is.
+        PlanMismatchError: `like` is a pipeline plan.
     """
     if isinstance(like, PipelinePlan):
         raise PlanMismatchError(
-            f"`{like.program.name}`, like which a step is to be laid out, runs in {len(like.stages)} stages, each on devices"
-            " of its own: give this step `stages=`, too, or leave `like` out; its state is moved then"
+            f"`like` is the plan of `{like.program.name}`, which runs in {len(like.stages)} pipeline stages, and `like` takes"
+            " plans of one program only: give this step `stages=`, too, or leave `like` out; then its state is resharded"
         )
 
 
-#: Options of other systems that autopar does not have, and what does the same.
+#: Options of other systems that autopar lacks, and their replacements.
 _INSTEAD = {
     "devices": "`num_devices=8`, or `mesh=`",
     "static_argnums": "`static_argnames`, the names of these arguments",
@@ -296,7 +302,7 @@ _INSTEAD = {
 
 
 def option_names() -> list[str]:
-    """Of `plan`."""
+    """The names of `plan`'s options."""
     return [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
@@ -307,16 +313,18 @@ def check_options(unknown: Iterable[str], *first: str) -> None:
         first: further options that the caller takes.
 
     Raises:
-        OptionError: naming one, and what does the same.
+        OptionError: an option is unknown; the text names it and its replacement.
     """
     known = option_names()
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
-        way = _INSTEAD.get(name) or (f"`{near[0]}`" if near else "one of these")
-        raise OptionError(f"unknown option {name!r}; it takes {', '.join((*first, *known))}. Instead of it, give {way}")
+        replacement = _INSTEAD.get(name) or (f"`{near[0]}`" if near else "one of these")
+        raise OptionError(
+            f"unknown option {name!r}; the options are {', '.join((*first, *known))}. Instead of it, give {replacement}"
+        )
 
 
-# -- inside ----------------------------------------------------------------------------------
+# -- helpers ---------------------------------------------------------------------------------
 
 
 def _check_pin(pin: Any) -> None:
@@ -327,50 +335,50 @@ def _check_pin(pin: Any) -> None:
         )
 
 
-def _budget(given: Any) -> float | None:
+def _budget(value: Any) -> float | None:
     """Parse a memory budget: a number of bytes, or a text such as `40GB`.
 
     Raises:
-        BudgetError: it is neither, or not above zero.
+        BudgetError: the value is neither, or not above zero.
     """
     try:
-        if given is None or isinstance(given, bool):
-            found = None if given is None else -1.0
+        if value is None or isinstance(value, bool):
+            num_bytes = None if value is None else -1.0
         else:
-            found = parse_size(given) if isinstance(given, str) else float(given)
+            num_bytes = parse_size(value) if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
-        found = -1.0
-    if found is not None and not found > 0:
+        num_bytes = -1.0
+    if num_bytes is not None and not num_bytes > 0:
         raise BudgetError(
-            f"`memory_budget_bytes` is {given!r}: give the bytes of each device, above zero, such as 40e9 or '40GB'; leave it"
-            " out for what the device has"
+            f"`memory_budget_bytes` is {value!r}: give the bytes of each device, above zero, such as 40e9 or '40GB'; leave it"
+            " out for the device's usable memory"
         )
-    return found
+    return num_bytes
 
 
 def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:
     if not isinstance(hardware, Mapping):
         return hardware
     raise ClusterError(
-        f"one program runs on devices of one kind, and `hardware` names {', '.join(hardware) or 'none'}:"
+        f"one program runs on one kind of device, but `hardware` names {', '.join(hardware) or 'none'}:"
         ' give `stages="auto"`, or one name'
     )
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Refuse options that shard one program, where a pipeline has several."""
+    """Reject options for one program, because each stage of a pipeline is a program."""
     for name, usual in _OF_ONE_PROGRAM.items():
         given = options.get(name)
         if given is None or given is usual or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
             continue
         raise ClusterError(
-            f"`{name}` is of a step that is one program, and with `stages` each stage has a mesh of its own, that the"
-            f" planner chooses: leave `{name}` out, or `stages`"
+            f"`{name}` applies to one program, but with `stages` each stage has its own mesh, which the planner chooses:"
+            f" leave `{name}` or `stages` out"
         )
 
 
 def _faster(program: Program, staging: StageRequest, request: PlanRequest) -> AnyPlan:
-    """The faster of the pipeline plan and the plan of one program, of which only one may fit."""
+    """Plan the step both as a pipeline and as one program, and return the faster plan; one of them may fail."""
     failures: list[AutoparError] = []
     one, staged = None, None
     try:

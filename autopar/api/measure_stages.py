@@ -30,16 +30,18 @@ def measure_stages(
     """Report on steps that have run.
 
     Args:
-        devices: that it ran on. profiles: by kind of device. measured: the measured timeline of a step, if there is one.
+        devices: the devices that ran the steps.
+        profiles: the hardware profile of each kind of device.
+        measured: the measured timeline of a step, if there is one.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
-    here = [device for device in devices if device.process_index == jax.process_index()]
-    peak_bytes = device_peak_bytes(here)
+    local_devices = [device for device in devices if device.process_index == jax.process_index()]
+    peak_bytes = device_peak_bytes(local_devices)
     flops = model_flops(program.as_traced.graph)
-    each = [(group.num_devices, profiles[group.kind]) for group in plan.cluster.groups]
+    groups = [(group.num_devices, profiles[group.kind]) for group in plan.cluster.groups]
     ideal_s = sum(
-        amount / sum(number * profile.peak_rate(dtype) for number, profile in each) for dtype, amount in flops.items()
+        amount / sum(number * profile.peak_rate(dtype) for number, profile in groups) for dtype, amount in flops.items()
     )
     predicted = plan.prediction
     advice = []

@@ -1,4 +1,4 @@
-"""Compare the measured time and memory of a step with its plan, so that a wrong hardware profile shows.
+"""Compare the measured time and memory of a step with its plan, to reveal a wrong hardware profile.
 
 In: a plan, its program and profile, the times of calls, the devices. Out: `StepReport`.
 """
@@ -25,7 +25,7 @@ from autopar.transforms.program import Program
 FAR_OFF = 0.30
 #: The fewest steps for a median.
 FEWEST_STEPS = 3
-#: A part of the step is no suspect where it would have to take more than so many times its prediction.
+#: A part of the step is no suspect if it would have to take more than this many times its prediction.
 _MOST_FACTOR = 100.0
 
 
@@ -41,8 +41,9 @@ def measure(
     """Report on steps that have run.
 
     Args:
-        run: what ran them, on the devices of a mesh. arguments: shapes of its first arguments.
-        hardware: that the plan was made for, where it cannot be found by name.
+        run: the jitted step that ran, on the devices of `mesh`.
+        arguments: the shapes of its first arguments.
+        hardware: the profile that the plan was made for; by default it is loaded by its name in the plan.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
@@ -61,28 +62,28 @@ def measure(
 
 
 def wait() -> None:
-    """Wait until the devices are idle: no result of a step is kept to wait for."""
+    """Wait until the devices are idle. No result of a step is kept, so wait for all live arrays."""
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
 def _peak_bytes(
     run: JittedStep, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
-    """The peak memory of a device of this process; where devices do not report it, the memory of XLA's program."""
+    """The peak memory of a device of this process; if devices do not report it, the memory of XLA's program."""
     peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
     if peak is not None:
         return peak, "devices"
     sizes = run.compiled(arguments).memory_analysis()
     if sizes is None:
         return None, None
-    held = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes
-    return float(held - sizes.alias_size_in_bytes), "compiled"
+    num_bytes = sizes.argument_size_in_bytes + sizes.temp_size_in_bytes + sizes.output_size_in_bytes
+    return float(num_bytes - sizes.alias_size_in_bytes), "compiled"
 
 
 def device_peak_bytes(devices: Sequence[Any]) -> float | None:
-    """The peak memory of these devices; None where they do not report it."""
+    """The peak memory of these devices; None if they do not report it."""
     stats = [device.memory_stats() for device in devices]
-    peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
+    peaks = [float(one["peak_bytes_in_use"]) for one in stats if one and "peak_bytes_in_use" in one]
     return max(peaks, default=None)
 
 
@@ -98,10 +99,11 @@ def report_on(
     peak_bytes: float | None,
     memory_from: Literal["devices", "compiled"] | None,
 ) -> StepReport:
-    """Compare what was measured with a plan.
+    """Compare measurements with a plan.
 
     Args:
-        graph: of the step as its user wrote it. profile: that the plan was made for.
+        graph: the graph of the step as the user wrote it.
+        profile: the profile that the plan was made for.
     """
     predicted = plan.prediction
     flops = model_flops(graph)
@@ -158,10 +160,10 @@ def _suspects(
 
 
 def of_another_machine(hardware: str, device_kind: str) -> str:
-    """Advice where a plan runs on devices that it was not made for."""
+    """Advice for a plan that runs on devices that it was not made for."""
     return (
-        f"the plan is for {hardware}, but runs on {device_kind!r}, which is no device of that profile: its predictions are"
-        " of another machine. Leave out `hardware`, or give the profile of these devices"
+        f"the plan is for {hardware}, but runs on {device_kind!r}, which is not a device of that profile, so its predictions"
+        " do not apply. Leave out `hardware`, or give the profile of these devices"
     )
 
 
@@ -189,10 +191,10 @@ def _advice(
             " another plan"
         )
     if memory_far:
-        subject = "a device held" if memory_from == "devices" else "XLA's program takes"
+        subject = "a device's" if memory_from == "devices" else "the compiled program's"
         advice.append(
-            f"{subject} another amount of memory than predicted by more than {100 * FAR_OFF:.0f} %: what else lives on the"
-            " devices (a second state, an evaluation) counts too; `autopar verify` holds the step alone against XLA's"
+            f"{subject} peak memory differs from the prediction by more than {100 * FAR_OFF:.0f} %: other arrays on the"
+            " devices (a second state, an evaluation) count too; `autopar verify` compares the step alone with XLA's"
             " program"
         )
     return advice

@@ -1,7 +1,7 @@
 """Plan a function of arrays for a mesh, and compile it there.
 
-In: a function, the shapes of its arguments, planning options. Out: `Planned`: its plan, the sharding of each argument, and the
-jitted function; `Compiled`, once it is compiled.
+In: a function, the shapes of its arguments, planning options. Out: `Planned`, with the plan, the sharding of each
+argument and the jitted function; `Compiled` after compilation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from autopar.transforms.program import Program, program_of
 def plan_of(
     function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str] = ()
 ) -> Plan:
-    """The plan alone, for devices that need not exist.
+    """Plan a function without compiling it; the devices need not exist.
 
     Args:
-        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come back
-            updated, whose buffers are reused.
+        arguments: shapes of arrays, or pytrees of them.
+        options: the options of `autopar.plan`.
+        carry: the names of arguments that are returned updated, whose buffers are reused.
 
     Raises:
-        AutoparError: one of its subclasses, naming what to change.
+        AutoparError: one of its subclasses; the text says what to change.
     """
     return _planned(function, arguments, options, carry)[1]
 
@@ -51,9 +52,10 @@ class Planned:
     """A planned function.
 
     Args:
-        function: as it was written. arguments: shapes of arrays, or pytrees of these.
-        shardings: of each array, on `mesh`.
-        run: the planned function, jitted; its arguments have these shardings, or none yet.
+        function: the function as written.
+        arguments: shapes of arrays, or pytrees of them.
+        shardings: the sharding of each array on `mesh`.
+        run: the planned function, jitted. Its arguments have these shardings or are not placed yet.
     """
 
     function: Callable[..., Any]
@@ -72,14 +74,15 @@ class Planned:
         options: Mapping[str, Any],
         carry: Sequence[str] = (),
     ) -> Planned:
-        """Trace and plan; nothing is compiled.
+        """Trace and plan a function; nothing is compiled.
 
         Args:
-            options: of `autopar.plan`; the function runs on a `mesh` that is a `jax.sharding.Mesh`, else on the visible devices.
-            carry: names of arguments that come back updated, whose buffers are reused.
+            options: the options of `autopar.plan`. If `mesh` is a `jax.sharding.Mesh`, the function runs there, else on
+                the visible devices.
+            carry: the names of arguments that are returned updated, whose buffers are reused.
 
         Raises:
-            AutoparError: one of its subclasses, naming what to change.
+            AutoparError: one of its subclasses; the text says what to change.
         """
         program, plan = _planned(function, arguments, options, carry)
         given = options.get("mesh")
@@ -88,16 +91,16 @@ class Planned:
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
 
     def compiled(self) -> Compiled:
-        """Compile it for the shapes of its arguments."""
+        """Compile the function for the shapes of its arguments."""
         return Compiled(self.plan, self.mesh, self.run.lower(*self.arguments).compile())
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled function: a call compiles nothing, and one with other shapes is refused.
+    """A compiled function. A call never compiles; arguments of other shapes are refused.
 
     Args:
-        run: its arguments are arrays with these `shardings`, or NumPy arrays.
+        run: the compiled function. Its arguments are arrays with these `shardings`, or NumPy arrays.
     """
 
     plan: Plan

@@ -1,6 +1,6 @@
-"""Prepare a plan to run: one jitted program on a mesh, or the stages of a pipeline on theirs; and build its state sharded.
+"""Prepare a plan to run: one jitted program on a mesh, or the stages of a pipeline; and build its state sharded.
 
-In: a plan, its program, devices. Out: `Prepared`: it runs the step, and knows the sharding of each argument.
+In: a plan, its program, devices. Out: `Prepared`, which runs the step and has the sharding of each argument.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.runtime.jitted_step import JittedStep
 from autopar.runtime.own_arrays import make_own
 from autopar.transforms.program import Program
 
-#: The sharding of an array, or of each of its parts.
+#: The sharding of an array; or the sharding of each part of an array that several stages hold.
 Place = NamedSharding | dict[Rows, NamedSharding]
 
 
@@ -42,13 +42,14 @@ class Prepared:
 
     Args:
         results: the parts of the step's result that are no arrays.
-        run: from pytrees of arrays to those of the result, or, by `dispatch`, from the flattened arrays.
-        in_shardings: of each array of the arguments. uneven: for stacks of layers that have unequal parts on the submeshes of
-            several stages, which no sharding expresses: the sharding of each part.
-        mesh: of all devices of one program; of a pipeline, that of the first stage.
-        probe: position of the smallest output that no later call donates.
-        compiled_for: shapes and shardings of its first arguments.
-        measured: of a pipeline, the timeline of the step that was measured last.
+        run: the runnable step. A call maps pytrees of arrays to the result; `dispatch` takes flattened arrays.
+        in_shardings: the sharding of each array of the arguments.
+        uneven: the shardings of the parts of layer stacks that are in unequal parts on several submeshes, which no
+            `NamedSharding` describes.
+        mesh: the mesh of the program; for a pipeline, the mesh of its first stage.
+        probe: the position of the smallest output that no later call donates.
+        compiled_for: the shapes and shardings of the first call's arguments.
+        measured: the timeline of a pipelined step that was measured last.
     """
 
     plan: AnyPlan
@@ -70,20 +71,21 @@ class Prepared:
         Args:
             may_take: whether arrays that the user made may be donated.
         """
-        if isinstance(self.plan, PipelinePlan):  # it takes each part as it is
+        if isinstance(self.plan, PipelinePlan):  # it places each part itself
             return tuple(trees)
         return execute.placed(self.plan, self.in_shardings, self.arguments.whole(trees), may_take=may_take)
 
     def compiling(self, trees: Sequence[Any]) -> Callable[[], None]:
-        """Start to compile the program for arguments of these shapes, in a thread.
+        """Start to compile the program in a thread, for arguments of these shapes.
 
         Returns:
-            A function that waits for it. It compiles nothing for a pipeline; with several processes, which compile in one order
-            because XLA lets them exchange autotuning results; or where JAX looks for NaNs, which only a jitted function can name.
+            A function that waits for the compilation. Nothing is compiled for a pipeline; with several processes, which
+            must compile in the same order because XLA lets them exchange autotuning results; or with JAX's NaN checks,
+            which only a jitted function can attribute.
         """
-        looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
+        checks_nans = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         run = self.run
-        if self.is_compiled or isinstance(run, PipelinedStep) or jax.process_count() > 1 or looks:
+        if self.is_compiled or isinstance(run, PipelinedStep) or jax.process_count() > 1 or checks_nans:
             return lambda: None
         wait = compiling(run.lower(jax.tree.map(shape_struct, tuple(trees))))
 
@@ -96,12 +98,12 @@ class Prepared:
 
     @property
     def places(self) -> list[Place]:
-        """The place of each array of the arguments."""
+        """The sharding of each array of the arguments, or the shardings of its parts."""
         return [self.uneven.get(position, sharding) for position, sharding in enumerate(self.in_shardings)]
 
     @property
     def whole(self) -> NamedSharding:
-        """The place of an array that the plan does not know: replicated on every device of the mesh."""
+        """The sharding of arrays that are not in the plan: replicated on every device of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
@@ -117,8 +119,8 @@ def prepared_of(
     """Prepare a plan to run.
 
     Args:
-        name: of the step.
-        devices: the mesh of one program; or all devices of a pipeline, in order.
+        name: the step's name.
+        devices: the mesh of one program, or all devices of a pipeline in order.
         may_take: whether arrays that the user made may be donated.
     """
     if isinstance(plan, PipelinePlan):
@@ -149,67 +151,66 @@ def prepared_of(
 def built(
     create: Callable[..., list[Any]], trees: Sequence[Any], shapes: Sequence[Any], places: Sequence[Place]
 ) -> list[Any]:
-    """Arrays that a function makes, each built at its place.
+    """Run a function that creates arrays, so that each result has its sharding from the start.
 
     Args:
-        create: from pytrees to as many arrays, of these shapes, as there are places. It is compiled once for each mesh among
-            them, for the arrays there; for arrays in other processes the result has no shards.
+        create: a function from pytrees to one array per place, of these shapes. It is compiled once per mesh, for the
+            arrays on that mesh. Arrays of other processes have no local shards.
     """
     by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
     for position, place in enumerate(places):
         parts = {None: place} if isinstance(place, NamedSharding) else place
         for rows, sharding in parts.items():
             by_mesh.setdefault(sharding.mesh, []).append((position, rows, sharding))
-    found: list[dict[Rows | None, Any]] = [{} for _ in places]
-    for own in by_mesh.values():
-        if not is_mine(own[0][2]):
-            for position, rows, sharding in own:
+    parts_of: list[dict[Rows | None, Any]] = [{} for _ in places]
+    for on_mesh in by_mesh.values():
+        if not is_mine(on_mesh[0][2]):
+            for position, rows, sharding in on_mesh:
                 struct = (
                     shapes[position] if rows is None else jax.eval_shape(partial(rows_of, rows=rows), shapes[position])
                 )
-                found[position][rows] = without_shards(struct.shape, struct.dtype, sharding)
+                parts_of[position][rows] = without_shards(struct.shape, struct.dtype, sharding)
             continue
 
-        def some(*given: Any, own: Sequence[tuple[int, Rows | None, Any]] = tuple(own)) -> list[Any]:
-            made = create(*given)
-            return [made[position] if rows is None else rows_of(made[position], rows) for position, rows, _ in own]
+        def create_here(*args: Any, wanted: Sequence[tuple[int, Rows | None, Any]] = tuple(on_mesh)) -> list[Any]:
+            arrays = create(*args)
+            return [arrays[n] if rows is None else rows_of(arrays[n], rows) for n, rows, _ in wanted]
 
-        some.__name__ = getattr(create, "__name__", "create")
-        shardings = [sharding for _, _, sharding in own]
-        arrays = (_made_on_cpus if _are_own_cpus(shardings[0]) else _made)(some, trees, shardings)
+        create_here.__name__ = getattr(create, "__name__", "create")
+        shardings = [sharding for _, _, sharding in on_mesh]
+        arrays = (_created_on_cpus if _are_local_cpus(shardings[0]) else _created)(create_here, trees, shardings)
         make_own(arrays)
-        for (position, rows, _), array in zip(own, arrays, strict=True):
-            found[position][rows] = array
-    return [assembled(parts) for parts in found]
+        for (position, rows, _), array in zip(on_mesh, arrays, strict=True):
+            parts_of[position][rows] = array
+    return [assembled(parts) for parts in parts_of]
 
 
-def _made(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+def _created(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
     return jax.jit(create, out_shardings=list(shardings))(*trees)
 
 
-def _are_own_cpus(sharding: NamedSharding) -> bool:
-    """Whether its devices are CPUs of this process, which share one memory."""
-    mine = jax.process_index()
-    return all(device.platform == "cpu" and device.process_index == mine for device in sharding.device_set)
+def _are_local_cpus(sharding: NamedSharding) -> bool:
+    """Whether all devices of a sharding are CPUs of this process, which share one memory."""
+    process = jax.process_index()
+    return all(device.platform == "cpu" and device.process_index == process for device in sharding.device_set)
 
 
-def _made_on_cpus(
+def _created_on_cpus(
     create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
-    """Compile for one device, which takes half as long as for several that share its memory; then lay the arrays out one after
-    another, so that at most one of them exists twice.
-    """
-    one = min(shardings[0].device_set, key=lambda device: device.id)
-    given = jax.device_put(tuple(trees), one)
-    # With `out_shardings`, no result is an argument's own buffer.
-    arrays = list(compiled_to_draw(jax.jit(create, out_shardings=SingleDeviceSharding(one)), given)(*given))
+    """Compile for one device, which takes half as long as for several that share its memory. Then shard the arrays one
+    after another, so that at most one of them exists twice."""
+    device = min(shardings[0].device_set, key=lambda device: device.id)
+    args = jax.device_put(tuple(trees), device)
+    # With `out_shardings`, no result shares the buffer of an argument.
+    arrays = list(compiled_to_draw(jax.jit(create, out_shardings=SingleDeviceSharding(device)), args)(*args))
     for position, sharding in enumerate(shardings):
         arrays[position] = jax.block_until_ready(_laid_out(arrays[position], sharding))
     return arrays
 
 
 def _laid_out(array: Any, sharding: NamedSharding) -> Any:
-    """Shard an array through NumPy: JAX would compile a program for each shape of a slice."""
+    """Shard an array through NumPy, because JAX would compile a program for each shape of a slice."""
     if sharding.is_fully_replicated or jax.numpy.issubdtype(array.dtype, jax.dtypes.extended):
         return jax.device_put(array, sharding)
     return jax.device_put(np.asarray(array), sharding, may_alias=False)

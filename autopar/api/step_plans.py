@@ -1,7 +1,7 @@
-"""Find or make the plans of a step: given, known from an earlier call, or planned once for all processes.
+"""Find or make the plans of a step: a given plan, a plan from an earlier call, or one made once for all processes.
 
-In: a step, its options or a given plan; a call. Out: `Planned`: the plan, its traced program, and the parts of the step's result
-that are no arrays.
+In: a step, its options or a given plan; a call. Out: `Planned`: the plan, its traced program, and the parts of the
+step's result that are no arrays.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from autopar.runtime.distributed.plan_agreement import agreed_plan, with_hosts
 from autopar.system.progress import announced_by_progress
 from autopar.transforms.program import Program, program_of_call
 
-#: The number of plans for the same shapes that draws a warning.
+#: The number of plans for the same shapes at which a warning is logged.
 _MANY = 4
 
 
 def _of(program: Program, plan: AnyPlan) -> Program:
-    """The step in the form of a plan; for a pipeline plan, as written."""
+    """The step in the form that a plan was made for; for a pipeline plan, as written."""
     if isinstance(plan, PipelinePlan):
         return program.as_traced.forms[-1]
     return program.of(plan)
@@ -58,8 +58,9 @@ class StepPlans:
     """The plans of one step.
 
     Args:
-        called: the step. fixed: a plan to run by instead of planning.
-        options: of `autopar.plan`; `like` may be another step's plans.
+        called: the step.
+        fixed: a plan to use instead of planning.
+        options: the options of `autopar.plan`; `like` may be the plans of another step.
     """
 
     def __init__(self, called: Step, fixed: AnyPlan | None, options: Mapping[str, Any]) -> None:
@@ -68,7 +69,7 @@ class StepPlans:
         shared = (
             {k: v for k, v in like.options.items() if k in ("mesh", "hardware")} if isinstance(like, StepPlans) else {}
         )
-        self.options: dict[str, Any] = shared | dict(options)  # on the devices of `like`, unless others are given
+        self.options: dict[str, Any] = shared | dict(options)  # the devices of `like`, unless others are given
         self.latest: AnyPlan | None = None  # the last one made or used
         self._known: dict[Any, Planned] = {}  # by the key of a call
 
@@ -96,7 +97,7 @@ class StepPlans:
         return self._known[call.key]
 
     def mesh(self, plan: Plan) -> Mesh:
-        """The devices that a plan of one program runs on."""
+        """The mesh that a plan of one program runs on."""
         given = self.options.get("mesh")
         return execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
 
@@ -106,7 +107,7 @@ class StepPlans:
         return list(given.devices.flat) if isinstance(given, Mesh) else in_host_order(jax.devices())
 
     def profiles(self, plan: PipelinePlan) -> dict[str, HardwareProfile]:
-        """The profile of each kind of device of a plan's cluster; the given ones, where there are any."""
+        """The profile of each kind of device in a plan's cluster; a given profile takes precedence."""
         given = self.options.get("hardware")
         if isinstance(given, HardwareProfile):
             return {given.name: given}
@@ -114,7 +115,7 @@ class StepPlans:
         return {profile.name: profile for profile in map(requested_profile, names)}
 
     def planning_options(self) -> dict[str, Any]:
-        """The options for `plan_program`: without those of tracing, and with `like` as a plan.
+        """The options for `plan_program`: all except those of tracing, with `like` as a plan.
 
         Raises:
             PlanMismatchError: `like` is a step without a plan.
@@ -125,7 +126,7 @@ class StepPlans:
         if isinstance(like, StepPlans):
             if like.latest is None:
                 raise PlanMismatchError(
-                    f"`{self.called.name}` is to be laid out like `{like.called.name}`, which has no plan yet: call that"
+                    f"`like` of `{self.called.name}` is the step `{like.called.name}`, which has no plan yet: call that step"
                     " first, or its `init` or `plan`"
                 )
             plan_step.check_like(like.latest)
@@ -137,7 +138,7 @@ class StepPlans:
         folder = plan_cache.folder_of(self.options.get("cache", True))
         return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
-    # -- inside ------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------
 
     def _traced(self, call: Call, to_run: bool) -> Program:
         if to_run and not isinstance(self.options.get("mesh"), Mesh):
@@ -166,10 +167,10 @@ class StepPlans:
         return agreed_plan(exchange, name, traced, planned, plan_from_json, options, self.fixed)
 
     def _as_given(self, plan: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
-        """A plan and the program in its form; a given plan is compared with the program.
+        """Return a plan, and the program in the plan's form. A given plan is first compared with the program.
 
         Raises:
-            PlanMismatchError: it was made for another program.
+            PlanMismatchError: the plan was made for another program.
         """
         program = _of(program, plan)
         if self.fixed is None:
@@ -178,9 +179,9 @@ class StepPlans:
         if difference is not None:
             raise PlanMismatchError(
                 f"the given plan was made for another program than `{self.called.name}` with these arguments:"
-                f" {difference}. Plan again, or call with what it was made for."
+                f" {difference}. Plan again, or call the step with the arguments that the plan was made for."
             )
-        trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # a file does not have them
+        trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}  # plan files do not contain them
         return dataclasses.replace(plan, **trees), program
 
     def _check_devices(self) -> None:
@@ -198,16 +199,16 @@ class StepPlans:
         return self.options.get("stages", 1) != 1
 
     def _num_devices(self) -> int:
-        """The number of devices that it runs on."""
+        """The number of devices that the step runs on."""
         if isinstance(self.fixed, PipelinePlan):
             return self.fixed.cluster.num_devices
         if not self._is_staged():
             return self._mesh_shape().num_devices
-        given = (self.options.get(name) for name in ("hardware", "num_devices", "mesh"))
-        return plan_step.cluster_of(*given)[0].num_devices
+        options = (self.options.get(name) for name in ("hardware", "num_devices", "mesh"))
+        return plan_step.cluster_of(*options)[0].num_devices
 
     def _mesh_shape(self) -> MeshShape:
-        """The mesh of one program; or one with as many devices, where the planner chooses it."""
+        """The mesh of one program; if the planner chooses the mesh, any mesh with as many devices."""
         if isinstance(self.fixed, Plan):
             return self.fixed.mesh
         options = self.planning_options()
@@ -215,12 +216,12 @@ class StepPlans:
         return request.as_of(options.get("like")).meshes[0]
 
     def _warn_of_many(self, call: Call) -> None:
-        """Warn once, where many plans are made for different values of arguments that are no arrays."""
+        """Warn once if many plans are made for different values of arguments that are no arrays."""
         same_shapes = [key for key in self._known if call.differs_in(key) is not None]
         if len(same_shapes) == _MANY:
             warnings.warn(
                 f"`{self.called.name}` is planned for the {_MANY + 1}th time with the same shapes, because"
-                f" {call.differs_in(same_shapes[-1])} has changed: a plan is made for the values of all arguments that are no arrays."
-                " Leave it out of the arguments if the step does not need it, or make it an array",
+                f" {call.differs_in(same_shapes[-1])} has changed: a plan holds for fixed values of the arguments that are no"
+                " arrays. Leave it out of the arguments if the step does not need it, or make it an array",
                 stacklevel=5,
             )

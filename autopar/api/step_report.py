@@ -1,7 +1,7 @@
-"""The report of steps that ran: measured against predicted.
+"""Report on steps that ran: measured figures against the prediction.
 
-In: figures. Out: `StepReport`, which prints as text and as JSON: the step's time and memory, MFU, and the figures of the profile
-to check where measured and predicted differ.
+In: figures. Out: `StepReport`, which prints as text and as JSON: the step's time and memory, MFU, and the profile's
+figures to check if measured and predicted differ.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Suspect:
     Args:
         part: `kernels`, or the collectives by kind.
         predicted_s: its predicted seconds.
-        factor: by how much it would have to be longer to explain the measured step, all else as predicted.
-        check: the figures of the profile that it comes from.
+        factor: the factor on `predicted_s` that would explain the measured step time, with all else as predicted.
+        check: the profile's figures that determine the prediction.
     """
 
     part: str
@@ -43,19 +43,22 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepReport:
-    """Measured against predicted. Printed, it is plain text. Bytes are per device.
+    """Measured figures of a step against its prediction. It prints as plain text. Bytes are per device.
 
     Args:
-        device_kind: of the devices it ran on, as JAX names them.
-        num_steps: measured steps.
-        host_was_ahead: whether calls were faster than steps, so that `step_time_s` is a mean instead of a median.
-        peak_bytes: peak memory of a device since the process began; or the memory of XLA's program, where devices do not
-            report it. memory_from: which of the two; None where neither is known.
-        model_flops: of the matmuls and convolutions of the step as its user wrote it, on all devices.
-        utilisation: MFU: these FLOPs in the measured time, as part of the devices' peak.
-        suspects: parts that may be wrong, the likeliest first; empty where nothing is.
-        advice: what to do, as sentences.
-        simulated, measured: timelines of a pipelined step; the latter where a step was `measured`.
+        device_kind: the kind of device that ran the steps, as JAX names it.
+        num_steps: the number of measured steps.
+        host_was_ahead: whether the host dispatched calls faster than the devices ran steps; then `step_time_s` is a
+            mean instead of a median.
+        peak_bytes: the peak memory of a device since the process began; if devices do not report it, the memory of
+            XLA's program; None if neither is known.
+        memory_from: the source of `peak_bytes`; None if it is not known.
+        model_flops: the FLOPs of the matmuls and convolutions of the step as the user wrote it, on all devices.
+        utilisation: MFU: the ratio of these FLOPs per measured second to the devices' peak.
+        suspects: parts whose prediction may be wrong, the likeliest first; empty if the prediction holds.
+        advice: sentences that say what to do.
+        simulated: the simulated timeline of a pipelined step.
+        measured: its measured timeline, if a step was `measured`.
     """
 
     program: str
@@ -78,30 +81,29 @@ class StepReport:
 
     @property
     def off(self) -> float:
-        """(predicted - measured) / measured, of the step time."""
+        """(predicted - measured) / measured, for the step time."""
         return (self.predicted_s - self.step_time_s) / self.step_time_s
 
     @property
     def memory_off(self) -> float | None:
-        """(predicted - measured) / measured, of the peak memory."""
+        """(predicted - measured) / measured, for the peak memory."""
         return (self.predicted_peak_bytes - self.peak_bytes) / self.peak_bytes if self.peak_bytes else None
 
     @property
     def holds(self) -> bool:
-        """Whether both predictions are close."""
+        """Whether both predictions are close to the measurement."""
         return not self.advice
 
     @property
     def timelines(self) -> tuple[PipelineTimeline, ...]:
-        """The timelines that there are."""
+        """The simulated and the measured timeline, as far as they exist."""
         return tuple(one for one in (self.simulated, self.measured) if one is not None)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the simulated timeline and below it the measured one: as a picture, or where the path ends in `.json` as a trace for
-        Perfetto.
-        """
+        """Write the simulated timeline, and the measured one below it: as a picture, or as a Perfetto trace if the path
+        ends in `.json`."""
         if not self.timelines:
-            raise PlotError(f"`{self.program}` is one program: there are timelines of steps in stages alone")
+            raise PlotError(f"`{self.program}` is one program: only pipelined steps have timelines")
         write_timelines(path, *self.timelines)
 
     def __str__(self) -> str:
@@ -118,11 +120,11 @@ class StepReport:
         return {"format": "autopar-report", "version": 1} | asdict(self) | more
 
 
-# -- as text ---------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------
 
 
 def render_report(report: StepReport, console: Console) -> None:
-    """Print a report to a console, with styles where it has them."""
+    """Print a report to a console, with styles if it supports them."""
     verdict = "as predicted" if report.holds else "not as predicted"
     console.print(Text.assemble(("Report on ", "bold"), (report.program, "bold"), f": {verdict}"))
     how = "mean, as the host ran ahead of the devices" if report.host_was_ahead else "median"
@@ -145,7 +147,8 @@ def render_report(report: StepReport, console: Console) -> None:
     if report.suspects:
         console.print(Text("What may be off", "bold"))
         for one in report.suspects:
-            text = f"{one.part}: {human_seconds(one.predicted_s)} predicted; alone, x{one.factor:.2g} would explain it. Check {one.check}"
+            seconds = human_seconds(one.predicted_s)
+            text = f"{one.part}: {seconds} predicted; a factor of {one.factor:.2g} would explain the step. Check {one.check}"
             console.print(Padding(Text(text), (0, 0, 0, 2)))
     for line in report.advice:
         console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
@@ -154,13 +157,13 @@ def render_report(report: StepReport, console: Console) -> None:
 
 
 def _print_timelines(simulated: PipelineTimeline, measured: PipelineTimeline | None, console: Console) -> None:
-    """Print the timelines one below the other, and where they differ."""
+    """Print both timelines, one below the other, and sentences about their differences."""
     both = (simulated,) if measured is None else (simulated, measured)
-    title = "Timeline of a step" if measured is None else "Timeline of a step: simulated, and as it ran task by task"
+    title = "Timeline of a step" if measured is None else "Timeline of a step: simulated, and measured task by task"
     console.print(Text(), Text(title, "bold"), sep="\n")
     console.print(inset(timeline_text(*both, width=min(console.width, TEXT_WIDTH) - 4)))
     if measured is None:
-        lines = ("as it runs: call `step.measured(...)` once in place of `step(...)`, and report again",)
+        lines = ("for the measured timeline, call `step.measured(...)` once instead of `step(...)`, and report again",)
     else:
         lines = differences(simulated, measured)
     for line in lines:

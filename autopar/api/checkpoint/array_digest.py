@@ -1,14 +1,14 @@
 """Digest arrays, with the same result however an array is sharded over devices and processes.
 
-In: an array. Out: a number for each of its parts in this process; the numbers of all parts add up to the digest:
+In: an array. Out: a number for each part in this process. The numbers of all parts add up to the digest:
 
     sum over 32-bit words of mix(word xor c * its position in the whole array)   modulo 2^32
 
-`mix` is the last step of MurmurHash3, a bijection: a change of one word always changes the sum, and any other change is missed
-with a probability of 2^-32. A digest of the bytes in order (CRC-32, BLAKE2) would depend on the shards as they were saved, and a
-restore under another plan reads other shards. This one is also fast: a host's core digests some 15 GB/s (CRC-32 of zlib 3.7,
-BLAKE2b 0.9), a GPU reads the array once. Parts on CPU devices are digested in place, by a compiled loop; XLA's CPU compiler would
-write the mixed words to memory first.
+`mix` is the last step of MurmurHash3, a bijection. So a change of one word always changes the sum, and any other change
+is missed with a probability of 2^-32. A digest of the bytes in order (CRC-32, BLAKE2) would depend on the shards as
+saved, but a restore under another plan reads other shards. This digest is also fast: a host core digests about 15 GB/s
+(zlib's CRC-32 3.7, BLAKE2b 0.9), and a GPU reads the array once. Parts on CPU devices are digested in place by a
+compiled loop, because XLA's CPU compiler would write the mixed words to memory first.
 """
 
 from __future__ import annotations
@@ -25,46 +25,47 @@ from numpy.typing import NDArray
 
 from autopar.solve.numba_jit import compiled
 
-#: Where a part begins and ends in the whole array, in each dim.
+#: The start and end of a part in each dim of the whole array.
 Box = tuple[tuple[int, int], ...]
-#: A part's number, which a device may still compute.
+#: The digest of a part, which a device may still be computing.
 Part = int | jax.Array
 
 _POSITION = 0x9E3779B1  # 2^32 over the golden ratio, odd
 
 
 def parts_of(array: Any, *, once: bool) -> Mapping[Box, Part]:
-    """Start to digest an array's parts in this process. The array may be donated meanwhile.
+    """Start to digest this process's parts of an array. The array may be donated before the digest is ready.
 
     Args:
-        once: skip replicas whose first copy is on another device, in whatever process, so that each part is digested once.
+        once: whether to digest each part only once: a replica is skipped if the first copy is on another device of any
+            process.
     """
-    if not isinstance(array, jax.Array):  # a number: the same in every process
+    if not isinstance(array, jax.Array):  # a number, equal in every process
         return {(): _of_host(np.asarray(array), (), ())} if jax.process_index() == 0 or not once else {}
-    found: dict[Box, Part] = {}
+    parts: dict[Box, Part] = {}
     for shard in array.addressable_shards:
         if once and shard.replica_id:
             continue
         bounds = [one.indices(size) for one, size in zip(shard.index, array.shape, strict=True)]
         box = tuple((start, stop) for start, stop, _ in bounds)
         starts = tuple(start for start, _ in box)
-        if box in found:
+        if box in parts:
             continue
         if shard.device.platform == "cpu":
-            found[box] = _of_host(np.asarray(shard.data), starts, array.shape)
+            parts[box] = _of_host(np.asarray(shard.data), starts, array.shape)
         else:
             first = np.uint32(_first(starts, array.shape, _num_words(array.dtype)) % 2**32)
-            found[box] = _of_device(shard.data, first, shape=array.shape)
-    return found
+            parts[box] = _of_device(shard.data, first, shape=array.shape)
+    return parts
 
 
 def total(parts: Mapping[Box, Part]) -> int:
-    """The sum of the parts, once the devices have computed them."""
+    """The sum of the parts' digests; waits for the devices."""
     return sum(map(int, parts.values())) % 2**32
 
 
 def _strides(shape: Sequence[int], num_words: int) -> list[int]:
-    """Words from one element to the next, in each dim of the whole array."""
+    """The number of words from one element to the next, in each dim of the whole array."""
     return [num_words * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
@@ -87,10 +88,10 @@ def _of_host(part: NDArray[Any], starts: Sequence[int], shape: Sequence[int]) ->
         part = part.astype(np.int8)
     words = np.ascontiguousarray(part).reshape(-1).view(f"u{min(4, part.dtype.itemsize)}")
     first, strides = _first(starts, shape, num_words), _strides(shape, num_words)
-    dim = part.ndim  # from it on the part has all of the array, so that its words follow one another
+    dim = part.ndim  # from this dim on, the part spans the whole array, so its words are contiguous
     while dim > 0 and part.shape[dim:] == tuple(shape[dim:]):
         dim -= 1
-    firsts = np.full(1, first % 2**32, np.uint32)  # of each run of words that follow one another
+    firsts = np.full(1, first % 2**32, np.uint32)  # the position of the first word of each contiguous run
     for size, stride in zip(part.shape[:dim], strides, strict=False):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride)
         firsts = (firsts[:, None] + steps.astype(np.uint32)).reshape(-1)
@@ -128,7 +129,7 @@ def _of_device(part: jax.Array, first: jax.Array, *, shape: tuple[int, ...]) -> 
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of the elements as 32-bit words; a wider element has several, in one more dim."""
+    """The bits of the elements as 32-bit words. Elements of several words get one more dim."""
     cast = jax.lax.bitcast_convert_type
     if array.dtype.name in ("int2", "int4", "uint2", "uint4"):
         array = array.astype(jnp.int8)

@@ -1,7 +1,8 @@
-"""How orbax writes and reads arrays that lie in some of several processes alone, as the state of a step in stages does.
+"""Let orbax write and read arrays that only some processes have, such as the state of a pipelined step.
 
-In: what orbax's own handler of arrays takes. Out: the same files. Orbax wants a part of each array in every process, and
-process 0 to write what the array is; here each process writes and reads the arrays that it has parts of.
+In: the arguments of orbax's own array handler. Out: the same files. Orbax expects a part of each array in every
+process, and process 0 to write the array's metadata. Here each process writes and reads the arrays of which it has
+parts.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ import orbax.checkpoint as ocp
 
 
 def handler_of_state() -> ocp.PyTreeCheckpointHandler:
-    """What writes and reads nested dicts of such arrays."""
-    own = _ArraysOfSome(primary_host=None, enable_write_sharding_file=False)
+    """The handler that writes and reads nested dicts of such arrays."""
+    arrays = _ArraysOfSome(primary_host=None, enable_write_sharding_file=False)
     numbers = ocp.type_handlers.NumpyHandler()
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, own), (np.ndarray, numbers))
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (np.ndarray, numbers))
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
 class _Shards:
-    """An array as orbax reads it to write it. It takes a `jax.Array` that only this process has for a mistake."""
+    """An array wrapped for orbax, which rejects a `jax.Array` that only this process has."""
 
     def __init__(self, array: jax.Array) -> None:
         self._array = array
@@ -33,7 +34,7 @@ class _Shards:
 
 
 class _ArraysOfSome(ocp.type_handlers.ArrayHandler):
-    """Leaves out what other processes write, or hold."""
+    """An array handler that skips the arrays of other processes."""
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
         """Start to write this process's parts."""
@@ -45,12 +46,12 @@ class _ArraysOfSome(ocp.type_handlers.ArrayHandler):
         return await super().serialize(shards, [infos[n] for n in mine], [args[n] for n in mine])
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        """Read this process's parts; of what others hold, arrays without local shards."""
-        assert args is not None, "each has the sharding that it is read into"
+        """Read this process's parts. An array of other processes becomes one without local shards."""
+        assert args is not None, "the arguments hold the target shardings"
         mine = [n for n, arg in enumerate(args) if arg.sharding.addressable_devices]
         read = await super().deserialize([infos[n] for n in mine], [args[n] for n in mine]) if mine else []
-        found = dict(zip(mine, read, strict=True))
-        return [found[n] if n in found else _without_shards(arg) for n, arg in enumerate(args)]
+        arrays = dict(zip(mine, read, strict=True))
+        return [arrays[n] if n in arrays else _without_shards(arg) for n, arg in enumerate(args)]
 
 
 def _without_shards(arg: Any) -> jax.Array:

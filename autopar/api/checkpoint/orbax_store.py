@@ -1,8 +1,8 @@
-"""The door to orbax, with `orbax_arrays`: numbered checkpoints in one folder, each there whole or not at all.
+"""Store numbered checkpoints in one folder through orbax; each exists whole or not at all.
 
-In: a folder, nested dicts of arrays and JSON values. Out: the same read back, arrays straight into the shardings asked
-for: each device's part is read by the process that holds it. Nothing here knows of plans. All processes of a
-`jax.distributed` run call it together, as orbax wants it.
+In: a folder, nested dicts of arrays, and JSON values. Out: the same read back, with the requested shardings: each
+process reads the parts of its own devices. This module does not depend on plans. All processes of a `jax.distributed`
+run call it together, as orbax requires.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from orbax.checkpoint import future
 
 from autopar.api.checkpoint.orbax_arrays import handler_of_state
 
-#: What the arrays of a checkpoint are called in it, and what is known of them only while they are written; every other
-#: part is JSON.
+#: The items of a checkpoint that are not JSON: the arrays, and their digests, which are known only while they are
+#: written.
 STATE, DIGESTS = "state", "digests"
 
 
 def folder_of(directory: Any) -> Any:
-    """The path that orbax takes: an absolute one, or a bucket's (`gs://...`)."""
+    """The absolute path, or the bucket's URL (`gs://...`), that orbax takes."""
     text = str(directory)
     return epath.Path(text) if "://" in text else epath.Path(Path(text).expanduser().absolute())
 
 
 def steps(folder: Any) -> list[int]:
-    """Numbers of the checkpoints that are whole, in order. One that is being written is not among them."""
+    """The numbers of complete checkpoints, in order."""
     if not folder.is_dir():
         return []
     return sorted(found.step for found in ocp.step.standard_name_format().find_all(folder))
@@ -45,7 +45,7 @@ def place(folder: Any, step: int) -> Any:
 
 
 class _LaterHandler(ocp.AsyncCheckpointHandler):
-    """Writes JSON of each process's own, which is made while the arrays are written."""
+    """Writes JSON of this process that becomes known only while the arrays are written."""
 
     async def async_save(self, directory: Any, args: _LaterSave) -> list[Any]:
         async def write() -> None:
@@ -55,21 +55,21 @@ class _LaterHandler(ocp.AsyncCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(write(), name="autopar_digests")]
 
     def save(self, directory: Any, args: _LaterSave) -> None:
-        raise NotImplementedError("it is always written in the background")
+        raise NotImplementedError("digests are always written in the background")
 
     def restore(self, directory: Any, args: Any = None) -> Any:
-        raise NotImplementedError("`read_digests` reads it")
+        raise NotImplementedError("`read_digests` reads the digests")
 
 
-@ocp.args.register_with_handler(_LaterHandler, for_save=True, for_restore=True)  # orbax asks for both
+@ocp.args.register_with_handler(_LaterHandler, for_save=True, for_restore=True)  # orbax requires both
 @dataclass
 class _LaterSave(ocp.args.CheckpointArgs):
     item: Callable[[], Any]
 
 
 class Writer:
-    """Writes checkpoints in the background. The one that opens it cleans up after writers that were killed, so there
-    must be no other."""
+    """Writes checkpoints in the background. It removes what killed writers left behind, so there must be only one
+    writer."""
 
     def __init__(self, folder: Any, keep: int | None) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
@@ -82,66 +82,67 @@ class Writer:
     def write(
         self, step: int, state: Mapping[str, Any], parts: Mapping[str, Any], digests: Callable[[], Sequence[Any]]
     ) -> None:
-        """Start to write a checkpoint; when it returns, the arrays may be changed or donated.
+        """Start to write a checkpoint. After the call, the arrays may be changed or donated.
 
         Args:
             state: nested dicts of arrays.
-            parts: JSON values by their name.
-            digests: waits for what this process is to say of the arrays, in JSON types; called in the background.
+            parts: JSON values by name.
+            digests: a function that waits for this process's digests and returns them as JSON types; called in the
+                background.
         """
         items: dict[str, Any] = {name: ocp.args.JsonSave(part) for name, part in parts.items()}
         items |= {STATE: self._save(dict(state)), DIGESTS: _LaterSave(digests)}
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
-        """Until all that was started is written. Raises what went wrong."""
+        """Wait until everything is written. Raises the error of a write that failed."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and end its threads."""
+        """Wait for all writes and end the threads."""
         self._manager.close()
 
 
 def _handlers() -> Any:
-    """By what is asked for, what does it, where there are several processes."""
-    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    """The handlers for several processes, by item and arguments."""
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     of_state, of_parts = handler_of_state(), ocp.JsonCheckpointHandler()
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
-        found.add(STATE, args, of_state)
+        registry.add(STATE, args, of_state)
     for args in (ocp.args.JsonSave, ocp.args.JsonRestore):
-        found.add(None, args, of_parts)
-    found.add(DIGESTS, _LaterSave, _LaterHandler())
-    return found
+        registry.add(None, args, of_parts)
+    registry.add(DIGESTS, _LaterSave, _LaterHandler())
+    return registry
 
 
 def read_part(folder: Any, step: int, name: str) -> Any:
-    """One of the JSON values.
+    """Read one of the JSON values.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is damaged.
+        OSError: the file is missing.
+        ValueError: the file is damaged.
     """
     return json.loads((place(folder, step) / name / "metadata").read_text())
 
 
 def has_part(folder: Any, step: int, name: str) -> bool:
-    """Whether a checkpoint has such a value."""
+    """Whether a checkpoint has a JSON value of this name."""
     return (place(folder, step) / name / "metadata").exists()
 
 
 def read_digests(folder: Any, step: int) -> list[Any]:
-    """What all processes said of the arrays.
+    """Read the digests of all processes.
 
     Raises:
-        OSError: it is not there.
-        ValueError: it is damaged.
+        OSError: a file is missing.
+        ValueError: a file is damaged.
     """
     files = sorted((place(folder, step) / DIGESTS).glob("process_*"))
     return [one for file in files for one in json.loads(file.read_text())]
 
 
 def files_of(folder: Any, step: int, keys: Sequence[str]) -> list[str]:
-    """The files that the values of an array lie in, as far as they can be found."""
+    """The files that contain an array's values, as far as they can be determined."""
     at = str(place(folder, step) / STATE)
     root = tensorstore.KvStore.open(f"{at if '://' in at else f'file://{at}'}/").result()
     name = f"{'.'.join(keys)}/".encode()
@@ -151,7 +152,7 @@ def files_of(folder: Any, step: int, keys: Sequence[str]) -> list[str]:
 
 
 def _values(root: Any, location: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:
-    """Keys and files below a node of the tree in which tensorstore finds what it has written."""
+    """The keys and files below a node of tensorstore's B-tree."""
     for entry in tensorstore.ocdbt.dump(root, location).result()["entries"]:
         if "indirect_value" in entry:
             _, *path, _, _ = entry["indirect_value"].split(":")
@@ -161,15 +162,15 @@ def _values(root: Any, location: str, prefix: bytes) -> Iterator[tuple[bytes, st
 
 
 def read_state(folder: Any, step: int, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arrays.
+    """Read the arrays.
 
     Args:
-        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings, the same as were written.
+        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings; the same keys as were written.
     """
     at, target = place(folder, step) / STATE, dict(wanted)
     if jax.process_count() > 1:
         args = ocp.args.PyTreeRestore(target, restore_args=ocp.checkpoint_utils.construct_restore_args(target))
-        with ocp.Checkpointer(handler_of_state()) as reader:
-            return reader.restore(at, args=args)
-    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-        return reader.restore(at, args=ocp.args.StandardRestore(target))
+        with ocp.Checkpointer(handler_of_state()) as checkpointer:
+            return checkpointer.restore(at, args=args)
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(at, args=ocp.args.StandardRestore(target))

@@ -1,8 +1,8 @@
-"""A state as a checkpoint holds it: nested dicts of plain arrays, under the names that its leaves have.
+"""Convert a state to nested dicts of plain arrays, named by the paths of its leaves, and back.
 
-In: a pytree of arrays and numbers (a `TrainState`, optax's tuples, anything). Out: what orbax writes, a list of what
-was written, and back. Orbax reads such a checkpoint without autopar: names become keys, typed PRNG keys their words;
-what has no elements is not written.
+In: a pytree of arrays and numbers (a `TrainState`, optax's tuples, anything). Out: the dicts that orbax writes, a list
+of the leaves, and the pytree again. Orbax can read such a checkpoint without autopar: names become keys, and typed PRNG
+keys become their raw data. Arrays without elements are not written.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.run.transfers import without_shards
 from autopar.plans.records import Placement, type_text
 
-#: How many leaves an error names.
+#: The number of leaves that an error names.
 _NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a state: where it stands in it, and what it is.
+    """One array of a state.
 
     Args:
-        keys: `("params", "Dense_0", "kernel")`.
+        keys: its path, for example `("params", "Dense_0", "kernel")`.
     """
 
     keys: tuple[str, ...]
@@ -42,7 +42,7 @@ class Leaf:
 
     @property
     def path(self) -> str:
-        """`params/Dense_0/kernel`, as in a plan, without the argument's name."""
+        """`params/Dense_0/kernel`: the path as in a plan, without the argument's name."""
         return "/".join(self.keys)
 
     @property
@@ -51,15 +51,15 @@ class Leaf:
 
     @property
     def is_written(self) -> bool:
-        """Orbax takes no array without elements."""
+        """Whether the leaf is written: orbax rejects arrays without elements."""
         return math.prod(self.shape) > 0
 
 
 def leaves_of(state: Any) -> tuple[Leaf, ...]:
-    """What a state holds, in the order of its leaves.
+    """The leaves of a state, in order.
 
     Raises:
-        CheckpointError: two leaves have one name, or a leaf is no array.
+        CheckpointError: two leaves have the same name, or a leaf is no array.
     """
     found = []
     for keys, leaf in zip(leaf_keys(state), jax.tree.leaves(state), strict=True):
@@ -73,29 +73,29 @@ def leaves_of(state: Any) -> tuple[Leaf, ...]:
     named: dict[tuple[str, ...], Leaf] = {}
     for leaf in found:
         if leaf.keys in named:
-            raise CheckpointError(f"two parts of the state are called `{leaf.path}`: rename one of the keys")
+            raise CheckpointError(f"two leaves of the state have the path `{leaf.path}`: rename one of the keys")
         named[leaf.keys] = leaf
     return tuple(found)
 
 
 def stored(state: Any) -> dict[str, Any]:
-    """What is written: nested dicts of arrays. Nothing is copied but a PRNG key's words.
+    """The nested dicts of arrays to write. Only the raw data of PRNG keys is copied.
 
     Raises:
-        CheckpointError: the state's buffers are gone, for a step was given them.
+        CheckpointError: an array was donated to a step.
     """
     values = jax.tree.leaves(state)
     leaves = leaves_of(state)
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(
-                f"`{leaf.path}` was given to the step, which reuses its memory (donation): save what the step returned"
+                f"`{leaf.path}` was donated to the step, which reuses its memory: save the state that the step returned"
             )
     return _nested(leaves, [_plain(value) for value in values])
 
 
 def wanted(state: Any) -> dict[str, Any]:
-    """What to read into: the same of a state of `jax.ShapeDtypeStruct`s with shardings."""
+    """The nested dicts to read into, for a state of `jax.ShapeDtypeStruct`s with shardings."""
     values = [
         jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=struct.sharding)
         for struct in jax.tree.leaves(state)
@@ -105,63 +105,68 @@ def wanted(state: Any) -> dict[str, Any]:
 
 
 def restored(read: dict[str, Any], state: Any) -> list[Any]:
-    """The leaves of a state, from what was read, typed and laid out as in `state`, the one given to `wanted`."""
-    structs = jax.tree.leaves(state)
-    values = [_found(read, leaf) if leaf.is_written else None for leaf in leaves_of(state)]
+    """The leaves of a state from the arrays that were read.
 
-    odd: dict[Any, list[int]] = {}  # by the devices that they lie on
+    Args:
+        state: the argument of `wanted`; it determines the types and shardings.
+    """
+    structs = jax.tree.leaves(state)
+    values = [_array_at(read, leaf) if leaf.is_written else None for leaf in leaves_of(state)]
+
+    to_convert: dict[Any, list[int]] = {}  # positions, by the set of devices
     for n, (value, struct) in enumerate(zip(values, structs, strict=True)):
-        if value is None or _is_odd(value, struct):
-            odd.setdefault(frozenset(struct.sharding.device_set), []).append(n)
-    for places in odd.values():
-        laid = _retyped([values[n] for n in places], [structs[n] for n in places])
-        for n, value in zip(places, laid, strict=True):
+        if value is None or _needs_conversion(value, struct):
+            to_convert.setdefault(frozenset(struct.sharding.device_set), []).append(n)
+    for positions in to_convert.values():
+        converted = _retyped([values[n] for n in positions], [structs[n] for n in positions])
+        for n, value in zip(positions, converted, strict=True):
             values[n] = value
     return values
 
 
-def _found(tree: Any, leaf: Leaf) -> Any:
-    """A leaf's array in nested dicts."""
+def _array_at(tree: Any, leaf: Leaf) -> Any:
+    """The array of a leaf in nested dicts."""
     for key in leaf.keys or ("value",):
         tree = tree[key]
     return tree
 
 
-#: Of each array by its keys, something of its parts.
+#: A value for each part of an array, by the array's keys.
 ByKeys = Mapping[tuple[str, ...], Mapping[Any, Any]]
 
 
 def parts_started(tree: Mapping[str, Any], leaves: Sequence[Leaf], *, once: bool) -> ByKeys:
-    """Start to take the digests of arrays of `stored`, or of what was read: of their parts in this process.
+    """Start to digest this process's parts of the arrays of `stored`, or of arrays that were read.
 
     Args:
-        once: each part in one process alone.
+        once: whether each part is digested in one process only.
     """
-    digests = import_module("autopar.api.checkpoint.array_digest")  # what it needs takes most of a second to import
-    return {leaf.keys: digests.parts_of(_found(tree, leaf), once=once) for leaf in leaves if leaf.is_written}
+    digests = import_module("autopar.api.checkpoint.array_digest")  # its imports take most of a second
+    return {leaf.keys: digests.parts_of(_array_at(tree, leaf), once=once) for leaf in leaves if leaf.is_written}
 
 
 def sums_to_json(parts: ByKeys) -> list[Any]:
-    """What a process says of the arrays that it saved, once the devices have computed it."""
-    return [[list(keys), sum(map(int, of_one.values()))] for keys, of_one in parts.items() if of_one]
+    """The digests of the arrays that this process saved; waits for the devices."""
+    return [[list(keys), sum(map(int, digests.values()))] for keys, digests in parts.items() if digests]
 
 
-def changed(said: Sequence[Any], found: Sequence[Sequence[Any]]) -> list[list[str]]:
-    """Keys of the arrays that were read otherwise than they were written.
+def changed(saved: Sequence[Any], restored: Sequence[Sequence[Any]]) -> list[list[str]]:
+    """The keys of arrays that differ from what was written.
 
     Args:
-        said: `sums_to_json` of all processes that wrote them.
-        found: `parts_to_json` of all that read them. Where several read the same part, it has to be the same.
+        saved: `sums_to_json` of all processes that wrote the arrays.
+        restored: `parts_to_json` of all processes that read them. Processes that read the same part must agree on its
+            digest.
 
     Raises:
-        TypeError, ValueError: what was said is damaged.
+        TypeError, ValueError: the saved digests are damaged.
     """
     written: dict[tuple[str, ...], int] = defaultdict(int)
-    for keys, number in said:
+    for keys, number in saved:
         written[tuple(map(str, keys))] += int(number)
     read: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
     differ = set()
-    for keys, box, number in (part for of_process in found for part in of_process):
+    for keys, box, number in (part for of_process in restored for part in of_process):
         if read[tuple(keys)].setdefault(str(box), number) != number:
             differ.add(tuple(keys))
     return [
@@ -172,48 +177,48 @@ def changed(said: Sequence[Any], found: Sequence[Sequence[Any]]) -> list[list[st
 
 
 def parts_to_json(parts: ByKeys) -> list[Any]:
-    """What a process says of the arrays that it read."""
-    return [[list(keys), box, int(part)] for keys, of_one in parts.items() for box, part in of_one.items()]
+    """The digests of the parts that this process read."""
+    return [[list(keys), box, int(digest)] for keys, digests in parts.items() for box, digest in digests.items()]
 
 
 def _retyped(values: Sequence[Any], structs: Sequence[Any]) -> list[Any]:
-    """Arrays on the same devices as what they are said to be; None is one without elements."""
+    """Convert arrays on the same devices to the types of `structs`; None stands for an array without elements."""
     if not structs[0].sharding.addressable_devices:
         return [without_shards(one.shape, one.dtype, one.sharding) for one in structs]
 
     def retyped(raw: list[Any]) -> list[Any]:
         return [jax_compat.retyped(value, struct) for value, struct in zip(raw, structs, strict=True)]
 
-    # In one program, which also runs where several processes hold parts of one array.
+    # One program converts all arrays; it also runs if several processes have parts of one array.
     return jax.jit(retyped, out_shardings=[one.sharding for one in structs])(list(values))
 
 
 def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
-    """What sets a checkpoint's state apart from the one at hand, in words; None where they hold the same."""
-    there, now = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in here}
-    missing = [f"`{path}`, {leaf.type}" for path, leaf in now.items() if path not in there]
-    extra = [f"`{path}`, {leaf.type}" for path, leaf in there.items() if path not in now]
-    other = [
-        f"`{path}` is {there[path].type} there, {leaf.type} here"
+    """How a checkpoint's state differs from the given one, as text; None if both have the same leaves."""
+    before, now = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in here}
+    missing = [f"`{path}`, {leaf.type}" for path, leaf in now.items() if path not in before]
+    extra = [f"`{path}`, {leaf.type}" for path, leaf in before.items() if path not in now]
+    retyped = [
+        f"`{path}` is {before[path].type} there, {leaf.type} here"
         for path, leaf in now.items()
-        if path in there and there[path].type != leaf.type
+        if path in before and before[path].type != leaf.type
     ]
-    found = []
+    texts = []
     if missing:
-        found.append(f"it lacks {some(missing)}")
+        texts.append(f"it lacks {some(missing)}")
     if extra:
-        found.append(f"it holds {some(extra)}, which the state here has not")
-    if other:
-        found.append(some(other))
-    return "; ".join(found) or None
+        texts.append(f"it has {some(extra)}, which the state here lacks")
+    if retyped:
+        texts.append(some(retyped))
+    return "; ".join(texts) or None
 
 
 def arguments_of(plan: Placement, state: Any) -> tuple[str, ...] | None:
-    """The arguments of a planned step that a state is: one that has its leaves, or several in order where the state is
-    a tuple of them; None where there are none."""
+    """The names of the step's arguments that a state represents; None if it matches no argument. A state matches the
+    argument with the same leaves, or, if it is a tuple, several arguments in order."""
     if plan.in_tree is None:
         return None
-    given: list[tuple[str, list[tuple[str, tuple[int, ...], str]]]] = []
+    arguments: list[tuple[str, list[tuple[str, tuple[int, ...], str]]]] = []
     offset = 0
     for child in plan.in_tree.children():
         tensors = plan.inputs[offset : offset + child.num_leaves]
@@ -221,18 +226,18 @@ def arguments_of(plan: Placement, state: Any) -> tuple[str, ...] | None:
         if tensors:
             roots = {tensor.path.split("/", 1)[0] for tensor in tensors}
             root = roots.pop()
-            given.append((root, [(t.path[len(root) + 1 :], t.shape, t.dtype) for t in tensors]))
-    whole = _types(state)
-    for name, types in given:
-        if types == whole:
+            arguments.append((root, [(t.path[len(root) + 1 :], t.shape, t.dtype) for t in tensors]))
+    state_types = _types(state)
+    for name, types in arguments:
+        if types == state_types:
             return (name,)
     if not isinstance(state, tuple) or not state:
         return None
     names: list[str] = []
-    rest = iter(given)
+    rest = iter(arguments)
     for part in state:
-        types = _types(part)
-        name = next((name for name, own in rest if own == types), None)
+        part_types = _types(part)
+        name = next((name for name, types in rest if types == part_types), None)
         if name is None:
             return None
         names.append(name)
@@ -244,10 +249,10 @@ def _types(state: Any) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
-    """Values under their keys. A state that is a single array is called `value`.
+    """Nest values under their keys. A state that is a single array gets the key `value`.
 
     Raises:
-        CheckpointError: there is nothing to write.
+        CheckpointError: the state has no array to write.
     """
     tree: dict[str, Any] = {}
     for leaf, value in zip(leaves, values, strict=True):
@@ -264,14 +269,14 @@ def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An array that orbax takes."""
+    """An array that orbax can write."""
     if isinstance(value, jax.Array):
-        return _words(value) if _is_key(value.dtype) else value
+        return _key_data(value) if _is_key(value.dtype) else value
     return np.asarray(value, shape_and_dtype(value)[1])
 
 
-def _words(keys: jax.Array) -> jax.Array:
-    """Of PRNG keys. They may lie in other processes alone."""
+def _key_data(keys: jax.Array) -> jax.Array:
+    """The raw data of PRNG keys, which may all be in other processes."""
     if keys.sharding.addressable_devices:
         return jax.jit(jax.random.key_data)(keys)
     raw = jax_compat.raw_struct(keys)
@@ -282,27 +287,27 @@ def _is_key(dtype: Any) -> bool:
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def _is_odd(value: Any, struct: Any) -> bool:
-    """Whether what was read has yet to become what it was: a PRNG key, or weakly typed."""
+def _needs_conversion(value: Any, struct: Any) -> bool:
+    """Whether an array that was read must be converted: to a PRNG key, or to or from a weak type."""
     return _is_key(struct.dtype) or bool(getattr(struct, "weak_type", False)) != bool(value.weak_type)
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """The first names, and the number of further ones."""
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def to_json(leaves: Sequence[Leaf]) -> list[Any]:
-    """What a checkpoint says of its leaves."""
+    """The leaves as JSON types."""
     return [[list(leaf.keys), list(leaf.shape), leaf.dtype] for leaf in leaves]
 
 
 def from_json(data: Any) -> Iterator[Leaf]:
-    """The inverse.
+    """The inverse of `to_json`.
 
     Raises:
-        ValueError, TypeError: it is damaged.
+        ValueError, TypeError: the data is damaged.
     """
     for keys, shape, dtype in data:
         yield Leaf(tuple(map(str, keys)), tuple(map(int, shape)), str(dtype))
