@@ -32,7 +32,7 @@ Plan of `train_step` for 8 h100-sxm devices, mesh 2x4 (data=2, model=4)
 Predicted step time: 2.60 ms
   compute              1.97 ms   76 %  ##############################
   all-reduce            630 us   24 %  ##########
-XLA's estimate, simulated: 2.50 ms (expected of XLA's latency estimator; `verify` compares it)
+XLA's estimate, simulated: 2.50 ms (expected from XLA's latency estimator; `verify` compares it)
 
 Predicted peak memory per device: 12.0 GB of 40.0 GB (30 %)
   parameters           1.50 GB   12 %  #####
@@ -40,11 +40,11 @@ Predicted peak memory per device: 12.0 GB of 40.0 GB (30 %)
   data                 1.00 MB    0 %
   temporaries          7.50 GB   62 %  #########################
 
-How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1
-whole; P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor:
-its own time and the collectives next to it. `runner-up` is the next best sharding of this tensor,
-all others kept, and what it would add to the step. A `-` marks a tensor too small for a decision.
-Identical layers share a row: `h_{0..11}/kernel` x12.
+How to read it: P('data', None) shards dim 0 of a tensor over the mesh axis `data` and leaves dim 1
+whole; P() keeps a copy on every device. `cost` is the time of one tensor's sharding in a step: its
+own kernel and the collectives next to it. `runner-up` is the next best sharding of this tensor,
+with all others fixed, and the time that it would add to the step. A `-` marks a tensor too small
+for a decision. Identical layers share a row: `h_{0..11}/kernel` x12.
 
 Parameters: 7 tensors, 25.2 MB, 6.29 MB on each device; paths under state/params/
 

@@ -229,10 +229,10 @@ def test_what_was_compiled_stands_beside() -> None:
     [
         (
             {"program": "other_step"},
-            "it is of another plan: its program is 'other_step', that of this plan 'train_step'",
+            "it belongs to another plan: its program is 'other_step', this plan's is 'train_step'",
         ),
-        ({"strategy": "none"}, "it is of another plan: its strategy is 'none'"),
-        ({"format": "autopar-plan"}, 'it is not a verification, whose "format" is'),
+        ({"strategy": "none"}, "it belongs to another plan: its strategy is 'none'"),
+        ({"format": "autopar-plan"}, 'it is not a verification: its "format" is not'),
         ({"memory": [{"name": "peak"}]}, "is missing"),
         ({"off": 3}, "must be a list"),
         ({"step_times": {"rows": [["step time", 1.0]]}}, "must have 5 columns"),
@@ -287,7 +287,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
         (["p.json", "--html", "r.html", "--verification", "none.json"], "cannot use the verification 'none.json'"),
         (["p.json", "--html", "r.html", "--verification", "damaged.json"], "it is damaged"),
         (["p.json", "--verification", "p.json"], "is shown in a page: add --html FILE"),
-        (["p.json", "--timeline", "t.json"], "does not say what runs when"),
+        (["p.json", "--timeline", "t.json"], "has no timeline"),
         (["traced.json", "--timeline", "t.svg"], "give a file that ends in .json"),
         (["traced.json", "--timeline", "nowhere/t.json"], "cannot write 'nowhere/t.json'"),
     ],

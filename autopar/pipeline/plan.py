@@ -32,7 +32,7 @@ FORMAT = "autopar-pipeline-plan"
 
 
 def _in_stages(body: dict[str, Any], migrate: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Migrate the plans of the stages; what is no stage is the decoder's business."""
+    """Migrate the plans of the stages; the decoder rejects entries that are no stages."""
     stages = body.get("stages")
     if not isinstance(stages, list):
         return body
@@ -65,7 +65,7 @@ class StagePlan:
 
     Args:
         first_layer, last_layer: the first and last layer, inclusive.
-        cost: the estimated cost that it was chosen by; bytes are per device.
+        cost: the estimated cost for which the search chose it; bytes are per device.
         plan: the plan of the stage's program.
     """
 
@@ -291,7 +291,7 @@ def _check(plan: PipelinePlan) -> None:
         if stage.devices.stop > plan.cluster.num_devices:
             raise WrongFieldError(f"stages[{number}].submesh", f"goes beyond {plan.cluster}")
         if stage.plan.mesh.num_devices != len(stage.devices):
-            raise WrongFieldError(f"stages[{number}].plan.mesh", f"is not of {len(stage.devices)} devices")
+            raise WrongFieldError(f"stages[{number}].plan.mesh", f"must have {len(stage.devices)} devices")
         try:
             check_plan(stage.plan)
         except WrongFieldError as wrong:
@@ -336,7 +336,7 @@ def _check_sends(plan: PipelinePlan) -> None:
     places = sorted({(stage.devices.start, stage.devices.stop) for stage in plan.stages})
     for (_, stop), (start, _) in pairwise(places):
         if start < stop:
-            raise WrongFieldError("stages", f"stand on submeshes that have device {start} in common")
+            raise WrongFieldError("stages", f"overlap: several submeshes have device {start}")
 
 
 def _in_range(rows: tuple[int, int, int] | None, shape: tuple[int, ...]) -> bool:

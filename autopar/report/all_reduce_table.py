@@ -1,8 +1,8 @@
-"""What an all-reduce costs over each axis of a mesh, by algorithm and size, and which one is taken.
+"""Compare the predicted times of all-reduce algorithms over each axis of a mesh, by buffer size.
 
-In: a mesh and a hardware profile. Out: `price_all_reduce`, rows of plain numbers; `render_all_reduce`
-prints them to a console; `plot_all_reduce` draws them into a file with matplotlib (the extra `plot`).
-Times are those that a plan is charged: with the launch, and for a collective on its own.
+In: a mesh and a hardware profile. Out: `price_all_reduce`, rows of plain numbers; `render_all_reduce` prints them to a
+console; `plot_all_reduce` draws them into a file with matplotlib (the extra `plot`). The times are those that the
+planner uses, for a collective by itself and including its launch.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.system.units import human_bytes, human_seconds
 
-#: Bytes of the table's columns: 1 KB to 1 GB.
+#: The buffer sizes of the table's columns: 1 KB to 1 GB.
 TABLE_SIZES = tuple(10.0**k for k in range(3, 10))
-#: Bytes at which a line of the plot has points.
+#: The buffer sizes of the plot's points.
 PLOT_SIZES = tuple(10.0 ** (k / 4) for k in range(12, 37))
-#: Of the plot, by the order of `ALGORITHMS`.
+#: The colours of the plot's lines, in the order of `ALGORITHMS`.
 _COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "black", "C8", "C9")
 _MARKS = ("o", "s", "D", "^", "v", "P", "o", "x", "d", "*")
-#: What a back end is called in print.
+#: The printed names of communication libraries.
 _BACKEND_NAMES = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmRow:
-    """One algorithm over one axis.
+    """The times of one algorithm over one axis.
 
     Args:
-        in_backend: whether the back end has it.
-        seconds, by_messages_s: of each size, launch included: by the formula, and timed message by message.
+        in_backend: whether the communication library has the algorithm.
+        seconds: the time of each buffer size by the algorithm's formula, including the launch.
+        by_messages_s: the same by simulation of each message.
     """
 
     name: str
@@ -56,10 +57,10 @@ class AlgorithmRow:
 
 @dataclass(frozen=True, slots=True)
 class AxisPrices:
-    """All algorithms over one axis, and for each size the name of the one that is taken.
+    """The times of all algorithms over one axis, and the algorithm that the cost model chooses for each size.
 
     Args:
-        group: what the workers of one `host` share: a host, or an NVLink domain of several hosts.
+        group: the group of workers that one `host` stands for: a host, or an NVLink domain of several hosts.
     """
 
     axis: str
@@ -78,11 +79,11 @@ def price_all_reduce(
     *,
     by_messages: bool = False,
 ) -> tuple[AxisPrices, ...]:
-    """Prices for each axis of more than one device.
+    """Price the all-reduce over each axis of more than one device.
 
     Args:
-        sizes_bytes: buffers to price.
-        by_messages: time every message too.
+        sizes_bytes: the buffer sizes.
+        by_messages: whether to simulate each message too.
     """
     axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
     return tuple(_axis(axis, mesh, profile, tuple(sizes_bytes), by_messages) for axis in axes)
@@ -112,7 +113,7 @@ def _axis(
     return AxisPrices(axis, backend, group, grouped[0], sizes, tuple(rows), chosen)
 
 
-# As a table.
+# -- table -----------------------------------------------------------------------------------
 
 
 def render_all_reduce(
@@ -121,7 +122,7 @@ def render_all_reduce(
     """Print a table for each axis.
 
     Args:
-        by_messages: with a second one, timed message by message.
+        by_messages: whether to print a second table with the times by simulation of each message.
     """
     console.print(Text(f"All-reduce on {mesh.num_devices} {profile.name} devices, mesh {mesh.describe()}", "bold"))
     prices = price_all_reduce(mesh, profile, by_messages=by_messages)
@@ -137,8 +138,9 @@ def render_all_reduce(
     backend = _BACKEND_NAMES[prices[0].backend]
     console.print(
         Text(
-            f"\nSeconds for one all-reduce on its own, launch included, by the formulas of the cost model. * marks what"
-            f" the cost model takes: the cheapest that {backend} has. Those not marked `yes` are priced to compare."
+            f"\nSeconds of one all-reduce by itself, launch included, by the formulas of the cost model. * marks the"
+            f" algorithm that the cost model chooses: the cheapest of {backend}. Algorithms without `yes` are shown for"
+            " comparison."
         )
     )
 
@@ -164,26 +166,26 @@ def _table(axis: AxisPrices, *, by_messages: bool = False) -> Table:
         table.add_column(_short_bytes(size), justify="right", no_wrap=True)
     for row in axis.rows:
         seconds = row.by_messages_s if by_messages else row.seconds
-        cells = [_cell(seconds[k], is_taken=row.name == axis.chosen[k]) for k in range(len(axis.sizes_bytes))]
+        cells = [_cell(seconds[k], is_chosen=row.name == axis.chosen[k]) for k in range(len(axis.sizes_bytes))]
         table.add_row(Text(row.title), Text("yes" if row.in_backend else ""), *cells)
     return table
 
 
-def _cell(seconds: float, *, is_taken: bool) -> Text:
-    return Text(f"{human_seconds(seconds)}{'*' if is_taken else ' '}", "bold green" if is_taken else "")
+def _cell(seconds: float, *, is_chosen: bool) -> Text:
+    return Text(f"{human_seconds(seconds)}{'*' if is_chosen else ' '}", "bold green" if is_chosen else "")
 
 
 def _short_bytes(num_bytes: float) -> str:
-    """`10 KB`: sizes of the table are powers of ten, so digits after the point say nothing."""
+    """A size such as `10 KB`; sizes in the table are powers of ten, so they need no decimals."""
     number, unit = human_bytes(num_bytes).split()
     return f"{float(number):.0f} {unit} "
 
 
-# As a picture.
+# -- plot ------------------------------------------------------------------------------------
 
 
 def plot_all_reduce(mesh: MeshShape, profile: HardwareProfile, path: str) -> None:
-    """Draw seconds over bytes, one panel for each axis, a line for each algorithm, the one taken underlaid.
+    """Plot seconds over bytes: a panel for each axis, a line for each algorithm, and a wide line for the chosen one.
 
     Raises:
         PlotError: matplotlib is missing, or the file cannot be written.
@@ -202,12 +204,12 @@ def plot_all_reduce(mesh: MeshShape, profile: HardwareProfile, path: str) -> Non
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3 if len(prices) < 2 else 4)
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
+    except (OSError, ValueError) as error:  # ValueError: matplotlib does not know the file extension
         raise PlotError(f"cannot draw into {path!r}: {error}") from error
 
 
 def check_can_plot(path: str) -> None:
-    """Refuse early what would fail late.
+    """Check before planning that a plot can be written.
 
     Raises:
         PlotError: matplotlib is missing, or the file's folder cannot be written to.
@@ -221,10 +223,11 @@ def check_can_plot(path: str) -> None:
 
 
 def _draw(axis: AxisPrices, panel: Any) -> dict[str, Any]:
-    """Lines by their label. Those that the back end has are whole, the others dashed."""
+    """Draw the lines of one axis and return them by label. Algorithms of the library are solid lines, the others
+    dashed."""
     lines: dict[str, Any] = {}
-    taken = [min(row.seconds[k] for row in axis.rows if row.in_backend) for k in range(len(axis.sizes_bytes))]
-    (lines["taken by the cost model"],) = panel.plot(axis.sizes_bytes, taken, color="0.82", linewidth=9, zorder=0)
+    chosen = [min(row.seconds[k] for row in axis.rows if row.in_backend) for k in range(len(axis.sizes_bytes))]
+    (lines["chosen by the cost model"],) = panel.plot(axis.sizes_bytes, chosen, color="0.82", linewidth=9, zorder=0)
     names = list(ALGORITHMS)
     for row in axis.rows:
         style: dict[str, Any] = (
@@ -232,7 +235,7 @@ def _draw(axis: AxisPrices, panel: Any) -> dict[str, Any]:
         )
         k = names.index(row.name)  # the same colour and mark in all panels
         style |= {"color": _COLORS[k], "marker": _MARKS[k], "markersize": 5}
-        style |= {"markevery": (2 * k % 8, 8)}  # staggered, so that lines on top of each other can be told apart
+        style |= {"markevery": (2 * k % 8, 8)}  # staggered, so that overlapping lines can be distinguished
         label = f"{row.title} ({_BACKEND_NAMES[axis.backend]})" if row.in_backend else row.title
         (lines[label],) = panel.plot(axis.sizes_bytes, row.seconds, **style)
     panel.set(xscale="log", yscale="log", xlabel="bytes of the buffer")

@@ -16,12 +16,12 @@ from autopar.plans.step_trace import Instant, LiveBuffer
 from autopar.system.text_tables import share_text
 from autopar.system.units import human_flops, human_number, human_seconds
 
-#: Operations named of those that run replicated; the notes name all.
+#: The number of replicated operations that a summary names; the notes name all.
 MAX_NAMED = 4
-#: The names of the two step times of a plan in every report, and what each is.
+#: The names of a plan's two step times in every report, and their descriptions.
 PREDICTED, SIMULATED = "predicted step time", "XLA's estimate, simulated"
 PREDICTED_IS = "by the planner's own model of the device: the expected wall-clock time"
-SIMULATED_IS = "expected of XLA's latency estimator; `verify` compares it"
+SIMULATED_IS = "expected from XLA's latency estimator; `verify` compares it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,18 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes on one device.
+    """The memory of one device, in bytes.
 
     Args:
-        parts: names and bytes that sum up to the peak; the temporaries are those live at the peak.
-        steady_bytes: of these, what is live throughout: all but the temporaries.
-        over_step: live bytes, the most in each of equal parts of the step time; the largest is the peak. Empty where the
-            plan does not have them.
-        phases: each phase in order, and the number of these parts that it takes.
-        loops: the first part, the one after the last, and the trip count; all iterations are drawn as one.
-        at_peak: the largest temporaries live at the peak. peak: the operation that runs then.
+        parts: names and bytes that sum up to the peak; temporaries are those live at the peak.
+        steady_bytes: the bytes that are live throughout the step: all parts but the temporaries.
+        over_step: the peak of live bytes in each of several equal intervals of the step; their maximum is the peak.
+            Empty if the plan has no such data.
+        phases: the phases in order, and the number of intervals of each.
+        loops: for each loop, its first interval, the one after its last, and its trip count; all iterations are drawn
+            as one.
+        peak: the operation that runs at the peak.
+        at_peak: the largest temporaries live at the peak.
     """
 
     peak_bytes: float
@@ -76,8 +78,8 @@ class MemoryUse:
 def step_time(plan: Plan) -> StepTime:
     """Break a step's time down.
 
-    Hidden communication is that of the plan's timeline, after XLA's combining; of a plan without one, the time of its
-    collectives one by one minus what is exposed.
+    Hidden communication comes from the plan's timeline, after XLA's combining. For a plan without a timeline, it is the
+    sum of its collectives' times minus the exposed time.
     """
     prediction, trace = plan.prediction, plan.trace
     hidden: dict[str, float] = defaultdict(float)
@@ -91,17 +93,17 @@ def step_time(plan: Plan) -> StepTime:
         for kind, ns, exposed_ns in zip(sent.kind, sent.ns, sent.exposed_ns, strict=True):
             hidden[trace.kinds[kind][0]] += 1e-9 * max(0, ns - exposed_ns)
     kinds = sorted({*prediction.exposed_s, *hidden}, key=lambda kind: (-prediction.exposed_s.get(kind, 0.0), kind))
-    each = (CollectiveTime(kind, prediction.exposed_s.get(kind, 0.0), hidden.get(kind, 0.0)) for kind in kinds)
+    times = (CollectiveTime(kind, prediction.exposed_s.get(kind, 0.0), hidden.get(kind, 0.0)) for kind in kinds)
     return StepTime(
         prediction.step_time_s,
         prediction.compute_s,
-        tuple(one for one in each if one.exposed_s > 0 or one.hidden_s > 0),
+        tuple(one for one in times if one.exposed_s > 0 or one.hidden_s > 0),
     )
 
 
 def memory_use(plan: Plan) -> MemoryUse:
-    """Break a device's memory down, over the step."""
-    prediction, kept = plan.prediction, plan.memory
+    """Break the memory of a device down by part and over the step."""
+    prediction, timeline = plan.prediction, plan.memory
     parts = [
         ("parameters", prediction.parameter_bytes),
         ("optimizer state", prediction.optimizer_bytes),
@@ -115,46 +117,47 @@ def memory_use(plan: Plan) -> MemoryUse:
         parts=tuple(parts),
         steady_bytes=prediction.peak_bytes - prediction.temporary_bytes,
     )
-    if kept is None:
+    if timeline is None:
         return use
-    # Temporaries are less at all times but the peak: counted down from it, the curve's largest is the peak to the byte.
-    least = (prediction.peak_bytes - (prediction.temporary_bytes - live) for live in kept.live_bytes)
+    # Subtract from the peak, so that the maximum of the curve equals the peak to the byte.
+    live = (prediction.peak_bytes - (prediction.temporary_bytes - temporaries) for temporaries in timeline.live_bytes)
     return MemoryUse(
         use.peak_bytes,
         use.budget_bytes,
         use.parts,
         use.steady_bytes,
-        over_step=tuple(least),
-        phases=kept.phases,
-        loops=kept.loops,
-        peak=kept.peak,
-        at_peak=kept.at_peak,
+        over_step=tuple(live),
+        phases=timeline.phases,
+        loops=timeline.loops,
+        peak=timeline.peak,
+        at_peak=timeline.at_peak,
     )
 
 
-# -- in words --------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------
 
 
 def efficiency_text(plan: AnyPlan) -> str:
-    """MFU, model FLOPs, throughput and what bounds the step; "" where the plan's file is too old to know."""
-    found, step_s = plan.efficiency, plan.prediction.step_time_s
-    if found is None or step_s <= 0:
+    """MFU, model FLOPs, throughput and the bottleneck of the step; "" if the plan's file is too old to have them."""
+    efficiency, step_s = plan.efficiency, plan.prediction.step_time_s
+    if efficiency is None or step_s <= 0:
         return ""
     parts = []
-    if found.model_flops:
-        parts.append(f"{100 * found.ideal_s / step_s:.0f} % MFU ({human_flops(found.model_flops)} a step)")
-    if found.num_tokens:
-        parts.append(f"{human_number(found.num_tokens / step_s)} tokens/s")
-    if found.num_examples:
-        parts.append(f"{human_number(found.num_examples / step_s)} examples/s")
-    if found.bound_s:
-        bound, seconds = max(found.bound_s.items(), key=lambda one: one[1])
-        parts.append(f"bound by {bound} ({share_text(seconds, sum(found.bound_s.values()))} of the time)")
+    if efficiency.model_flops:
+        parts.append(f"{100 * efficiency.ideal_s / step_s:.0f} % MFU ({human_flops(efficiency.model_flops)} a step)")
+    if efficiency.num_tokens:
+        parts.append(f"{human_number(efficiency.num_tokens / step_s)} tokens/s")
+    if efficiency.num_examples:
+        parts.append(f"{human_number(efficiency.num_examples / step_s)} examples/s")
+    if efficiency.bound_s:
+        bound, seconds = max(efficiency.bound_s.items(), key=lambda one: one[1])
+        parts.append(f"bound by {bound} ({share_text(seconds, sum(efficiency.bound_s.values()))} of the time)")
     return "; ".join(parts)
 
 
 def replicated_text(plan: Plan) -> str:
-    """What runs replicated for lack of a sharding rule, and its share of the step; "" where nothing does."""
+    """The operations that run replicated because they have no sharding rule, and their share of the step; "" without
+    any."""
     count = sum(one.count for one in plan.replicated)
     if not count or plan.mesh.num_devices == 1:
         return ""
@@ -170,7 +173,7 @@ def replicated_text(plan: Plan) -> str:
 
 
 def tie_text(plan: Plan) -> str:
-    """How much faster the fastest plan is than this simpler one; "" where none is."""
+    """How much faster the fastest plan is than this simpler one; "" if this plan is the fastest."""
     tie = plan.tie
     if tie is None:
         return ""
@@ -183,6 +186,6 @@ def tie_text(plan: Plan) -> str:
 
 
 def simulated_text(plan: Plan) -> str:
-    """The expected output of XLA's latency estimator, where the plan has it."""
+    """The simulated output of XLA's latency estimator; "" if the plan does not have it."""
     prediction = plan.prediction
     return "" if prediction.xla_step_time_s is None else f"{SIMULATED}: {human_seconds(prediction.xla_step_time_s)}"

@@ -1,7 +1,8 @@
-"""Compare two plans: which shardings differ, and what each device must fetch to go from one to the other.
+"""Compare two plans: the shardings that differ, and the bytes that each device must fetch to change from one to the
+other.
 
-In: two plans, fresh or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a console
-and converts to JSON types. It reads the plans and nothing else: it uses no device and moves no data.
+In: two plans, fresh or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a
+console and converts to JSON types. It reads only the plans; it uses no device and moves no data.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from autopar.system.units import human_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """An input of both plans whose sharding differs on some device. Bytes are of one tensor.
+    """An input of both plans whose sharding differs on some device.
 
     Args:
-        num_bytes: of the whole tensor.
-        local_bytes_before, local_bytes: of the largest shard.
-        fetched_bytes: of the device that must fetch most.
-        total_fetched_bytes: of all devices.
+        num_bytes: the bytes of the whole tensor.
+        local_bytes_before, local_bytes: the bytes of its largest shard in the first and in the second plan.
+        fetched_bytes: the most bytes that any device must fetch.
+        total_fetched_bytes: the bytes that all devices must fetch together.
     """
 
     path: str
@@ -48,8 +49,12 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationChange:
-    """An activation whose sharding differs; on another mesh, one sharded along other dims. `path` is that of its module, `source`
-    the line that produced it."""
+    """An activation whose sharding differs; between different meshes, one that is sharded along other dims.
+
+    Args:
+        path: the path of its module.
+        source: the source line that produced it.
+    """
 
     path: str
     primitive: str
@@ -63,19 +68,21 @@ class ActivationChange:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanDiff:
-    """The differences between two plans. Printed, it is plain text.
+    """The differences between two plans. It prints as plain text.
 
     Args:
         before, after: the plans.
-        state: carried inputs of both whose sharding differs, the most fetched first.
-        data: other inputs of both whose sharding differs; every step feeds them, so nothing is fetched.
+        state: carried inputs of both plans whose sharding differs, the most fetched first.
+        data: other inputs of both plans whose sharding differs. They are fed again in every step, so nothing is
+            fetched.
         activations: activations whose sharding differs.
-        num_state, num_activations: how many both plans have, the unchanged included.
-        num_state_unlike: carried tensors that one plan lacks, or has in another shape or dtype.
-        unlike: all such inputs, each as a sentence.
-        held_bytes: bytes of state by device of the later plan. A restore from a checkpoint reads them.
-        fetched_bytes: of these, what the device of the same number did not hold before: what must be sent to it where the
-            state stays in memory.
+        num_state: the number of carried inputs in both plans.
+        num_activations: the number of activations in both plans.
+        num_state_unlike: the number of carried inputs that one plan lacks or has with another shape or dtype.
+        unlike: a sentence for each input that one plan lacks or has with another shape or dtype.
+        held_bytes: the bytes of state on each device of the second plan, which a restore from a checkpoint reads.
+        fetched_bytes: the part of these bytes that the device of the same number does not have in the first plan; it
+            must be sent if the state stays in memory.
     """
 
     before: AnyPlan
@@ -92,7 +99,7 @@ class PlanDiff:
 
     @property
     def same_state(self) -> bool:
-        """Whether every device holds the same shards of the state: a state of one plan is one of the other."""
+        """Whether every device has the same shards of the state, so that a state of one plan is one of the other."""
         return not self.state and not self.num_state_unlike
 
     @property
@@ -115,7 +122,7 @@ class PlanDiff:
     __repr__ = __str__
 
     def to_json(self) -> dict[str, Any]:
-        """All rows as JSON types: plain seconds and bytes, null for what is infinite."""
+        """All rows as JSON types: seconds and bytes as numbers, infinite ones as null."""
         document = {
             "format": "autopar-diff",
             "version": 2,
@@ -136,21 +143,21 @@ class PlanDiff:
 
 
 def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
-    """The differences between two plans: `print(autopar.diff(plan_a, plan_b))`.
+    """Compare two plans: `print(autopar.diff(plan_a, plan_b))`.
 
     Args:
-        before, after: plans of one program on any meshes; for two programs, the inputs that both have are compared.
+        before, after: plans of one program on any meshes. For two programs, only inputs that both have are compared.
     """
     earlier = {tensor.path: tensor for tensor in before.inputs}
     later = {tensor.path: tensor for tensor in after.inputs}
     earlier_parts = {tensor.path: before.parts_of(position) for position, tensor in enumerate(before.inputs)}
     later_parts = {tensor.path: after.parts_of(position) for position, tensor in enumerate(after.inputs)}
-    unlike = [f"`{path}` is in the first plan alone" for path in earlier if path not in later]
-    unlike += [f"`{path}` is in the second plan alone" for path in later if path not in earlier]
+    unlike = [f"`{path}` is only in the first plan" for path in earlier if path not in later]
+    unlike += [f"`{path}` is only in the second plan" for path in later if path not in earlier]
     state_unlike = sum(earlier[path].role != "data" for path in earlier if path not in later)
     state_unlike += sum(later[path].role != "data" for path in later if path not in earlier)
-    held = [0.0] * after.num_devices
-    fetched = [0.0] * after.num_devices
+    held_bytes = [0.0] * after.num_devices
+    fetched_bytes = [0.0] * after.num_devices
     state: list[TensorChange] = []
     data: list[TensorChange] = []
     num_state = 0
@@ -168,8 +175,8 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
         if new.role != "data":
             num_state += 1
             for device in range(len(moved.held)):
-                held[device] += itemsize * moved.held[device]
-                fetched[device] += itemsize * moved.fetched[device]
+                held_bytes[device] += itemsize * moved.held[device]
+                fetched_bytes[device] += itemsize * moved.fetched[device]
         if not moved.same:
             (data if new.role == "data" else state).append(_change(old, new, moved, itemsize))
     activations, num_activations = _activations(before, after)
@@ -183,8 +190,8 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
         num_activations=num_activations,
         num_state_unlike=state_unlike,
         unlike=tuple(unlike),
-        held_bytes=tuple(held),
-        fetched_bytes=tuple(fetched),
+        held_bytes=tuple(held_bytes),
+        fetched_bytes=tuple(fetched_bytes),
     )
 
 
@@ -205,35 +212,36 @@ def _change(old: TensorPlan, new: TensorPlan, moved: Move, itemsize: float) -> T
 
 
 def _layout(plan: AnyPlan) -> str:
-    """The mesh or the stages that it runs on."""
+    """The mesh or the stages of a plan."""
     if isinstance(plan, PipelinePlan):
         return f"{len(plan.stages)} stages on {plan.cluster}"
     return f"mesh {plan.mesh}"
 
 
 def _itemsize(tensor: TensorPlan, parts: Parts) -> float:
-    """Bytes of one element: a plan records the bytes of the largest shard."""
+    """Bytes of one element, computed from the recorded bytes of the largest shard."""
     return tensor.num_bytes / max(
         1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in parts)
     )
 
 
 def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChange, ...], int]:
-    """Compare the decisions on values of one module, primitive and type, in order. Stages are not compared."""
+    """Compare the decisions on activations of the same module, primitive and type, in order; and count the pairs. Plans
+    with stages are not compared."""
     if isinstance(before, PipelinePlan) or isinstance(after, PipelinePlan):
         return (), 0
     earlier: dict[tuple[Any, ...], list[Decision]] = defaultdict(list)
-    for one in _decided(before):
-        earlier[_place(one)].append(one)
-    taken: Counter[tuple[Any, ...]] = Counter()
+    for one in _activation_decisions(before):
+        earlier[_pairing_key(one)].append(one)
+    num_paired: Counter[tuple[Any, ...]] = Counter()
     changes: list[ActivationChange] = []
     num_both = 0
-    for new in _decided(after):
-        place = _place(new)
-        if taken[place] >= len(earlier[place]):
+    for new in _activation_decisions(after):
+        key = _pairing_key(new)
+        if num_paired[key] >= len(earlier[key]):
             continue
-        old = earlier[place][taken[place]]
-        taken[place] += 1
+        old = earlier[key][num_paired[key]]
+        num_paired[key] += 1
         num_both += 1
         if not _is_same_sharding(old.sharding, new.sharding, same_mesh=before.mesh == after.mesh):
             about = {name: getattr(new, name) for name in ("path", "primitive", "phase", "source", "shape", "dtype")}
@@ -242,22 +250,22 @@ def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChang
 
 
 def _is_same_sharding(before: TensorSharding, after: TensorSharding, *, same_mesh: bool) -> bool:
-    """On one mesh, over the same axes; on two meshes, along the same dims."""
+    """Whether two shardings are equal; between different meshes, whether they shard the same dims."""
     if same_mesh:
         return before == after
     dims = [tuple(map(bool, sharding.dims)) for sharding in (before, after)]
     return dims[0] == dims[1] and bool(before.unreduced) == bool(after.unreduced)
 
 
-def _decided(plan: Plan) -> Iterator[Decision]:
+def _activation_decisions(plan: Plan) -> Iterator[Decision]:
     return (decision for decision in plan.decisions if decision.kind == "activation")
 
 
-def _place(one: Decision) -> tuple[Any, ...]:
+def _pairing_key(one: Decision) -> tuple[Any, ...]:
     return one.path, one.primitive, one.phase, one.shape, one.dtype
 
 
-# -- as JSON ---------------------------------------------------------------------------------
+# -- JSON ------------------------------------------------------------------------------------
 
 
 def _side_json(plan: AnyPlan) -> dict[str, Any]:

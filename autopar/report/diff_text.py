@@ -1,7 +1,7 @@
 """Print the differences between two plans.
 
-In: a `PlanDiff`. Out: tables on a console: the figures of both plans, then the tensors whose sharding differs. Tensors that
-differ only in a layer number are one row.
+In: a `PlanDiff`. Out: tables on a console: the figures of both plans, then the tensors whose sharding differs. Tensors
+whose paths differ only in a layer number share a row.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from autopar.system.units import human_bytes, human_seconds
 if TYPE_CHECKING:
     from autopar.report.diff import PlanDiff
 
-#: Rows shown of tensors and of activations; the JSON has all.
+#: The most rows of tensors and of activations; the JSON has all.
 MAX_ROWS = 24
-#: A path longer than this is broken after a slash.
+#: The length above which a path is broken after a slash.
 PATH_WIDTH = 30
 
 
-# Every text is a `Text`: a user's paths are never read as markup.
+# Every text is a `Text`, because rich would read markup in a user's paths.
 
 
 def render_diff(found: PlanDiff, console: Console) -> None:
-    """Print the differences to a console, with styles where it has them."""
+    """Print the differences to a console, with styles if it supports them."""
     name, other = found.before.program.name, found.after.program.name
     of = f"`{name}`" if name == other else f"`{name}` and `{other}`"
     console.print(Text(f"Two plans of {of}", "bold"), Text(), inset(_sides(found.before, found.after)), Text())
@@ -45,7 +45,7 @@ def render_diff(found: PlanDiff, console: Console) -> None:
 
 
 def _sides(before: AnyPlan, after: AnyPlan) -> Table:
-    """Figures of both plans, in two columns."""
+    """The figures of both plans, in two columns."""
     table = _table("", "first", "second", "", right=[])
     plans = (before, after)
     table.add_row("devices", *(Text(f"{plan.num_devices} {plan.hardware}") for plan in plans), "")
@@ -121,8 +121,9 @@ def _state_section(found: PlanDiff) -> list[RenderableType]:
     lines = [_rest(len(rows))] if len(rows) > MAX_ROWS else []
     lines += [f"{kept} more tensors keep their sharding"] if kept else []
     legend = (
-        "`held`: bytes of these tensors on a device by the second plan, which a restore reads. `to fetch`: of these, the bytes"
-        " that it does not hold by the first plan, on the device with most; device n of one mesh is device n of the other."
+        "`held`: bytes of these tensors on a device in the second plan, which a restore reads. `to fetch`: the part of these"
+        " bytes that the device does not have in the first plan, for the device with the largest part. Device n of one mesh"
+        " is device n of the other."
     )
     under = [inset(Text("\n".join(lines), "dim"))] if lines else []
     return [inset(table), *under, Text(), Text(legend, "dim"), Text()]
@@ -162,7 +163,7 @@ def _unlike(found: PlanDiff) -> list[RenderableType]:
 
 
 def _merged(changes: Sequence[Any]) -> list[tuple[str, list[Any]]]:
-    """Changes that differ in numbers of their paths alone, as one row."""
+    """Merge changes whose paths differ only in numbers into one row."""
     families: dict[Any, list[Any]] = defaultdict(list)
     for change in changes:
         key = (change.shape, change.dtype, str(change.before), str(change.after), getattr(change, "primitive", ""))
@@ -175,7 +176,7 @@ def _merged(changes: Sequence[Any]) -> list[tuple[str, list[Any]]]:
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """The first folder, where all paths share it: the step's argument."""
+    """The first folder if all paths share it: the step's argument."""
     roots = {path.split("/", 1)[0] for path in paths if "/" in path}
     return f"{roots.pop()}/" if len(roots) == 1 and all("/" in path for path in paths) else ""
 

@@ -1,7 +1,7 @@
-"""Why a plan is as it is, whichever kind of plan: of one program, or of stages.
+"""Explain a plan of one program or of pipeline stages.
 
-In: a plan, fresh or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a terminal;
-`explain_json(plan)` for programs.
+In: a plan, fresh or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a
+terminal; `explain_json(plan)` for other programs.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ def explain(plan: PipelinePlan) -> StagesExplanation: ...
 @overload
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
-    """Say what a plan does and why: `print(autopar.explain(plan))`."""
+    """Explain what a plan does and why: `print(autopar.explain(plan))`."""
     if not isinstance(plan, Plan | PipelinePlan):
         raise OptionError(
-            f"`explain` takes a plan, and {plan!r} is a {type(plan).__name__}: of a file, `autopar.load_plan(path)` is the plan"
+            f"`explain` takes a plan, but {plan!r} is a {type(plan).__name__}: read a plan file with"
+            " `autopar.load_plan(path)`"
         )
     return explain_stages(plan) if isinstance(plan, PipelinePlan) else explain_program(plan)
 
 
 def render(plan: AnyPlan, console: Console) -> None:
-    """Print the explanation to a console, with styles where it has them."""
+    """Print the explanation to a console, with styles if it supports them."""
     if isinstance(plan, PipelinePlan):
         render_stages(plan, console)
     else:
@@ -53,7 +54,7 @@ def render(plan: AnyPlan, console: Console) -> None:
 
 
 def render_summary(plan: AnyPlan, console: Console) -> None:
-    """Print the head alone: what, how good, how long, how much memory."""
+    """Print the summary: strategy, certainty, step time, memory."""
     if isinstance(plan, PipelinePlan):
         render_stages_summary(plan, console)
     else:
@@ -61,5 +62,5 @@ def render_summary(plan: AnyPlan, console: Console) -> None:
 
 
 def explain_json(plan: AnyPlan) -> dict[str, Any]:
-    """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
+    """The explanation as JSON types: every row, seconds and bytes as numbers, infinite ones as null."""
     return stages_json(plan) if isinstance(plan, PipelinePlan) else program_json(plan)

@@ -1,8 +1,8 @@
-"""Explain a plan of one program in text and tables; reads a `Plan` and nothing else.
+"""Explain a plan of one program in text and tables, from the `Plan` alone.
 
 In: a plan, fresh or from a file. Out: `explain_program(plan)`, an `Explanation` that prints as plain text;
-`render_program(plan, console)` for a terminal; `program_json(plan)` for programs. Rows that differ only in a layer number
-are one row: `h_{0..11}/attn/kernel`, x12.
+`render_program(plan, console)` for a terminal; `program_json(plan)` for other programs. Rows that differ only in a
+layer number share a row: `h_{0..11}/attn/kernel`, x12.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ from autopar.system.text_tables import (
 )
 from autopar.system.units import human_bytes, human_seconds
 
-#: A path longer than this is broken after a slash.
+#: The length above which a path is broken after a slash.
 PATH_WIDTH = 30
-#: Rows shown of a table that can grow without end; the JSON has all.
+#: The most rows of an unbounded table; the JSON has all.
 MAX_ROWS = 16
-#: Modules named of those that run again; the JSON has all.
+#: The number of rematerialized modules that are named; the JSON has all.
 MAX_NAMED = 4
 _DTYPES = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _LEGEND = (
-    "How to read it: P('data', None) splits dim 0 of a tensor over the mesh axis `data` and leaves dim 1 whole;"
-    " P() keeps a copy on every device. `cost` is what the choice takes of a step, for one tensor: its own time and"
-    " the collectives next to it. `runner-up` is the next best sharding of this tensor, all others kept, and what it"
-    " would add to the step. A `-` marks a tensor too small for a decision. Identical layers share a row:"
+    "How to read it: P('data', None) shards dim 0 of a tensor over the mesh axis `data` and leaves dim 1 whole;"
+    " P() keeps a copy on every device. `cost` is the time of one tensor's sharding in a step: its own kernel and the"
+    " collectives next to it. `runner-up` is the next best sharding of this tensor, with all others fixed, and the time"
+    " that it would add to the step. A `-` marks a tensor too small for a decision. Identical layers share a row:"
     " `h_{0..11}/kernel` x12."
 )
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Explanation:
-    """An explanation of a plan as values, which every report reads. Printed, it is plain text of `TEXT_WIDTH` columns."""
+    """An explanation of a plan as values, which every report reads. It prints as plain text of `TEXT_WIDTH` columns."""
 
     plan: Plan
     parameters: tuple[TensorRow, ...]
@@ -94,7 +94,7 @@ class Explanation:
         """Write the timeline of a device as a trace for Perfetto; the path ends in `.json`.
 
         Raises:
-            PlotError: where it cannot be written, or the plan's file is too old to know.
+            PlotError: the file cannot be written, or the plan's file is too old to have a timeline.
         """
         write_step(path, self.plan)
 
@@ -128,7 +128,7 @@ def explain_program(plan: Plan) -> Explanation:
 
 
 def render_program(plan: Plan, console: Console) -> None:
-    """Print the explanation to a console, with styles where it has them."""
+    """Print the explanation to a console, with styles if it supports them."""
     _print(explain_program(plan), console)
 
 
@@ -138,9 +138,10 @@ def render_program_summary(plan: Plan, console: Console) -> None:
 
 
 def program_json(plan: Plan) -> dict[str, Any]:
-    """The explanation as JSON types: every row, raw seconds and bytes, null for what is infinite."""
-    found = explain_program(plan)
-    rows = {name: getattr(found, name) for name in ("parameters", "optimizer", "data", "activations", "collectives")}
+    """The explanation as JSON types: every row, seconds and bytes as numbers, infinite ones as null."""
+    explained = explain_program(plan)
+    tables = ("parameters", "optimizer", "data", "activations", "collectives")
+    rows = {name: getattr(explained, name) for name in tables}
     document = {
         "format": "autopar-explanation",
         "version": 2,
@@ -150,8 +151,8 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "memory_budget_bytes": plan.memory_budget_bytes,
         "prediction": {**asdict(plan.prediction), "peak_bytes": plan.prediction.peak_bytes},
-        "step_time": asdict(found.time),
-        "memory": asdict(found.memory),
+        "step_time": asdict(explained.time),
+        "memory": asdict(explained.memory),
         "efficiency": asdict(plan.efficiency) if plan.efficiency else None,
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
@@ -183,16 +184,16 @@ def _row_json(row: TensorRow | StateRow | CollectiveRow) -> dict[str, Any]:
     return {name: value for name, value in asdict(row).items() if name != "split"}
 
 
-# From rows to text. Every text is a `Text`: a user's paths and types are never read as markup.
+# Every text below is a `Text`, because rich would read markup in a user's paths and types.
 
 
-def _print(found: Explanation, console: Console) -> None:
-    plan = found.plan
+def _print(explained: Explanation, console: Console) -> None:
+    plan = explained.plan
     console.print(Group(*_head(plan), *_totals(plan), Text(_LEGEND, "dim"), Text()))
-    for title, rows in (("Parameters", found.parameters), ("Data and other arguments", found.data)):
+    for title, rows in (("Parameters", explained.parameters), ("Data and other arguments", explained.data)):
         console.print(Group(*_tensor_section(title, rows)))
-    console.print(Group(*_state_section(found.optimizer), *_activation_section(found.activations)))
-    console.print(Group(*_collective_section(found.collectives), *_rejected_section(plan), *_closing(plan)))
+    console.print(Group(*_state_section(explained.optimizer), *_activation_section(explained.activations)))
+    console.print(Group(*_collective_section(explained.collectives), *_rejected_section(plan), *_closing(plan)))
 
 
 def _head(plan: Plan) -> list[RenderableType]:
@@ -216,7 +217,7 @@ def _head(plan: Plan) -> list[RenderableType]:
         ("Certainty", f"{sure} ({size}{took})"),
         *([("Tie", tie)] if tie else []),
         *_microbatches(plan),
-        *(("Remat", text) for text in _recomputed(plan)),
+        *(("Remat", text) for text in _rematerialized(plan)),
         *(("Combined", text) for text in _combined(plan)),
         *(("Overlap", text) for text in _early_reductions(plan)),
         *(("Fusion", text) for text in _unfused(plan)),
@@ -251,7 +252,7 @@ def _microbatches(plan: Plan) -> list[tuple[str, str]]:
     return [("Microbatches", text)]
 
 
-def _recomputed(plan: Plan) -> list[str]:
+def _rematerialized(plan: Plan) -> list[str]:
     """Rematerialized activations: the memory they save, and the time they take."""
     if not plan.rematerialized:
         return []
@@ -260,19 +261,19 @@ def _recomputed(plan: Plan) -> list[str]:
     where = ", ".join(f"`{name}`" for name in named[:MAX_NAMED]) or "the step"
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     share = share_text(seconds, plan.prediction.step_time_s)
-    price = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
-    return [f"{price}: activations of {where}{more} are recomputed in the backward pass"]
+    effect = f"saves {human_bytes(saved)} per device for {human_seconds(seconds)} ({share} of the step)"
+    return [f"{effect}: activations of {where}{more} are rematerialized in the backward pass"]
 
 
 def _combined(plan: Plan) -> list[str]:
-    """The combine threshold, where it is not XLA's own."""
+    """The combine threshold, if it is not XLA's default."""
     if plan.combine_threshold_bytes is None:
         return []
     return [f"XLA combines collectives of a kind up to {human_bytes(plan.combine_threshold_bytes)}, for better overlap"]
 
 
 def _early_reductions(plan: Plan) -> list[str]:
-    """Reductions that barriers start early."""
+    """The number of gradient reductions that barriers start early."""
     if not plan.early_reductions:
         return []
     count, barriers = (
@@ -283,7 +284,7 @@ def _early_reductions(plan: Plan) -> list[str]:
 
 
 def _unfused(plan: Plan) -> list[str]:
-    """Reductions kept out of multi-output fusion."""
+    """The number of reductions kept out of multi-output fusion."""
     if not plan.unfused_reductions:
         return []
     return [
@@ -297,7 +298,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
     of = (
         f"of {human_bytes(budget)} ({share_text(peak, budget)})" if budget else "(no budget given: the device's memory)"
     )
-    # A loss and a few metrics are not worth a bar.
+    # A loss and a few metrics are too small for a bar.
     parts = [(name, size) for name, size in memory.parts if name != "outputs" or size > 0.005 * peak]
     simulated, efficiency = simulated_text(plan), efficiency_text(plan)
     return [
@@ -320,7 +321,7 @@ def _tensor_section(title: str, rows: Sequence[TensorRow]) -> list[RenderableTyp
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """The folders that all paths share, with the slash; "" for a single path."""
+    """The folders that all paths share, with a slash; "" for a single path."""
     if len(paths) < 2:
         return ""
     shared = []
@@ -349,7 +350,7 @@ def _under(root: str) -> str:
 
 
 def _stacked(first: str, *rest: str) -> Text:
-    """A line, broken after slashes if long; and further lines, indented and dimmed."""
+    """A line, broken after slashes if it is long, and further lines, indented and dimmed."""
     if len(first) > PATH_WIDTH and " " not in first:
         spaced = textwrap.wrap(first.replace("/", "/ "), PATH_WIDTH + 4, subsequent_indent="  ")
         first = "\n".join(line.replace("/ ", "/") for line in spaced)
@@ -358,8 +359,8 @@ def _stacked(first: str, *rest: str) -> Text:
 
 def _details(row: TensorRow) -> tuple[str, ...]:
     times = f"  x{row.count}" if row.count > 1 else ""
-    made = (f"{row.phase} {row.primitive}", short_source(row.source)) if row.kind == "activation" else ()
-    return _type_text(row.dtype, row.shape) + times, *made
+    producer = (f"{row.phase} {row.primitive}", short_source(row.source)) if row.kind == "activation" else ()
+    return _type_text(row.dtype, row.shape) + times, *producer
 
 
 def _runner_up(row: TensorRow) -> str:
@@ -449,7 +450,7 @@ def _closing(plan: Plan) -> list[RenderableType]:
 
 
 def _regions_note(plan: Plan) -> list[str]:
-    """One line for all nodes that run as manual regions."""
+    """A note on all nodes that run as manual regions."""
     if not plan.regions:
         return []
     counts = Counter(region.primitive for region in plan.regions)
@@ -458,7 +459,7 @@ def _regions_note(plan: Plan) -> list[str]:
 
 
 def _type_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """`f32[768,3072]`, as JAX's own printouts have it."""
+    """A type such as `f32[768,3072]`, as in JAX's printouts."""
     match = re.fullmatch(r"([a-z]+)(\d.*)", dtype)
     short = _DTYPES.get(match[1], match[1]) + match[2] if match else dtype
     return f"{short}[{','.join(map(str, shape))}]"

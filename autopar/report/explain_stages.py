@@ -1,8 +1,8 @@
-"""Explain a pipeline plan in text, tables and a timeline; reads a `PipelinePlan` and nothing else.
+"""Explain a pipeline plan in text, tables and a timeline, from the `PipelinePlan` alone.
 
-In: a plan, fresh or from a file. Out: `explain_stages(plan)`, a `StagesExplanation` that prints as plain text and holds the
-timeline; `render_stages(plan, console)` for a terminal; `stages_json(plan)` for programs. Each stage has a plan of its own,
-which is explained like any other.
+In: a plan, fresh or from a file. Out: `explain_stages(plan)`, a `StagesExplanation` that prints as plain text and has
+the timeline; `render_stages(plan, console)` for a terminal; `stages_json(plan)` for other programs. Each stage has its
+own plan, which is explained like any other.
 """
 
 from __future__ import annotations
@@ -40,16 +40,17 @@ from autopar.system.text_tables import (
 )
 from autopar.system.units import human_bytes, human_seconds
 
-#: Other ways to run the step that are shown; the JSON has all.
+#: The most alternatives that are shown; the JSON has all.
 MAX_TRIED = 8
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StagesExplanation:
-    """An explanation of a pipeline plan as values, which every report reads. Printed, it is plain text.
+    """An explanation of a pipeline plan as values, which every report reads. It prints as plain text.
 
     Args:
-        timeline: of one step, simulated. submeshes: the use of each in it.
+        timeline: the simulated timeline of a step.
+        submeshes: the use of each submesh in that step.
         stages: the explanation of each stage's plan.
     """
 
@@ -59,16 +60,16 @@ class StagesExplanation:
     stages: tuple[Explanation, ...]
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline: as a picture, or where the path ends in `.json` as a trace for Perfetto.
+        """Write the timeline as a picture, or as a trace for Perfetto if the path ends in `.json`.
 
         Raises:
-            PlotError: where it cannot be written.
+            PlotError: the file cannot be written.
         """
         write_timelines(path, self.timeline)
 
     @property
     def summary(self) -> str:
-        """The report without the timeline and without the schedules that were rejected."""
+        """The report without the timeline and the rejected alternatives."""
         return plain_text(lambda console: render_stages_summary(self.plan, console))
 
     def __str__(self) -> str:
@@ -85,17 +86,17 @@ def explain_stages(plan: PipelinePlan) -> StagesExplanation:
 
 
 def render_stages(plan: PipelinePlan, console: Console) -> None:
-    """Print the explanation to a console, with styles where it has them."""
+    """Print the explanation to a console, with styles if it supports them."""
     _print(explain_stages(plan), console)
 
 
 def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
-    """Print it without the timeline and the other plans that were tried."""
+    """Print the explanation without the timeline and the alternatives that were tried."""
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *notes_section(plan.notes)))
 
 
 def stages_json(plan: PipelinePlan) -> dict[str, Any]:
-    """The explanation as JSON types: raw seconds and bytes, null for what is infinite."""
+    """The explanation as JSON types: seconds and bytes as numbers, infinite ones as null."""
     timeline = plan.timeline()
     document = {
         "format": "autopar-stages-explanation",
@@ -132,11 +133,11 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _print(found: StagesExplanation, console: Console) -> None:
-    plan = found.plan
+def _print(explained: StagesExplanation, console: Console) -> None:
+    plan = explained.plan
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
     console.print(Text("Timeline of a step, simulated", "bold"), Text())
-    console.print(inset(timeline_text(found.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
+    console.print(inset(timeline_text(explained.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
     console.print(Group(*_tried(plan.tried, plan), *notes_section(plan.notes)))
 
 
@@ -148,13 +149,13 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     order = " among stages in the order of the devices" if len(plan.stages) > 1 else ""
     searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
     descriptions = {**any_edges.DESCRIPTIONS, **{name: kind.description for name, kind in SCHEDULES.items()}}
-    what = descriptions.get(plan.schedule, "")
+    description = descriptions.get(plan.schedule, "")
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [
         ("Strategy", plan.strategy),
         *(("Replicated", text) for text in stages_replicated(plan)),
-        ("Certainty", f"{sure}{order}, by the prices of planned layers ({searched}{took})"),
-        ("Schedule", f"{plan.schedule}: {what}" if what else plan.schedule),
+        ("Certainty", f"{sure}{order}, by the costs of planned layers ({searched}{took})"),
+        ("Schedule", f"{plan.schedule}: {description}" if description else plan.schedule),
     ]
     if branches := plan.side_by_side():
         facts.append(("In parallel", "; ".join(f"stages {_branches(fork)}" for fork in branches)))
@@ -167,21 +168,22 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
 
 
 def stages_replicated(plan: PipelinePlan) -> list[str]:
-    """What runs replicated within stages for lack of a sharding rule; stages with the same text share a line."""
-    found: dict[str, list[int]] = {}
+    """The operations of each stage that run replicated because they have no sharding rule; stages with equal texts
+    share a line."""
+    stages_of: dict[str, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         if text := replicated_text(stage.plan):
-            found.setdefault(text.replace("of the step", "of its program"), []).append(number)
+            stages_of.setdefault(text.replace("of the step", "of its program"), []).append(number)
     return [
-        f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {text}" for text, numbers in found.items()
+        f"stage{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}: {text}" for text, numbers in stages_of.items()
     ]
 
 
 def _totals(plan: PipelinePlan) -> list[RenderableType]:
     prediction, budget = plan.prediction, plan.memory_budget_bytes
     of = f"of {human_bytes(budget)} ({share_text(prediction.peak_bytes, budget)})" if budget else ""
-    waiting = prediction.bubble_fraction * prediction.step_time_s
-    parts = [("busy", prediction.step_time_s - waiting), ("bubble", waiting)]
+    bubble_s = prediction.bubble_fraction * prediction.step_time_s
+    parts = [("busy", prediction.step_time_s - bubble_s), ("bubble", bubble_s)]
     memory = [(f"submesh {i}", size) for i, size in enumerate(prediction.stage_bytes)]
     return [
         Text(f"Predicted step time: {human_seconds(prediction.step_time_s)}", "bold"),
@@ -217,20 +219,21 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
 
 
 def _remat(stage: StagePlan) -> str:
-    """The time of its rematerialization; values that are cheaper to recompute than to keep always are."""
+    """The time of a stage's rematerialization. Values that are cheaper to recompute than to stash are always
+    rematerialized."""
     seconds = sum(one.time_s for one in stage.plan.rematerialized)
     return f"\nrematerializes {human_seconds(seconds)} a microbatch" if seconds else ""
 
 
 def _sent(send: Send, *, with_target: bool) -> str:
-    """The transfer to another stage, with its number where that is not the next."""
+    """A transfer to another stage, with that stage's number if it is not the next."""
     to = f"to {send.target}: " if with_target else ""
     return f"{to}{human_bytes(send.num_bytes)}\n{human_seconds(send.seconds)}"
 
 
 def _branches(fork: Sequence[Sequence[int]]) -> str:
     """The stages of each branch: `1 | 2, 3 | 4`."""
-    return " | ".join(", ".join(map(str, own)) for own in fork)
+    return " | ".join(", ".join(map(str, stages)) for stages in fork)
 
 
 def range_text(first: int, last: int) -> str:
@@ -238,7 +241,7 @@ def range_text(first: int, last: int) -> str:
 
 
 def _tried(tried: Sequence[Any], plan: PipelinePlan) -> list[RenderableType]:
-    """The fastest of the other plans."""
+    """The fastest alternatives that were tried."""
     if len(tried) < 2:
         return []
     numbers = ["microbatches", "predicted step", "peak memory"]

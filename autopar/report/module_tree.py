@@ -1,8 +1,8 @@
 """Build the module tree of a model with the plan's tensors in it; layers with the same shardings are folded into one.
 
-In: a plan. Out: `Module`. A parameter is placed by its path in the arguments, an activation by the module that produced it; the
-names that the two kinds of path share align them. Activations from modules without parameters are placed in the module around
-them, those from code outside any module in the root.
+In: a plan. Out: `Module`. A parameter belongs to the module in its path of the arguments, an activation to the module
+that produced it; the two kinds of path are aligned by the names that they share. Activations of a module without
+parameters belong to the enclosing module, activations outside any module to the root.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.plans.plan import Plan
 from autopar.report.rows import TensorRow, merge_tensors, of_activation, of_input
 from autopar.system.name_patterns import collapse
 
-#: Where a module stands: the parts of its path below the model's root.
+#: The path of a module below the model's root, in parts.
 Place: TypeAlias = tuple[str, ...]
 
 
@@ -27,7 +27,8 @@ class ModuleTensor:
     """A tensor of a module, or of identical modules.
 
     Args:
-        place: its path below the model's root, which for an input ends in its own name; with patterns as the row's.
+        place: its path below the model's root, with the patterns of the row's path. The path of an input ends in its
+            own name.
     """
 
     row: TensorRow
@@ -39,10 +40,10 @@ class Module:
     """A module, or several identical ones.
 
     Args:
-        name: its own, a pattern where it stands for several; "" for the root.
-        members: the names that it stands for.
-        depth: how many parts of a tensor's place lead to it.
-        local_bytes: on one device, of the parameters and their optimizer state in it, all members together.
+        name: the module's name; a pattern for several; "" for the root.
+        members: the names of the modules.
+        depth: the number of leading parts of a tensor's place that name the module.
+        local_bytes: the bytes of parameters and their optimizer state on one device, of all members together.
     """
 
     name: str
@@ -62,7 +63,8 @@ class ModuleTree:
     """The model of a plan.
 
     Args:
-        parameters_under, activations_under: what the tree leaves out in front of the paths of the two.
+        parameters_under: the common prefix of the parameters' paths, which the tree leaves out.
+        activations_under: the common prefix of the activations' paths, which the tree leaves out.
         arguments: inputs that belong to no module: data, counters, keys.
     """
 
@@ -82,7 +84,7 @@ class _Entry:
 
 
 def module_tree(plan: Plan) -> ModuleTree:
-    """The tree of a plan's tensors."""
+    """Build the tree of a plan's tensors."""
     decisions = {one.path: one for one in plan.decisions if one.kind != "activation"}
     inputs = [of_input(plan, tensor, decisions.get(tensor.path)) for tensor in plan.inputs]
     activations = [of_activation(plan, one) for one in plan.decisions if one.kind == "activation"]
@@ -92,14 +94,14 @@ def module_tree(plan: Plan) -> ModuleTree:
     entries: list[_Entry] = []
     arguments: list[TensorRow] = []
     for row in inputs:
-        whole = _parts(row.path)
-        skipped = len(above) if row.kind == "parameter" and whole[: len(above)] == above else None
+        path = _parts(row.path)
+        skipped = len(above) if row.kind == "parameter" and path[: len(above)] == above else None
         if row.kind == "optimizer":
-            skipped = next((n for n in range(len(whole)) if whole[n:] in known), None)
+            skipped = next((n for n in range(len(path)) if path[n:] in known), None)
         if skipped is None:
             arguments.append(row)
         else:
-            entries.append(_Entry(whole[skipped:-1], whole[skipped:], row))
+            entries.append(_Entry(path[skipped:-1], path[skipped:], row))
     modules = {place[:n] for place in known for n in range(len(place))}
     for row in activations:
         place = _parts(row.path)[skip_activation:]
@@ -120,30 +122,31 @@ def _parts(path: str) -> Place:
 
 
 def _aligned(parameters: Sequence[Place], activations: Sequence[Place]) -> tuple[Place, int]:
-    """What to leave out in front of the paths of parameters, and how many parts in front of those of activations, so that
-    most modules have both. Where none has, all that parameters share."""
+    """The prefix to leave out of parameters' paths, and the number of leading parts to leave out of activations' paths,
+    so that as many activations as possible are in modules with parameters. If no activation is, the prefix that all
+    parameters share."""
     if not parameters:
         return (), 0
     front = Counter(path[:1] for path in parameters).most_common(1)[0][0]
     modules = [path[:-1] for path in parameters if path[:1] == front]
-    shared = tuple(_while_equal(modules))
+    shared = tuple(_common_prefix(modules))
     named = Counter(path for path in activations if path)
-    best, found = 0, (shared, 0)
+    most_matched, best = 0, (shared, 0)
     for skip in range(len(shared) + 1):
         inside = {module[skip:n] for module in modules for n in range(skip + 1, len(module) + 1)}
         for skip_activation in range(4):
-            met = sum(
+            num_matched = sum(
                 count
                 for path, count in named.items()
                 if any(path[skip_activation:n] in inside for n in range(len(path) + 1))
             )
-            if met > best:
-                best, found = met, (shared[:skip], skip_activation)
-    return found
+            if num_matched > most_matched:
+                most_matched, best = num_matched, (shared[:skip], skip_activation)
+    return best
 
 
-def _while_equal(places: Sequence[Place]) -> Iterable[str]:
-    """The parts that all begin with."""
+def _common_prefix(places: Sequence[Place]) -> Iterable[str]:
+    """The leading parts that all places share."""
     for parts in zip(*places, strict=False):
         if len(set(parts)) > 1:
             return
@@ -151,7 +154,7 @@ def _while_equal(places: Sequence[Place]) -> Iterable[str]:
 
 
 def _forward_order(plan: Plan, skipped: int) -> Mapping[Place, int]:
-    """When each module first runs, as far as the plan says."""
+    """The order in which modules first run in the forward pass, as far as the plan has it."""
     order: dict[Place, int] = {}
     for phase, path in plan.trace.places if plan.trace else ():
         place = _parts(path)[skipped:]
@@ -164,10 +167,10 @@ def _forward_order(plan: Plan, skipped: int) -> Mapping[Place, int]:
 def _module(
     name: str, members: tuple[str, ...], entries: Sequence[_Entry], depth: int, order: Mapping[Place, int]
 ) -> Module:
-    """A module of all that stands in it.
+    """Build a module from the entries below it.
 
     Args:
-        depth: how many parts of a place lead to it.
+        depth: the number of leading parts of a place that name the module.
     """
     own = [entry for entry in entries if len(entry.module) <= depth]
     below: dict[str, list[_Entry]] = defaultdict(list)
@@ -190,7 +193,7 @@ def _module(
 
 
 def _tensors(entries: Sequence[_Entry]) -> Iterable[ModuleTensor]:
-    """One entry for identical tensors: those of modules that are folded share a row."""
+    """Merge identical tensors, such as those of folded modules, into one row."""
     by_skipped: dict[tuple[str, int], list[TensorRow]] = defaultdict(list)
     for entry in entries:
         by_skipped[entry.row.kind, len(_parts(entry.row.path)) - len(entry.place)].append(entry.row)
@@ -203,8 +206,7 @@ def _tensors(entries: Sequence[_Entry]) -> Iterable[ModuleTensor]:
 def _folded(
     names: Sequence[str], below: Mapping[str, Sequence[_Entry]], depth: int
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Patterns and the modules that they stand for: those whose names differ in numbers alone, and that hold the same
-    inputs, with the same sharding."""
+    """Fold modules into patterns: those whose names differ only in numbers and whose inputs have equal shardings."""
     same: dict[tuple[str, object], list[str]] = defaultdict(list)
     for name in names:
         same[re.sub(r"\d+", "\0", name), _signature(below[name], depth)].append(name)
@@ -228,5 +230,5 @@ def _first_run(entries: Sequence[_Entry], depth: int, order: Mapping[Place, int]
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sorts `h_2` before `h_10`."""
+    """A sort key that puts `h_2` before `h_10`."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part)

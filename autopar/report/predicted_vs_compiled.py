@@ -20,7 +20,7 @@ _PROGRAM, _STAGES = "autopar-verification", "autopar-stages-verification"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledFigure:
-    """One number, predicted and compiled; `unit` is `bytes` (on one device) or `s`."""
+    """A predicted and a compiled number; `unit` is `bytes` (on one device) or `s`."""
 
     name: str
     unit: str
@@ -33,8 +33,8 @@ class CompiledFigure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledCollectives:
-    """All collectives of one kind over the same mesh axes, in bytes that one device sends in a step; `axes` is None for
-    groups of devices that follow no mesh axes."""
+    """All collectives of one kind over the same mesh axes, in bytes that one device sends per step. `axes` is None for
+    groups of devices that match no mesh axes."""
 
     kind: str
     axes: tuple[str, ...] | None
@@ -47,7 +47,7 @@ class CompiledCollectives:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeRow:
-    """The step time, or exposed communication of one kind, in seconds by model; None where there is none."""
+    """The step time, or the exposed communication of one kind, in seconds by model; None if a model has no figure."""
 
     name: str
     predicted: float
@@ -58,13 +58,13 @@ class StepTimeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """One program beside its plan.
+    """The compiled figures of one program, next to its plan's.
 
     Args:
-        name: which one: "" for the step itself, else its stage.
-        off: names of the figures that do not hold.
-        step_times: step time by model; empty in files of versions before the replay.
-        estimate_errors: why XLA's estimate is left out.
+        name: the name of a stage; "" for the step itself.
+        off: the names of figures outside their tolerance.
+        step_times: the step time by model; empty in files of versions before the replay.
+        estimate_errors: the reasons why XLA's estimate is left out.
     """
 
     name: str
@@ -78,41 +78,41 @@ class Compiled:
 
 
 def read_compiled(path: str | os.PathLike[str], program: str, strategy: str) -> tuple[Compiled, ...]:
-    """Read what `autopar verify --json` wrote of a plan.
+    """Read what `autopar verify --json` wrote for a plan.
 
     Args:
-        program, strategy: the plan's name and strategy, which must be those that were verified.
+        program, strategy: the plan's program name and strategy, which must be those of the verified plan.
 
     Raises:
-        VerifyError: where it cannot be read, is no verification, or is one of another plan.
+        VerifyError: the file cannot be read, is no verification, or belongs to another plan.
     """
     name = os.fspath(path)
     try:
         return compiled_of(json.loads(Path(path).read_text(encoding="utf-8")), program, strategy)
     except OSError as error:
-        what = f"it cannot be read ({error.strerror})"
+        reason = f"it cannot be read ({error.strerror})"
     except VerifyError as error:
-        what = str(error)
+        reason = str(error)
     except ValueError as error:
-        what = f"it is damaged: {error}"
+        reason = f"it is damaged: {error}"
     raise VerifyError(
-        f"cannot use the verification {name!r}: {what}. Write it with `autopar verify TARGET --plan PLAN.json --json >"
+        f"cannot use the verification {name!r}: {reason}. Write it with `autopar verify TARGET --plan PLAN.json --json >"
         f" {name}`"
     )
 
 
 def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, ...]:
-    """The programs of a verification, as JSON types; arguments as of `read_compiled`.
+    """Parse a verification from JSON types; `program` and `strategy` are the arguments of `read_compiled`.
 
     Raises:
-        VerifyError: where it is no verification, or one of another plan.
+        VerifyError: the document is no verification, or belongs to another plan.
     """
     if not isinstance(document, dict) or document.get("format") not in (_PROGRAM, _STAGES):
-        raise VerifyError(f'it is not a verification, whose "format" is "{_PROGRAM}" or "{_STAGES}"')
-    for what, expected in (("program", program), ("strategy", strategy)):
-        if document.get(what) != expected:
+        raise VerifyError(f'it is not a verification: its "format" is not "{_PROGRAM}" or "{_STAGES}"')
+    for field, expected in (("program", program), ("strategy", strategy)):
+        if document.get(field) != expected:
             raise VerifyError(
-                f"it is of another plan: its {what} is {document.get(what)!r}, that of this plan {expected!r}"
+                f"it belongs to another plan: its {field} is {document.get(field)!r}, this plan's is {expected!r}"
             )
     try:
         if document["format"] == _PROGRAM:
@@ -126,7 +126,7 @@ def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, .
 
 def _compiled(document: Mapping[str, Any], name: str) -> Compiled:
     figures = [{"measured": None, **one} for one in (*document["memory"], document["step_time"])]
-    kept = CompiledCollectives.__dataclass_fields__
+    fields = CompiledCollectives.__dataclass_fields__
     times = document.get("step_times", {})
     if not isinstance(times, dict) or not isinstance(times.get("rows", []), list):
         raise WrongFieldError("step_times", "must be an object with a list of rows")
@@ -136,7 +136,7 @@ def _compiled(document: Mapping[str, Any], name: str) -> Compiled:
         compile_s=decoder(float)(document["compile_s"]),
         figures=decoder(tuple[CompiledFigure, ...])(figures),
         collectives=decoder(tuple[CompiledCollectives, ...])(
-            [{key: one[key] for key in kept} for one in document["collectives"]]
+            [{key: one[key] for key in fields} for one in document["collectives"]]
         ),
         off=decoder(tuple[str, ...])(document["off"]),
         step_times=tuple(map(_step_time, times.get("rows", []))),

@@ -17,14 +17,19 @@ from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse, Decision, TensorPlan
 from autopar.system.name_patterns import collapse
 
-Span: TypeAlias = tuple[float, float]  # lowest and highest of the tensors in a row
+Span: TypeAlias = tuple[float, float]  # lowest and highest value of the tensors in a row
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors that differ only in the numbers of their path. Bytes are of all of them together; `sharding` is the text of
-    `split`; `collectives` holds (kind, axes, seconds for one tensor)."""
+    """Tensors whose paths differ only in numbers.
+
+    Args:
+        sharding: the text of `split`.
+        num_bytes, local_bytes: the bytes of all these tensors together.
+        collectives: (kind, axes, seconds for one tensor).
+    """
 
     path: str
     kind: Literal["parameter", "optimizer", "data", "activation"]
@@ -63,7 +68,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """Optimizer state of one sharding; bytes are of all of it, global and on one device."""
+    """Optimizer state of one sharding; `num_bytes` and `local_bytes` are its bytes globally and on one device."""
 
     sharding: str
     num_tensors: int
@@ -73,7 +78,8 @@ class StateRow:
 
 
 def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T], str]) -> list[tuple[str, list[_T]]]:
-    """(pattern, rows it stands for) of rows with equal keys, in the order of the first of each."""
+    """Merge rows with equal keys and texts that differ only in numbers: (pattern, rows), in the order of the first
+    rows."""
     same: dict[Hashable, list[tuple[int, _T]]] = defaultdict(list)
     for order, row in enumerate(rows):
         same[key(row)].append((order, row))
@@ -85,11 +91,11 @@ def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T
     return [(pattern, members) for _, pattern, members in sorted(merged, key=lambda block: block[0])]
 
 
-# From the plan to rows.
+# -- rows of a plan's records ---------------------------------------------------------------
 
 
-def _whole_bytes(plan: Plan, tensor: TensorPlan) -> float:
-    """Global bytes of a tensor; a plan records those of the largest shard."""
+def _global_bytes(plan: Plan, tensor: TensorPlan) -> float:
+    """Global bytes of a tensor, computed from the recorded bytes of its largest shard."""
     return tensor.num_bytes * math.prod(tensor.shape) / max(1, tensor.sharding.local_size(tensor.shape, plan.mesh))
 
 
@@ -101,10 +107,10 @@ def of_input(plan: Plan, tensor: TensorPlan, decision: Decision | None) -> Tenso
         dtype=tensor.dtype,
         sharding=str(tensor.sharding),
         split=tensor.sharding,
-        num_bytes=_whole_bytes(plan, tensor),
+        num_bytes=_global_bytes(plan, tensor),
         local_bytes=tensor.num_bytes,
         pinned=tensor.pinned,
-        **(_why(plan, decision) if decision else {}),
+        **(_decision_fields(plan, decision) if decision else {}),
     )
 
 
@@ -119,12 +125,12 @@ def of_activation(plan: Plan, decision: Decision) -> TensorRow:
         split=decision.sharding,
         num_bytes=itemsize * math.prod(decision.shape),
         local_bytes=itemsize * decision.sharding.local_size(decision.shape, plan.mesh),
-        **_why(plan, decision),
+        **_decision_fields(plan, decision),
     )
 
 
-def _why(plan: Plan, decision: Decision) -> dict[str, Any]:
-    """The fields of a row that come from a decision; a tensor too small for one keeps the defaults."""
+def _decision_fields(plan: Plan, decision: Decision) -> dict[str, Any]:
+    """The fields of a row that come from a decision. A tensor too small for a decision keeps the defaults."""
     times: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for use in (plan.collectives[position] for position in decision.collectives):
         times[use.kind, use.axes] += use.time_s
@@ -175,10 +181,10 @@ def _span(spans: Iterable[Span | None]) -> Span | None:
 def merge_state(plan: Plan, tensors: Sequence[TensorPlan]) -> tuple[StateRow, ...]:
     rows = []
     for _, same in _merge(tensors, lambda tensor: str(tensor.sharding), lambda _: ""):
-        whole = [_whole_bytes(plan, tensor) for tensor in same]
-        largest = same[whole.index(max(whole))]
+        sizes = [_global_bytes(plan, tensor) for tensor in same]
+        largest = same[sizes.index(max(sizes))]
         local = sum(tensor.num_bytes for tensor in same)
-        rows.append(StateRow(str(largest.sharding), len(same), sum(whole), local, largest.path))
+        rows.append(StateRow(str(largest.sharding), len(same), sum(sizes), local, largest.path))
     return tuple(sorted(rows, key=lambda row: -row.num_bytes))
 
 
@@ -210,7 +216,7 @@ def largest_first(rows: Iterable[TensorRow]) -> tuple[TensorRow, ...]:
 
 
 def _itemsize(dtype: str) -> float:
-    """Bytes per element by a dtype's name; a PRNG key counts two words."""
+    """Bytes per element of a dtype, given by name; 8 for a PRNG key."""
     if dtype == "bool":
         return 1
     match = re.search(r"\d+", dtype)

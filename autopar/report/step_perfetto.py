@@ -1,7 +1,7 @@
-"""One device's step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing load.
+"""Export one device's step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-In: a plan. Out: the trace as JSON types, in Chrome's trace event format, or its file: a thread of kernels and one of
-collectives, a counter of what is in memory; times in microseconds from the start of the step.
+In: a plan. Out: the trace as JSON types, in Chrome's trace event format, or its file: a thread of kernels, a thread of
+collectives, and a counter of live memory; times in microseconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ _KERNELS, _COLLECTIVES = 0, 1
 
 
 def write_step(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write it, whole or not at all.
+    """Write the trace of a plan's step atomically.
 
     Raises:
-        PlotError: where it cannot be written, does not end in `.json`, or the plan's file is too old to know.
+        PlotError: the file cannot be written, its name does not end in `.json`, or the plan's file is too old to have a
+            timeline.
     """
     if plan.trace is None:
         raise PlotError(
-            f"the plan of `{plan.program.name}` does not say what runs when: its file is of an older version, or it runs"
-            " nothing. Plan again"
+            f"the plan of `{plan.program.name}` has no timeline: its file is of an older version, or the step runs nothing."
+            " Plan again"
         )
     if Path(path).suffix != ".json":
         raise PlotError(
-            f"cannot draw one program into {str(path)!r}: give a file that ends in .json, which ui.perfetto.dev shows,"
-            " or `autopar explain --html FILE`"
+            f"cannot draw one program into {str(path)!r}: give a file that ends in .json, which ui.perfetto.dev shows;"
+            " for a picture, use `autopar explain --html FILE`"
         )
     write_drawing(path, json.dumps(step_perfetto(plan.trace, memory_use(plan), plan)))
 
 
 def step_perfetto(trace: StepTrace, memory: MemoryUse, plan: Plan) -> dict[str, Any]:
-    """To be written by `json.dump`."""
+    """The trace, ready for `json.dump`."""
     title = f"one device of `{plan.program.name}`, predicted"
     events = [
         named("process_name", 0, 0, title),
@@ -74,7 +75,7 @@ def _collectives(trace: StepTrace) -> Iterator[dict[str, Any]]:
 
 
 def _iterations(trace: StepTrace, start_ns: int) -> int:
-    """How often a step runs what begins there: all count are drawn as one."""
+    """The number of times that a step runs a kernel; the trace shows all iterations as one."""
     times = 1
     for start, end, count in trace.loops:
         if start <= start_ns < end:
@@ -84,6 +85,6 @@ def _iterations(trace: StepTrace, start_ns: int) -> int:
 
 def _memory(memory: MemoryUse, step_time_s: float) -> Iterator[dict[str, Any]]:
     count = len(memory.over_step)
-    for n, held in enumerate(memory.over_step):
+    for n, num_bytes in enumerate(memory.over_step):
         at = 1e6 * step_time_s * n / count
-        yield {"ph": "C", "name": "memory", "pid": 0, "ts": at, "args": {"bytes": held}}
+        yield {"ph": "C", "name": "memory", "pid": 0, "ts": at, "args": {"bytes": num_bytes}}

@@ -1,4 +1,4 @@
-"""What each submesh of a plan of stages does in a step: time by phase, and memory over the step.
+"""Summarize the use of each submesh of a pipeline plan in a step: time by phase, and memory over the step.
 
 In: a `PipelinePlan` and its timeline. Out: `SubmeshUse`s, which every report of such a plan reads.
 """
@@ -16,13 +16,16 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 @dataclass(frozen=True, slots=True)
 class SubmeshUse:
-    """One submesh in a step. Bytes are of one device; those of the three sorts sum up to the peak at the most.
+    """The use of one submesh in a step. Bytes are per device; at the peak, state, working and in-flight bytes sum up to
+    the peak memory.
 
     Args:
-        devices: the first and the last. stages: those that stand on it.
-        phases: seconds of each phase that it runs; with `idle_s` they sum up to the step time.
-        state_bytes: held throughout. working_bytes: temporaries of one microbatch.
-        in_flight: start of each task in seconds, and what microbatches in flight hold while it runs.
+        devices: the first and the last device.
+        stages: the stages on the submesh.
+        phases: the seconds of each phase; together with `idle_s` they sum up to the step time.
+        state_bytes: bytes held throughout the step.
+        working_bytes: bytes of the temporaries of one microbatch.
+        in_flight: for each task, its start in seconds and the bytes of in-flight microbatches during it.
     """
 
     devices: tuple[int, int]
@@ -35,20 +38,20 @@ class SubmeshUse:
 
     @property
     def peak_bytes(self) -> float:
-        return self.state_bytes + self.working_bytes + max((held for _, held in self.in_flight), default=0.0)
+        return self.state_bytes + self.working_bytes + max((flight for _, flight in self.in_flight), default=0.0)
 
 
 def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[SubmeshUse, ...]:
-    """Of each submesh, in the order of the timeline.
+    """The use of each submesh, in the order of the timeline.
 
     Args:
-        timeline: simulated, of the plan.
+        timeline: the simulated timeline of the plan.
     """
     costs = [stage.cost for stage in plan.stages]
     schedule = plan.tasks()
-    held = held_during_tasks(schedule, lambda stage: costs[stage].flight_bytes)
+    flight_bytes = held_during_tasks(schedule, lambda stage: costs[stage].flight_bytes)
     uses = []
-    for submesh, (order, while_each) in enumerate(zip(schedule.orders, held, strict=True)):
+    for submesh, (order, during_tasks) in enumerate(zip(schedule.orders, flight_bytes, strict=True)):
         starts = {span.task: span.start_s - timeline.start_s for span in timeline.on(submesh)}
         seconds: dict[Phase, float] = defaultdict(float)
         for span in timeline.on(submesh):
@@ -63,7 +66,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
                 idle_s=timeline.idle_s[submesh],
                 state_bytes=sum(costs[stage].state_bytes for stage in stages),
                 working_bytes=max((costs[stage].working_bytes for stage in stages), default=0.0),
-                in_flight=tuple((starts[task], bytes_) for task, bytes_ in zip(order, while_each, strict=True)),
+                in_flight=tuple((starts[task], bytes_) for task, bytes_ in zip(order, during_tasks, strict=True)),
             )
         )
     return tuple(uses)

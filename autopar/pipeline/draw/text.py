@@ -46,7 +46,7 @@ def _name(submesh: int) -> str:
 
 def _columns_per_second(timelines: Sequence[PipelineTimeline], whole: float, columns: int) -> float:
     """Columns per second: the shortest task gets a whole number of cells, so that equal tasks look equal, and at
-    most as many as a label needs. If it gets less than two, the line is filled instead.
+    most as many as a label needs. If that is less than two cells, the timeline fills the line instead.
 
     Args:
         whole: the seconds that a line represents.

@@ -53,8 +53,8 @@ def side_by_side(num_stages: int, edges: Edges) -> tuple[tuple[tuple[int, ...], 
     after: list[set[int]] = [set() for _ in range(num_stages)]
     for source, target in sorted(edges, reverse=True):
         after[source] |= {target} | after[target]
-    apart = [(a, b) for b in range(num_stages) for a in range(b) if b not in after[a]]
-    forks = (fork for fork in _connected(range(num_stages), apart) if len(fork) > 1)
+    independent = [(a, b) for b in range(num_stages) for a in range(b) if b not in after[a]]
+    forks = (fork for fork in _connected(range(num_stages), independent) if len(fork) > 1)
     return tuple(_connected(fork, edges) for fork in forks)
 
 
@@ -98,13 +98,13 @@ def list_schedule(
     needs = synchronous_needs((tuple(every),), edges)
     ended: dict[Task, float] = {}
     num_submeshes = max(submesh_of) + 1
-    free_at, held = [0.0] * num_submeshes, [0] * num_stages
+    free_at, num_in_flight = [0.0] * num_submeshes, [0] * num_stages
     orders: list[list[Task]] = [[] for _ in range(num_submeshes)]
     while heads:
         ready: list[tuple[float, int, int, int, int]] = []
         for n, task in enumerate(heads):
             is_forward = task.phase == "forward"
-            full = backward != "none" and is_forward and held[task.stage] >= to_end[task.stage]
+            full = backward != "none" and is_forward and num_in_flight[task.stage] >= to_end[task.stage]
             if not full and all(one in ended for one in needs[task]):
                 at = max([free_at[submesh_of[task.stage]], *(ended[one] for one in needs[task])])
                 nearest = task.stage if is_forward else -task.stage
@@ -112,7 +112,7 @@ def list_schedule(
         at, _, _, _, n = min(ready)
         task = heads.pop(n)
         submesh = submesh_of[task.stage]
-        held[task.stage] += (task.phase == "forward") - (task.phase in ("backward", "weight"))
+        num_in_flight[task.stage] += (task.phase == "forward") - (task.phase in ("backward", "weight"))
         ended[task] = free_at[submesh] = at + seconds(task)
         orders[submesh].append(task)
         if task.microbatch + 1 < num_microbatches:

@@ -33,18 +33,18 @@ def in_flight(schedule: Schedule) -> tuple[dict[int, int], ...]:
 def peak_held(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[float, ...]:
-    """For each submesh, the most that its stages hold together. The arguments are those of `held_during_tasks`."""
-    return tuple(max(while_each, default=0) for while_each in held_during_tasks(schedule, held, held_after_input))
+    """The peak amount that the stages of each submesh hold together. The arguments are those of `held_during_tasks`."""
+    return tuple(max(during_tasks, default=0) for during_tasks in held_during_tasks(schedule, held, held_after_input))
 
 
 def held_during_tasks(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[tuple[float, ...], ...]:
-    """For each submesh, what its stages hold together during each of its tasks, in task order.
+    """The amount that the stages of each submesh hold together during each of its tasks, in task order.
 
     Args:
-        held: what one in-flight microbatch of a stage holds, for example bytes.
-        held_after_input: what it holds after the input part of its backward pass; None if that part frees nothing.
+        held: the amount that one in-flight microbatch of a stage holds, for example in bytes.
+        held_after_input: the amount after the input part of its backward pass; None if that part frees nothing.
     """
     found = []
     for order in schedule.orders:

@@ -33,7 +33,7 @@ def _forward_then_backward(shape: PipelineShape) -> Orders:
     )
 
 
-def _of_each(number: int, shape: PipelineShape) -> tuple[int, ...]:
+def _on_each(number: int, shape: PipelineShape) -> tuple[int, ...]:
     return (number,) * shape.num_submeshes
 
 
@@ -44,24 +44,24 @@ NONE = ScheduleKind(
     requires=one_stage_each,
     bubble="m(p - 1)(F + B)",
     bubble_s=lambda even: even.shape.num_microbatches * even.filling_and_draining_s,
-    in_flight=lambda shape: _of_each(1, shape),
+    in_flight=lambda shape: _on_each(1, shape),
 )
 INFERENCE = ScheduleKind(
     name="inference",
-    description="Forward passes only, one microbatch behind the other.",
+    description="Forward passes only; microbatches follow each other through the stages.",
     orders=_forward_only,
     backward="none",
     requires=one_stage_each,
     bubble="(p - 1)F",
     bubble_s=lambda even: (even.shape.num_submeshes - 1) * even.forward_s,
-    in_flight=lambda shape: _of_each(1, shape),
+    in_flight=lambda shape: _on_each(1, shape),
 )
 GPIPE = ScheduleKind(
     name="gpipe",
-    description="All forward passes, then all backward passes: every microbatch is held at once.",
+    description="All forward passes, then all backward passes: all microbatches are in flight at once.",
     orders=_forward_then_backward,
     requires=one_stage_each,
     bubble="(p - 1)(F + B)",
     bubble_s=lambda even: even.filling_and_draining_s,
-    in_flight=lambda shape: _of_each(shape.num_microbatches, shape),
+    in_flight=lambda shape: _on_each(shape.num_microbatches, shape),
 )

@@ -118,7 +118,8 @@ def synchronous_needs(orders: Orders, edges: Edges) -> dict[Task, tuple[Task, ..
 
     - A forward pass depends on the forward passes of the preceding stages.
     - A backward pass, or its input part, depends on its own forward pass and on the backward passes of the following
-    stages. - A weight part depends on its input part.
+      stages.
+    - A weight part depends on its input part.
     - An update depends on all gradients of its stage, of every microbatch on every submesh.
     """
     before, after = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)

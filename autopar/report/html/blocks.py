@@ -1,6 +1,6 @@
-"""A tensor as a block for each of its dims, in the colours of the mesh axes that split it.
+"""Draw a tensor as a row of blocks, one per dim, in the colours of the mesh axes that shard it.
 
-In: shapes and shardings. Out: elements; the page's script draws the tensor's shards from what they carry.
+In: shapes and shardings. Out: elements; the page's script draws the shards from their data attributes.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.report.html.markup import Element, el
 
-#: Colours there are for mesh axes; a mesh of more axes begins again.
+#: The number of colours for mesh axes; a mesh of more axes reuses them.
 NUM_COLOURS = 6
 
 
 def axis_class(axis: str, mesh: MeshShape) -> str:
-    """The class that has the axis's colour."""
+    """The CSS class with the axis's colour."""
     return f"axis{mesh.axis_names.index(axis) % NUM_COLOURS}"
 
 
 def axis_legend(mesh: MeshShape) -> Element:
-    """Names, sizes and colours of the axes."""
+    """A legend with the names, sizes and colours of the axes."""
     items = [
         el("li", el("span", class_=f"swatch {axis_class(axis, mesh)}"), f"{axis} ({size})")
         for axis, size in mesh.size_of.items()
@@ -30,10 +30,10 @@ def axis_legend(mesh: MeshShape) -> Element:
 
 
 def blocks(shape: tuple[int, ...], sharding: TensorSharding, mesh: MeshShape, name: str) -> Element:
-    """A tensor's dims side by side.
+    """A tensor's dims next to each other.
 
     Args:
-        name: what the drawing of its shards is to be called.
+        name: the title of the drawing of its shards.
     """
     dims = [_dim(size, axes, mesh) for size, axes in zip(shape, sharding.dims, strict=True)] or [
         el("span", "scalar", class_="dim")

@@ -1,6 +1,6 @@
-"""Write a plan's explanation as one HTML page, which needs neither a network nor a server.
+"""Write a plan's explanation as one HTML page that needs neither a network nor a server.
 
-In: an explanation; the compiled figures, if there are any. Out: `page`, the text; `write_report`, the file.
+In: an explanation, and compiled figures if there are any. Out: `page`, the text; `write_report`, the file.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
     """Write the report of a plan as an HTML page, which a browser opens without a network.
 
     Args:
-        plan: of one program, or of stages.
-        path: where the page goes. It appears whole or not at all; an older one stays until then.
-        verification: the result of `verify` for this plan, or the file that `autopar verify --json` wrote. It is shown next to
-            the predictions.
+        plan: a plan of one program or of pipeline stages.
+        path: the file. It is written atomically.
+        verification: the result of `verify` for this plan, or the file that `autopar verify --json` wrote. It is shown
+            next to the predictions.
 
     Raises:
-        PlotError: where it cannot be written.
-        VerifyError: where the verification cannot be read, or is of another plan.
+        PlotError: the file cannot be written.
+        VerifyError: the verification cannot be read, or belongs to another plan.
     """
     check_can_write(path)
     if verification is None:
@@ -51,38 +51,38 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
     elif isinstance(verification, str | os.PathLike):
         compiled = read_compiled(verification, plan.program.name, plan.strategy)
     else:
-        document = json.loads(json.dumps(verification.to_json()))  # as it would be read: lists, not tuples
+        document = json.loads(json.dumps(verification.to_json()))  # as if read from a file: lists, not tuples
         compiled = compiled_of(document, plan.program.name, plan.strategy)
     try:
         write_whole(page(explain(plan), compiled), path)
     except OSError as error:
-        raise _cannot(path, error.strerror or str(error)) from error
+        raise _cannot_write(path, error.strerror or str(error)) from error
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
-    """Refuse a path now that could not be written to when all is done.
+    """Check before planning that a file can be written.
 
     Raises:
-        PlotError: naming what is wrong with it.
+        PlotError: the file cannot be written; the text gives the reason.
     """
     target = Path(path)
     folder = target.resolve().parent
     if target.is_dir():
-        raise _cannot(path, "it is a folder")
+        raise _cannot_write(path, "it is a folder")
     if not folder.is_dir():
-        raise _cannot(path, f"there is no folder {str(folder)!r}")
+        raise _cannot_write(path, f"there is no folder {str(folder)!r}")
     if not os.access(folder, os.W_OK):
-        raise _cannot(path, f"the folder {str(folder)!r} cannot be written to")
+        raise _cannot_write(path, f"the folder {str(folder)!r} cannot be written to")
 
 
-def _cannot(path: str | os.PathLike[str], why: str) -> PlotError:
+def _cannot_write(path: str | os.PathLike[str], reason: str) -> PlotError:
     return PlotError(
-        f"cannot write the page {os.fspath(path)!r}: {why}. Give a file in a folder that is there and can be written to"
+        f"cannot write the page {os.fspath(path)!r}: {reason}. Give a file in an existing folder that can be written to"
     )
 
 
 def page(explained: Explanation | StagesExplanation, compiled: Sequence[Compiled] = ()) -> str:
-    """The page's text."""
+    """The text of the page."""
     known: dict[str, Any] = {}
     body = (
         _stages_body(explained, known) if isinstance(explained, StagesExplanation) else _program_body(explained, known)
@@ -121,15 +121,15 @@ def _section(key: str, title: str, *inside: Child, about: str = "") -> Element:
 
 
 def _titles(body: Sequence[Child]) -> list[tuple[str, str]]:
-    """Keys and titles of the sections of a page, not of those inside them."""
-    found = []
+    """The keys and titles of the page's top-level sections."""
+    titles = []
     for part in body:
         if isinstance(part, str | None):
             continue
         for section in [part] if part.tag == "section" else part.findall("section"):
             title = section.find("h2")
-            found.append((section.get("id", ""), title.text or "" if title is not None else ""))
-    return found
+            titles.append((section.get("id", ""), title.text or "" if title is not None else ""))
+    return titles
 
 
 # -- the head --------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
 
 
 def _replicated(explained: Explanation | StagesExplanation) -> list[str]:
-    """What runs replicated for lack of a sharding rule."""
+    """The operations that run replicated because they have no sharding rule."""
     if isinstance(explained, Explanation):
         return list(filter(None, [replicated_text(explained.plan)]))
     return stages_replicated(explained.plan)
@@ -190,17 +190,17 @@ def _efficiency(explained: Explanation | StagesExplanation) -> list[str]:
 
 def _certainty(explained: Explanation | StagesExplanation) -> tuple[str, str]:
     outcome = explained.plan.outcome
-    what = (
-        "stages in the order of the devices, by the prices of layers"
+    scope = (
+        "stages in the order of the devices, by the costs of layers"
         if isinstance(explained, StagesExplanation)
         else "in the solver's model"
     )
     if _replicated(explained):
-        what += ", among the strategies of the known sharding rules"
+        scope += ", among the strategies of the known sharding rules"
     if outcome.gap <= 1e-6:
-        return "optimal", f"proven to one part in a million, {what}"
+        return "optimal", f"proven to one part in a million, {scope}"
     if math.isfinite(outcome.gap):
-        return f"within {100 * outcome.gap:.2g} %", f"of the best, {what}"
+        return f"within {100 * outcome.gap:.2g} %", f"of the optimum, {scope}"
     return "not bounded", str(outcome.status)
 
 
@@ -232,7 +232,8 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
     """The sections of one program.
 
     Args:
-        key: a suffix of their names, in a page of several programs. first_device: the number of the mesh's first device.
+        key: a suffix of the sections' names, on a page of several programs.
+        first_device: the number of the mesh's first device.
     """
     mesh, sections = explained.plan.mesh, list[Child]()
     known[f"mesh{key}"] = {"axes": mesh.axis_names, "sizes": mesh.axis_sizes, "first": first_device}
@@ -242,7 +243,9 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
         sections.append(_section(f"trace{key}", "Timeline of one device", tracks))
     model = el("div", module_view(explained.modules, mesh), data_mesh=f"mesh{key}")
     sections.append(_section(f"modules{key}", "The model, as it is sharded", model))
-    about = "The runner-up is the next best sharding of a tensor, with all others kept, and the time that it would add."
+    about = (
+        "The runner-up is the next best sharding of a tensor, with all others fixed, and the time that it would add."
+    )
     sections.append(
         _section(
             f"decisions{key}",

@@ -1,6 +1,7 @@
-"""Draw where the time of a step and the memory of a device go. In: `StepTime`, `MemoryUse`. Out: elements.
+"""Draw where the step time and the memory of a device go.
 
-Drawings stretch to the available width; labels are text over or next to them, and do not.
+In: `StepTime`, `MemoryUse`. Out: elements. Drawings stretch to the available width; labels are text next to them and do
+not stretch.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from autopar.report.html.markup import Child, Element, el, fitting, percent, svg
 from autopar.system.text_tables import share_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 
-#: Kinds of collectives that have a colour of their own.
+#: The kinds of collectives that have their own colours.
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-#: A budget so many times the peak is not drawn to scale: the curve would be a line at the bottom.
+#: A budget above this multiple of the peak is not drawn to scale, because the curve would be a line at the bottom.
 _BUDGET_IN_SIGHT = 3.0
 _HEIGHT = 200.0
 _STEADY = ("parameters", "optimizer state", "data", "outputs")
 
 
 def kind_class(kind: str) -> str:
-    """The class that has a collective's colour."""
+    """The CSS class with a collective's colour."""
     return f"kind{_KINDS.index(kind) if kind in _KINDS else len(_KINDS)}"
 
 
 def time_bar(time: StepTime) -> Element:
-    """The step time in its parts, and below it, hatched, the communication hidden by kernels."""
+    """A bar of the step time's parts, and a hatched bar of the communication hidden by kernels."""
     whole = time.step_time_s
     exposed = [
         _segment(percent(seconds, whole), "compute" if name == "compute" else kind_class(name), name, seconds)
@@ -120,16 +121,17 @@ def memory_curve(use: MemoryUse, time: StepTime) -> Element:
         el("div", *loops, class_="band loops") if loops else None,
         ends,
         _memory_legend(use),
-        el("p", _budget_words(use), class_="under"),
+        el("p", _budget_text(use), class_="under"),
         class_="figure",
     )
 
 
 def loop_marks(loops: Sequence[tuple[int, int, int]], whole: float, remark: str = "") -> list[Element]:
-    """Each loop over its part of an axis, with its trip count.
+    """A mark for each loop over its part of an axis, with its trip count.
 
     Args:
-        loops: start, end and trip count. whole: the length of the axis.
+        loops: start, end and trip count of each loop.
+        whole: the length of the axis.
     """
     return [
         el(
@@ -143,7 +145,7 @@ def loop_marks(loops: Sequence[tuple[int, int, int]], whole: float, remark: str 
 
 
 def _bands(use: MemoryUse, top: float) -> Iterable[Element]:
-    """What is live throughout, stacked, and on it the temporaries."""
+    """The steady parts, stacked, and the temporaries on top of them."""
     sizes, count = dict(use.parts), len(use.over_step)
     floor = 0.0
     for name in _STEADY:
@@ -171,7 +173,7 @@ def _memory_legend(use: MemoryUse) -> Element:
     return el("ul", *items, class_="legend")
 
 
-def _budget_words(use: MemoryUse) -> str:
+def _budget_text(use: MemoryUse) -> str:
     if use.budget_bytes is None:
         return "No budget was given: the plan fits the device's memory."
     share = share_text(use.peak_bytes, use.budget_bytes)
@@ -183,7 +185,7 @@ def _tick(value: float, top: float) -> Element:
 
 
 def _round_values(top: float) -> list[float]:
-    """Some three round numbers below the top."""
+    """About three round numbers below the top."""
     if top <= 0:
         return []
     power = 10.0 ** math.floor(math.log10(top))
@@ -192,7 +194,7 @@ def _round_values(top: float) -> list[float]:
 
 
 def at_peak(use: MemoryUse, under: str) -> Element | None:
-    """The temporaries live at the peak, the largest first.
+    """A table of the temporaries live at the peak, the largest first.
 
     Args:
         under: the prefix to leave out of paths.
@@ -205,7 +207,7 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     rest = temporaries - sum(one.num_bytes for one in use.at_peak[:10])
     if rest > 0.001 * max(known, 1.0):
         cells = [
-            el("td", "all else"),
+            el("td", "all others"),
             el("td", class_="type"),
             el("td", human_bytes(rest), class_="number"),
             _share_cell(rest, temporaries),
@@ -237,7 +239,7 @@ def _live_row(one: LiveBuffer, whole: float, under: str) -> Element:
 
 
 def below(path: str, under: str) -> str:
-    """A path without what all have in front.
+    """A path without its prefix.
 
     >>> below("Net/h_0/attn", "Net"), below("Nets", "Net"), below("", "Net")
     ('h_0/attn', 'Nets', '(outside any module)')
@@ -252,7 +254,7 @@ def _share_cell(part: float, whole: float) -> Element:
 
 
 def ticks_of_time(whole_s: float) -> Sequence[float]:
-    """Round times, some six, from 0 on."""
+    """About six round times, from 0."""
     if whole_s <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(whole_s / 6))

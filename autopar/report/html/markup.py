@@ -1,4 +1,7 @@
-"""Elements of a page, as trees: what is text stays text, whatever is in it. In: names, attributes, children. Out: HTML."""
+"""Build a page's elements as trees, so that text is always escaped.
+
+In: names, attributes, children. Out: HTML.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ Child: TypeAlias = "Element | str | None"
 
 
 def el(name: str, /, *children: Child, **attributes: str | float | bool | None) -> Element:
-    """An element. An attribute that is None or False is left out, True is written without a value; `_` in a name is `-`,
-    and one at the end is dropped: `class_="row"`, `data_shape="8,8"`.
+    """Build an element.
+
+    Args:
+        attributes: attributes by name. `_` stands for `-`, and a trailing `_` is dropped: `class_="row"`,
+            `data_shape="8,8"`. None and False omit an attribute; True writes it without a value.
     """
-    made = ElementTree.Element(name)
+    element = ElementTree.Element(name)
     for key, value in attributes.items():
         if value is None or value is False:
             continue
-        made.set(key.rstrip("_").replace("_", "-"), "" if value is True else _text(value))
-    add(made, *children)
-    return made
+        element.set(key.rstrip("_").replace("_", "-"), "" if value is True else _text(value))
+    add(element, *children)
+    return element
 
 
 def add(parent: Element, *children: Child) -> Element:
@@ -40,35 +46,35 @@ def add(parent: Element, *children: Child) -> Element:
 
 
 def svg(width: float, height: float, *children: Child, **attributes: str | float | bool | None) -> Element:
-    """A drawing that is stretched to its place; strokes stay as they are."""
-    made = el("svg", *children, preserveAspectRatio="none", aria_hidden="true", **attributes)
-    made.set("viewBox", f"0 0 {_text(width)} {_text(height)}")
-    return made
+    """A drawing that stretches to its container."""
+    drawing = el("svg", *children, preserveAspectRatio="none", aria_hidden="true", **attributes)
+    drawing.set("viewBox", f"0 0 {_text(width)} {_text(height)}")
+    return drawing
 
 
 def data(name: str, value: Any) -> Element:
-    """JSON for the page's script."""
+    """A script element with JSON data for the page's script."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return el("script", text.replace("<", "\\u003c"), type="application/json", id=name)
 
 
 def fitting(text: str) -> Element:
-    """A label of a bar, which is hidden where the bar is too narrow for it."""
+    """The label of a bar; it is hidden if the bar is too narrow."""
     return el("span", text, class_="fits")
 
 
 def in_code(text: str) -> list[Child]:
-    """Words whose `names` are set as code."""
+    """A text whose parts in backticks become code elements."""
     return [el("code", part) if n % 2 else part for n, part in enumerate(text.split("`"))]
 
 
 def written(element: Element) -> str:
-    """As HTML."""
+    """The element as HTML."""
     return without_controls(ElementTree.tostring(element, encoding="unicode", method="html"))
 
 
 def percent(part: float, whole: float) -> str:
-    """A CSS length.
+    """A ratio as a CSS length.
 
     >>> percent(1, 3), percent(0, 0)
     ('33.333%', '0%')

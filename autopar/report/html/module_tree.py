@@ -1,7 +1,7 @@
 """Draw the model's modules with the shards of their tensors; identical layers are folded into one.
 
-In: a `ModuleTree`. Out: elements. The page's script unfolds a layer: it puts the layer's name in the place of the pattern in
-every `data-place`, and leaves out tensors that the layer does not have.
+In: a `ModuleTree`. Out: elements. The page's script unfolds a layer: it replaces the pattern in every `data-place` by
+the layer's name, and removes tensors that the layer does not have.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from autopar.report.rows import TensorRow
 from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes
 
-#: Trees of more modules are open at the top alone.
+#: Larger trees are open at the top levels only.
 _ALL_OPEN = 80
 
 
 def module_view(tree: ModuleTree, mesh: MeshShape) -> Element:
-    """The whole tree."""
+    """The whole tree, with a legend."""
     under = [text for text in (tree.parameters_under, tree.activations_under) if text]
     about = f"Parameters under {tree.parameters_under or 'the arguments'}"
     if tree.activations_under:
@@ -74,7 +74,9 @@ def _inside(module: Module, mesh: MeshShape, depth: int) -> list[Element]:
 def _module(module: Module, mesh: MeshShape, depth: int) -> Element:
     only = module
     names = [module.name]
-    while only.count == 1 and not only.tensors and len(only.modules) == 1:  # nothing to say between the two
+    while (
+        only.count == 1 and not only.tensors and len(only.modules) == 1
+    ):  # a chain of modules without tensors is one entry
         only = only.modules[0]
         names.append(only.name)
     several = only.count > 1
@@ -112,7 +114,7 @@ def _parameter(one: ModuleTensor, state: Sequence[ModuleTensor], mesh: MeshShape
 
 
 def _other_state(inputs: Sequence[ModuleTensor], state: Sequence[ModuleTensor], mesh: MeshShape) -> list[Element]:
-    """Optimizer state whose sharding differs from its parameter's, once for each sharding."""
+    """Optimizer state whose sharding differs from its parameter's, one row per sharding."""
     same = {(one.place[-1:], one.row.sharding) for one in inputs}
     others: dict[tuple[str, str], list[ModuleTensor]] = defaultdict(list)
     for one in state:

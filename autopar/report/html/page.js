@@ -1,25 +1,25 @@
 "use strict";
-// Nothing here is needed to read the page: it shows shards, tells what is pointed at, sorts, filters and unfolds.
+// The page can be read without this script. It shows shards and the text under the pointer, sorts, filters and unfolds.
 
 const SVG = "http://www.w3.org/2000/svg";
 const known = JSON.parse(document.getElementById("known").textContent);
 const shown = document.getElementById("shown");
 
 function make(name, attributes, text) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  return element;
 }
 
 function line(text, name) {
-  const made = document.createElement("div");
-  made.textContent = text;
-  if (name) made.className = name;
-  return made;
+  const element = document.createElement("div");
+  element.textContent = text;
+  if (name) element.className = name;
+  return element;
 }
 
-// Where it stands: beside what it is about, inside the window.
+// Shows the panel next to the element that it describes, inside the window.
 function show(about, ...children) {
   shown.replaceChildren(...children);
   shown.hidden = false;
@@ -44,7 +44,7 @@ function meshOf(element) {
   return known[element.closest("[data-mesh]").dataset.mesh];
 }
 
-// Devices in the order of the mesh, the last axis fastest; of each, which part it has of every dim.
+// For each device in mesh order, the last axis fastest: the number of its part of every dim.
 function devicesOf(mesh, spec) {
   const count = mesh.sizes.reduce((a, b) => a * b, 1);
   return Array.from({ length: count }, (_, device) => {
@@ -77,7 +77,7 @@ function shardsOf(element) {
   return { mesh, shape, spec, parts, devices: devicesOf(mesh, spec) };
 }
 
-// The two dims to draw: those that are split, else the last ones.
+// The two dims to draw: sharded dims first, then the last ones.
 function drawnDims({ shape, parts }) {
   const order = shape.map((_, dim) => dim).sort((a, b) => (parts[b] > 1) - (parts[a] > 1) || b - a);
   return order.slice(0, 2).sort((a, b) => a - b);
@@ -85,7 +85,7 @@ function drawnDims({ shape, parts }) {
 
 const axisColour = (mesh, axis) => `var(--axis${mesh.axes.indexOf(axis) % 6})`;
 
-// One matrix: rows and columns in parts, in each the devices that have it; in front and above, the axes that cut it.
+// One matrix: its parts by row and column with their devices; to the left and above, the mesh axes that shard it.
 function panel(shards, dims, fixed, width, height) {
   const { mesh, spec, parts, devices } = shards;
   const [r, c] = dims.length === 2 ? dims : [undefined, dims[0]];
@@ -151,7 +151,7 @@ function seconds(ns) {
   return `${ns} ns`;
 }
 
-function showStretch(track, n) {
+function showSlice(track, n) {
   const row = known[track.dataset.track];
   const [start, ns, text] = row.at[n];
   let cursor = track.querySelector(".track-cursor");
@@ -167,7 +167,7 @@ function leaveTrack(track) {
   hide();
 }
 
-function stretchAt(track, event) {
+function sliceAt(track, event) {
   const row = known[track.dataset.track], box = track.getBoundingClientRect();
   const at = ((event.clientX - box.left) / box.width) * row.whole, near = (3 / box.width) * row.whole;
   let best = -1, least = near;
@@ -180,19 +180,19 @@ function stretchAt(track, event) {
 
 for (const track of document.querySelectorAll("[data-track]")) {
   track.addEventListener("pointermove", (event) => {
-    const n = stretchAt(track, event);
+    const n = sliceAt(track, event);
     if (n < 0) leaveTrack(track);
-    else showStretch(track, n);
+    else showSlice(track, n);
   });
   track.addEventListener("pointerleave", () => leaveTrack(track));
-  track.addEventListener("focus", () => showStretch(track, Number(track.dataset.at || 0)));
+  track.addEventListener("focus", () => showSlice(track, Number(track.dataset.at || 0)));
   track.addEventListener("blur", () => leaveTrack(track));
   track.addEventListener("keydown", (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
     event.preventDefault();
     const last = known[track.dataset.track].at.length - 1;
-    showStretch(track, Math.max(0, Math.min(last, Number(track.dataset.at || 0) + step)));
+    showSlice(track, Math.max(0, Math.min(last, Number(track.dataset.at || 0) + step)));
   });
 }
 
@@ -215,16 +215,16 @@ for (const head of document.querySelectorAll(".sortable th button")) {
     const th = head.parentElement, body = th.closest("table").tBodies[0], column = th.cellIndex;
     const number = th.classList.contains("number");
     const now = th.getAttribute("aria-sort");
-    const way = now ? (now === "ascending" ? "descending" : "ascending") : number ? "descending" : "ascending";
+    const order = now ? (now === "ascending" ? "descending" : "ascending") : number ? "descending" : "ascending";
     for (const other of th.parentElement.cells) other.removeAttribute("aria-sort");
-    th.setAttribute("aria-sort", way);
-    const sign = way === "ascending" ? 1 : -1;
+    th.setAttribute("aria-sort", order);
+    const sign = order === "ascending" ? 1 : -1;
     const compare = (a, b) => (number ? a - b || 0 : a.localeCompare(b, "en", { numeric: true }));
     body.append(...[...body.rows].sort((a, b) => sign * compare(valueOf(a, column), valueOf(b, column))));
   });
 }
 
-// Long tables begin with what matters most; their heads sort all rows.
+// A long table shows its first rows, the most important ones; its headings sort all rows.
 const FEW_ROWS = 15;
 for (const box of document.querySelectorAll(".scroll")) {
   const rows = box.querySelectorAll(".sortable tbody tr").length;
@@ -243,15 +243,15 @@ for (const box of document.querySelectorAll(".scroll")) {
 
 for (const filter of document.querySelectorAll(".filter")) {
   filter.addEventListener("input", () => {
-    const asked = filter.value.toLowerCase();
-    if (asked && filter.parentElement.querySelector(".folded")) filter.parentElement.querySelector(".more").click();
-    for (const row of filter.parentElement.querySelectorAll("tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(asked);
+    const query = filter.value.toLowerCase();
+    if (query && filter.parentElement.querySelector(".folded")) filter.parentElement.querySelector(".more").click();
+    for (const row of filter.parentElement.querySelectorAll("tbody tr")) row.hidden = !row.textContent.toLowerCase().includes(query);
   });
 }
 
 // -- layers one by one -----------------------------------------------------------------------
 
-// The texts that a pattern such as h_{0..11} stands for have these numbers in each of its braces.
+// The numbers inside the braces of a pattern such as h_{0..11}.
 const numbersOf = (inside) => {
   const numbers = inside.split(",").flatMap((part) => {
     const [a, b] = part.split("..").map(Number);
@@ -263,7 +263,7 @@ const numbersOf = (inside) => {
   return Array.from({ length: (last - first) / (second - first) + 1 }, (_, n) => first + n * (second - first));
 };
 
-// How many texts a pattern stands for if this is one of them, else 0.
+// The number of texts that match a pattern if this text does, else 0.
 function covers(pattern, text) {
   const sets = [...pattern.matchAll(/\{([\d,.]+)\}/g)].map((match) => numbersOf(match[1]));
   const parts = pattern.split(/\{[\d,.]+\}/).map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
@@ -273,17 +273,17 @@ function covers(pattern, text) {
 }
 
 function oneOf(folded, member) {
-  const depth = Number(folded.dataset.depth), made = folded.cloneNode(true), count = folded.dataset.members.split(" ").length;
-  made.querySelector(".module-name").textContent = folded.dataset.front + member;
-  made.querySelector(":scope > summary .unfold").remove();
-  made.querySelector(":scope > summary .times").remove();
-  for (const size of made.querySelectorAll("[data-bytes]")) {
+  const depth = Number(folded.dataset.depth), copy = folded.cloneNode(true), count = folded.dataset.members.split(" ").length;
+  copy.querySelector(".module-name").textContent = folded.dataset.front + member;
+  copy.querySelector(":scope > summary .unfold").remove();
+  copy.querySelector(":scope > summary .times").remove();
+  for (const size of copy.querySelectorAll("[data-bytes]")) {
     size.dataset.bytes /= count;
     const bytes = Number(size.dataset.bytes);
     const power = bytes ? Math.min(4, Math.floor(Math.log10(bytes) / 3)) : 0;
     size.textContent = bytes ? `${(bytes / 1000 ** power).toPrecision(3)} ${["B", "KB", "MB", "GB", "TB"][power]} on each device` : "";
   }
-  for (const row of made.querySelectorAll("[data-place]")) {
+  for (const row of copy.querySelectorAll("[data-place]")) {
     const parts = row.dataset.place.split("/"), many = covers(parts[depth - 1] ?? "", member);
     if (!many) {
       row.remove();
@@ -295,14 +295,14 @@ function oneOf(folded, member) {
     times.dataset.count = Math.round(times.dataset.count / many);
     times.textContent = times.dataset.count > 1 ? `x${times.dataset.count}` : "";
   }
-  for (const all of [...made.querySelectorAll(".activations")]) {
+  for (const all of [...copy.querySelectorAll(".activations")]) {
     const rows = [...all.querySelectorAll("[data-count]")];
     if (!rows.length) all.remove();
     else all.querySelector("summary span").textContent = `activations (${rows.reduce((n, row) => n + Number(row.dataset.count), 0)})`;
   }
-  delete made.dataset.members;
-  made.open = false;
-  return made;
+  delete copy.dataset.members;
+  copy.open = false;
+  return copy;
 }
 
 document.addEventListener("click", (event) => {

@@ -1,6 +1,6 @@
-"""Draw the stages of a pipeline plan: the time and memory of each submesh, the table of stages, other plans.
+"""Draw the stages of a pipeline plan: the time and memory of each submesh, the table of stages, and the alternatives.
 
-In: a `StagesExplanation`. Out: elements. Each stage's own program is drawn like any other.
+In: a `StagesExplanation`. Out: elements. Each stage's program is drawn like any other.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.report.submeshes import SubmeshUse
 from autopar.system.text_tables import share_text
 from autopar.system.units import human_bytes, human_seconds
 
-#: Other ways to run the step that are shown.
+#: The most alternatives that are shown.
 _MAX_TRIED = 20
 _HEIGHT = 100.0
 
 
 def submesh_times(explained: StagesExplanation) -> Element:
-    """Of each submesh, its phases and its idle time, which sum up to the step time."""
+    """For each submesh, a bar of its phases and its idle time, which sum up to the step time."""
     whole = explained.plan.prediction.step_time_s
     rows = []
     for number, use in enumerate(explained.submeshes):
@@ -54,7 +54,7 @@ def _part(label: str, colour: str, seconds: float, whole: float) -> Element:
 
 
 def submesh_memory(explained: StagesExplanation) -> Element:
-    """Of each submesh, what one of its devices holds over the step, all on one scale."""
+    """For each submesh, the memory of one device over the step, on a common scale."""
     whole = explained.plan.prediction.step_time_s
     peak, budget = explained.plan.prediction.peak_bytes, explained.plan.memory_budget_bytes
     in_sight = budget is not None and budget <= 3 * peak
@@ -81,10 +81,10 @@ def _submesh_memory(number: int, use: SubmeshUse, whole: float, top: float, budg
 
     floor = use.state_bytes + use.working_bytes
     steps, last = "", floor
-    for start_s, held in use.in_flight:
-        if floor + held != last:
-            steps += f"H{1000 * start_s / whole if whole else 0:.1f}V{y(floor + held):g}"
-            last = floor + held
+    for start_s, flight_bytes in use.in_flight:
+        if floor + flight_bytes != last:
+            steps += f"H{1000 * start_s / whole if whole else 0:.1f}V{y(floor + flight_bytes):g}"
+            last = floor + flight_bytes
     shapes = [
         el(
             "rect",
@@ -142,7 +142,7 @@ def stages_table(explained: StagesExplanation) -> Element:
                         for one in sends
                     )
                 ),
-                cell(stage.plan.mesh.describe(), el("small", *in_code(_words(stage)))),
+                cell(stage.plan.mesh.describe(), el("small", *in_code(_strategy_text(stage)))),
             )
         )
     heads = ("stage", "layers", "devices", *numbers, "sends", "mesh and strategy")
@@ -153,13 +153,13 @@ def stages_table(explained: StagesExplanation) -> Element:
     )
 
 
-def _words(stage: StagePlan) -> str:
-    again = sum(one.time_s for one in stage.plan.rematerialized)
-    return stage.plan.strategy + (f"; computes again what takes {human_seconds(again)} a microbatch" if again else "")
+def _strategy_text(stage: StagePlan) -> str:
+    seconds = sum(one.time_s for one in stage.plan.rematerialized)
+    return stage.plan.strategy + (f"; rematerializes {human_seconds(seconds)} a microbatch" if seconds else "")
 
 
 def tried_table(explained: StagesExplanation) -> Element | None:
-    """Other ways to run the step, the fastest first."""
+    """The alternatives that were tried, the fastest first."""
     tried = sorted(explained.plan.tried, key=lambda one: one.step_time_s)
     if len(tried) < 2:
         return None
@@ -185,7 +185,7 @@ def tried_table(explained: StagesExplanation) -> Element | None:
 
 
 def same_stages(explained: StagesExplanation) -> Sequence[tuple[int, ...]]:
-    """Stages whose plans say the same but for the names of their layers, in order."""
+    """Groups of stages whose plans differ only in the names of their layers, in order."""
     groups: dict[object, list[int]] = {}
     for number, one in enumerate(explained.stages):
         plan = one.plan

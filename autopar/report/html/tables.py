@@ -1,4 +1,5 @@
-"""Tables of the page: decisions with their runners-up, collectives, other meshes, predicted against compiled figures.
+"""Draw the tables of the page: decisions with runners-up, collectives, other meshes, predicted against compiled
+figures.
 
 In: rows of an explanation. Out: elements. A column is sorted by the `data-value` of its cells.
 """
@@ -20,7 +21,7 @@ from autopar.report.rows import CollectiveRow, Span, TensorRow
 from autopar.system.text_tables import short_source
 from autopar.system.units import human_bytes, human_seconds
 
-#: Rows shown of tables that can grow without end.
+#: The most rows of unbounded tables.
 MAX_DECISIONS, MAX_COLLECTIVES = 250, 60
 
 
@@ -38,13 +39,13 @@ def table(heads: Sequence[str], rows: Sequence[Element], *, numbers: Sequence[st
     for row in rows:
         for head, one in zip(heads, row, strict=True):
             if head:
-                one.set("data-label", head)  # where the page is narrow, a row is a card and has no heads
-    made = el("table", el("thead", el("tr", *cells)), el("tbody", *rows), class_="sortable", aria_label=name or None)
-    return el("div", made, class_="scroll", tabindex="0")
+                one.set("data-label", head)  # on a narrow page, a row is a card without column headings
+    grid = el("table", el("thead", el("tr", *cells)), el("tbody", *rows), class_="sortable", aria_label=name or None)
+    return el("div", grid, class_="scroll", tabindex="0")
 
 
 def cell(*children: Child, value: float | None = None, look: str | None = None) -> Element:
-    """A cell; a number is at its right."""
+    """A table cell; numbers are right-aligned."""
     shown = None if value is None or not math.isfinite(value) else value
     looks = " ".join(filter(None, ("number" if value is not None else None, look)))
     return el("td", *children, class_=looks or None, data_value=shown)
@@ -54,9 +55,9 @@ def cell(*children: Child, value: float | None = None, look: str | None = None) 
 
 
 def decisions_table(explained: Explanation, mesh: MeshShape) -> Element:
-    """Every decision, the most consequential first."""
+    """All decisions, those with the most expensive runner-up first."""
     rows = [row for row in (*explained.parameters, *explained.data, *explained.activations) if row.cost_s is not None]
-    rows.sort(key=lambda row: -_matters(row))
+    rows.sort(key=lambda row: -_runner_up_cost_s(row))
     shown = [_decision(row, explained, mesh) for row in rows[:MAX_DECISIONS]]
     heads = ("tensor", "kind", "type", "sharding", "cost", "runner-up", "adds", "collectives caused")
     left = len(rows) - len(shown)
@@ -70,19 +71,19 @@ def decisions_table(explained: Explanation, mesh: MeshShape) -> Element:
             class_="filter",
         ),
         table(heads, shown, numbers=("cost", "adds"), name="Decisions"),
-        el("p", f"and {left} more with a smaller difference; autopar explain --json has all", class_="under")
+        el("p", f"and {left} more with cheaper runners-up; autopar explain --json has all", class_="under")
         if left
         else None,
     )
 
 
-def _matters(row: TensorRow) -> float:
+def _runner_up_cost_s(row: TensorRow) -> float:
     return row.count * row.runner_up_extra_s[1] if row.runner_up_extra_s and not row.pinned else -1.0
 
 
 def _decision(row: TensorRow, explained: Explanation, mesh: MeshShape) -> Element:
     under = explained.modules.activations_under if row.kind == "activation" else explained.modules.parameters_under
-    made = [f"{row.phase} {row.primitive}", short_source(row.source)] if row.kind == "activation" else []
+    producer = [f"{row.phase} {row.primitive}", short_source(row.source)] if row.kind == "activation" else []
     times = f" x{row.count}" if row.count > 1 else ""
     caused = [
         el(
@@ -94,7 +95,7 @@ def _decision(row: TensorRow, explained: Explanation, mesh: MeshShape) -> Elemen
     ]
     return el(
         "tr",
-        cell(el("code", below(row.path, under)), *(el("small", text) for text in made if text)),
+        cell(el("code", below(row.path, under)), *(el("small", text) for text in producer if text)),
         cell(row.kind),
         cell(type_text(row.shape, row.dtype) + times, look="type"),
         cell(blocks(row.shape, row.split, mesh, below(row.path, under))),
@@ -153,7 +154,7 @@ def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
     return el(
         "div",
         table(heads, shown, numbers=("count", "time", "data"), name="Collectives"),
-        el("p", f"{left}{star}Times are of each alone, hidden or exposed; data is per device.", class_="under"),
+        el("p", f"{left}{star}Times include hidden and exposed time; data is per device.", class_="under"),
     )
 
 
@@ -206,7 +207,7 @@ def compiled_view(explained: Sequence[Compiled]) -> Element:
 
 
 def _step_times(one: Compiled) -> list[Child]:
-    """The step time by model; the column of measured times only where there are any."""
+    """The step time by model, with a column of measured times if there are any."""
     if not one.step_times:
         return []
     columns = ["predicted", "replayed", "XLA's estimate"]
@@ -222,7 +223,7 @@ def _step_times(one: Compiled) -> list[Child]:
         if one.estimate_errors
         else ""
     )
-    about = f"Replayed: the compiled program by the device's rates, an estimate.{wrong}"
+    about = f"Replayed: a simulation of the compiled program with the device's rates, an estimate.{wrong}"
     return [table(("", *columns), rows, numbers=columns), el("p", about, class_="under")]
 
 
@@ -238,7 +239,7 @@ def _figures(one: Compiled) -> Element:
 def _figure(one: CompiledFigure) -> Element:
     show = human_bytes if one.unit == "bytes" else human_seconds
     ran = el("small", f"measured {show(one.measured)}") if one.measured is not None else None
-    name = SIMULATED if one.name == "step time" else one.name  # as files of older versions have it
+    name = SIMULATED if one.name == "step time" else one.name  # files of older versions use this name
     return _compared(name, show(one.predicted), "-" if one.compiled is None else show(one.compiled), ran, one)
 
 

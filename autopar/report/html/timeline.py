@@ -1,4 +1,4 @@
-"""Draw what runs when, as rows over one axis of time: a device's kernels and collectives, or the tasks of submeshes.
+"""Draw a timeline as rows over one time axis: a device's kernels and collectives, or the tasks of submeshes.
 
 In: a `StepTrace`, or a `PipelineTimeline`. Out: elements, and the texts that the page's script shows for each bar.
 """
@@ -20,7 +20,7 @@ from autopar.report.html.markup import Element, el, percent, svg
 from autopar.system.units import human_bytes, human_seconds
 
 _WIDTH, _HEIGHT = 10_000, 10
-#: What is drawn over something hidden, once in a page.
+#: The hatching of hidden communication; a page defines it once.
 HATCH = svg(
     1,
     1,
@@ -34,17 +34,18 @@ HATCH = svg(
     ),
     class_="away",
 )
-#: Tasks of a submesh above which its row is drawn in cells, each what took most of it.
+#: A submesh with more tasks is drawn in cells; each cell shows the task that takes most of it.
 MAX_TASKS = 300
 _CELLS = 480
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A stretch of a row: whole nanoseconds from the start of the step.
+    """A bar of a row; its start and length are whole nanoseconds from the start of the step.
 
     Args:
-        look: class of its colour; or a colour. text: for whoever points at it.
+        look: the CSS class of its colour, or a colour.
+        text: the text shown when the pointer is on it.
     """
 
     start_ns: int
@@ -57,15 +58,15 @@ class Slice:
 
 
 def step_tracks(trace: StepTrace, step_time_s: float, name: str) -> tuple[Element, dict[str, Any]]:
-    """Kernels, and collectives in parallel with them.
+    """Draw kernels, and collectives in parallel with them.
 
     Args:
-        name: that no other figure of the page has.
+        name: a name that no other figure of the page has.
 
     Returns:
-        The figure; what the script is to know of its rows.
+        The figure, and the data of its rows for the page's script.
     """
-    whole = max(1, round(1e9 * step_time_s))  # a file may say 0
+    whole = max(1, round(1e9 * step_time_s))  # a plan file may contain 0
     rows = {
         "kernels": list(_kernels(trace)),
         "collectives": list(_collectives(trace)),
@@ -97,7 +98,7 @@ def _kernels(trace: StepTrace) -> Iterable[Slice]:
 
 
 def _collectives(trace: StepTrace) -> Iterable[Slice]:
-    """Each as two stretches: what kernels hide, and what is exposed after it."""
+    """Two slices per collective: the part hidden by kernels, then the exposed part."""
     sent = trace.collectives
     columns = (sent.kind, sent.place, sent.start_ns, sent.ns, sent.exposed_ns, sent.num_bytes, sent.count)
     for kind, place, start, ns, exposed, size, count in zip(*columns, strict=True):
@@ -116,7 +117,8 @@ def _collectives(trace: StepTrace) -> Iterable[Slice]:
 
 
 def pipeline_tracks(timeline: PipelineTimeline, name: str) -> tuple[Element, dict[str, Any]]:
-    """Submeshes as rows, tasks in the colours of their phases; arguments and results as of `step_tracks`."""
+    """Draw submeshes as rows, and tasks in the colours of their phases; arguments and results are those of
+    `step_tracks`."""
     whole = max(1, round(1e9 * timeline.makespan_s))
     rows = [list(_tasks(timeline, submesh)) for submesh in range(timeline.num_submeshes)]
     idle = [f"{100 * share:.0f} % idle" for share in timeline.bubble_fractions]
@@ -160,7 +162,7 @@ def _tasks(timeline: PipelineTimeline, submesh: int) -> Iterable[Slice]:
         at += length
 
 
-# -- any row ---------------------------------------------------------------------------------
+# -- rows ------------------------------------------------------------------------------------
 
 
 def _track(name: str, remark: str, slices: Sequence[Slice], whole: int, key: str) -> Element:
@@ -175,7 +177,7 @@ def _track(name: str, remark: str, slices: Sequence[Slice], whole: int, key: str
         if look.startswith("hidden"):
             paths.append(el("path", d="".join(parts), fill="url(#hatch)"))
     drawing = svg(_WIDTH, _HEIGHT, *paths)
-    about = f"{name}: {len(slices)} stretches; left and right go through them"
+    about = f"{name}: {len(slices)} slices; the left and right arrow keys select one"
     return el(
         "div",
         el("span", name, class_="track-name"),
@@ -199,7 +201,7 @@ def _axis(whole_s: float) -> Element:
 
 
 def _texts(slices: Sequence[Slice], whole: int) -> Mapping[str, Any]:
-    """Texts once, and for each stretch its start, its length and the position of its text."""
+    """The distinct texts, and for each slice its start, its length and the position of its text."""
     texts = list(dict.fromkeys(one.text for one in slices))
     place = {text: n for n, text in enumerate(texts)}
     return {"whole": whole, "texts": texts, "at": [[one.start_ns, one.ns, place[one.text]] for one in slices]}
