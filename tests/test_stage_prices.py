@@ -18,7 +18,7 @@ from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import StageRequest, searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
 from autopar.pipeline.search.scaled_costs import ScaledCosts
-from autopar.pipeline.search.stage_costs import HELD_PRICES, OPTIONS, STATE_PRICES, StageCosts
+from autopar.pipeline.search.stage_costs import OPTIONS, STASH_PRICES, STATE_PRICES, StageCosts
 from autopar.pipeline.search.stage_search import StageSearch
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of
@@ -80,7 +80,9 @@ def test_what_a_long_stage_holds_is_known_from_pairs(num_devices: int) -> None:
 def test_what_is_dearer_to_hold_is_computed_again() -> None:
     costs = prices()
     first, last = middle(costs)
-    held = [costs.cost(first, last, SubmeshShape(H100.name, 1, 1, option=option)) for option in range(len(HELD_PRICES))]
+    held = [
+        costs.cost(first, last, SubmeshShape(H100.name, 1, 1, option=option)) for option in range(len(STASH_PRICES))
+    ]
     flights, seconds = [one.flight_bytes for one in held], [one.backward_s + one.weight_s for one in held]
     assert flights == sorted(flights, reverse=True)
     assert flights[0] > 4 * flights[-1]
@@ -95,7 +97,7 @@ def test_what_passes_is_all_that_the_backward_pass_reads() -> None:
     """Nothing that is computed again is read before it is, and what leaves the stage is made in the forward pass."""
     costs = prices()
     first, last = middle(costs)
-    for option in range(len(HELD_PRICES)):
+    for option in range(len(STASH_PRICES)):
         run = costs.planned(first, last, SubmeshShape(H100.name, 1, 2, option=option))
         program = run.program.program.of(run.plan)
         layout = Layout(program.trace, run.program.inputs)
@@ -117,7 +119,7 @@ def test_state_that_is_dearer_has_fewer_copies() -> None:
     first, last = middle(costs)
     states = []
     for price in STATE_PRICES:
-        shape = SubmeshShape(H100.name, 1, 4, option=OPTIONS.index((price, HELD_PRICES[0])))
+        shape = SubmeshShape(H100.name, 1, 4, option=OPTIONS.index((price, STASH_PRICES[0])))
         states.append(costs.cost(first, last, shape).state_bytes)
     one = costs.cost(first, last, SubmeshShape(H100.name, 1, 1)).state_bytes
     assert states[0] > 2 * states[1] > 2 * states[2]

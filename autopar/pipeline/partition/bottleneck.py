@@ -48,7 +48,7 @@ class Variant(Protocol):
         ...
 
     def figures(self, stages: Stages) -> tuple[float, float]:
-        """Their sum and their maximum."""
+        """The sum and the maximum of these stages."""
         ...
 
 

@@ -127,7 +127,7 @@ class Branches:
         return [cost for first, last in _runs(layers) if (cost := self._cost(first, last, shape)) is not None]
 
     def forked_stages(self, stages: Sequence[Stage]) -> ForkedStages:
-        """One stage for each part and segment. Consecutive segments on one part alone are merged into one stage."""
+        """Make one stage for each part and segment; merge consecutive segments that use only one and the same part."""
         stage_of: dict[int, int] = {}
         place_of: list[tuple[int, int]] = []
         for number, stage in enumerate(stages):
@@ -247,9 +247,11 @@ class Branches:
 
     def _branches_of(self, layers: tuple[int, ...], segment: Segment) -> list[tuple[int, ...]]:
         """The branches of a segment that one part runs."""
-        everything = [layer for part in segment for layer in part]
+        layers_of_segment = [layer for part in segment for layer in part]
         mine = set(layers)
-        return [branch for branch in self._components(min(everything), max(everything)) if mine >= set(branch)]
+        return [
+            branch for branch in self._components(min(layers_of_segment), max(layers_of_segment)) if mine >= set(branch)
+        ]
 
     def _cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost | None:
         key = first, last, shape
@@ -260,8 +262,8 @@ class Branches:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """Seconds of a part or a branch. `backward_s` includes `weight_s`. `sent_s`: a branch's transfers in both
-    passes."""
+    """The seconds of a part or a branch. `backward_s` includes `weight_s`. `sent_s` is the time of a branch's transfers
+    in both passes."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0

@@ -124,7 +124,9 @@ class Cluster:
                     f" DeviceGroup({one.kind!r}, {one.num_hosts + other.num_hosts}, {one.devices_per_host})"
                 )
         if len(self.groups) > _MOST_GROUPS:
-            raise ClusterError(f"{len(self.groups)} groups of hosts; at most {_MOST_GROUPS}, for every order is tried")
+            raise ClusterError(
+                f"{len(self.groups)} groups of hosts; at most {_MOST_GROUPS}, because every order is tried"
+            )
 
     @property
     def num_devices(self) -> int:

@@ -85,7 +85,7 @@ class InterleavedPartitioner:
 def _rows(problem: PartitionProblem) -> list[tuple[Submesh, ...]]:
     """Rows of equal submeshes: for each shape and every p, the first p on the line."""
     found: list[tuple[Submesh, ...]] = []
-    line: Line = lines(problem.cluster, problem.all_shapes)[0]  # shapes are of one kind: the order is all the same
+    line: Line = lines(problem.cluster, problem.all_shapes)[0]  # one kind of device, so one order of the groups
     for shape in range(len(problem.all_shapes)):
         row: list[Submesh] = []
         free = 0
@@ -172,10 +172,10 @@ class _OnSubmeshes:
         prices, objective, count = self.prices, self.prices.problem.objective, len(self.meshes)
         num_layers, num_stages = len(prices.once), count * self.virtual
         once, repeated = prices.once[:, :, self.shape], prices.repeated[:, :, self.shape]
-        held = prices.holding(self.in_flight)[:, :, self.shape]
+        num_bytes = prices.holding(self.in_flight)[:, :, self.shape]
         if equal_state:
-            held = held + (self.virtual - 1) * prices.state[:, :, self.shape, None]
-        fits = held <= prices.budget[self.shape] * (1 + ROUNDING)
+            num_bytes = num_bytes + (self.virtual - 1) * prices.state[:, :, self.shape, None]
+        fits = num_bytes <= prices.budget[self.shape] * (1 + ROUNDING)
         costs = np.full((num_stages, num_layers, num_layers), np.inf)
         rest = np.full((num_stages + 1, num_layers + 1), np.inf)
         rest[num_stages, num_layers] = 0.0
@@ -218,14 +218,14 @@ class _DepthFirst:
                 return
             self.steps += 1
             run: Run = first, last, self._on.shape
-            now = held.copy()
-            now[0, number] += prices.state[run]
-            now[1:, number] = np.maximum(now[1:, number], (prices.working[run], prices.flight[run]))
-            needed = now[0, number] + now[1, number] + now[2, number] * self._on.in_flight[number]
+            held_after = held.copy()
+            held_after[0, number] += prices.state[run]
+            held_after[1:, number] = np.maximum(held_after[1:, number], (prices.working[run], prices.flight[run]))
+            needed = held_after[0, number] + held_after[1, number] + held_after[2, number] * self._on.in_flight[number]
             if needed > prices.budget[run[2]] * (1 + ROUNDING):
                 continue
             self._bounds.append(last)
-            self._visit(last + 1, spent + float(self._costs[stage, first, last]), now)
+            self._visit(last + 1, spent + float(self._costs[stage, first, last]), held_after)
             self._bounds.pop()
 
     def _stages(self) -> Stages:

@@ -121,7 +121,7 @@ class Prices:
         return float(self._slack[:2].max())
 
     def _saved(self, number: int, slack: np.ndarray) -> np.ndarray:
-        """By shape, how far known costs are below their bounds by `growth`."""
+        """The largest difference by which known costs fall below their bounds by `growth`, by shape."""
         table = self._tables[number]
         inferred = self._inferred(number, slack, self._all)
         known = self.known & np.isfinite(inferred) & np.isfinite(table)
@@ -160,7 +160,7 @@ class Prices:
 
         Args:
             number: the number of the table.
-            slack: what merging two runs may save; float[shapes].
+            slack: the most that merging two runs may save; float[shapes].
         """
         adds = np.array([self.shapes[shape].parts == 1 for shape in shapes])  # parts of a submesh work in parallel
         adds &= self.problem.growth is Growth.SUPERADDITIVE and self._tables[number] is not self.working

@@ -67,12 +67,12 @@ class Objective:
 
 
 class Growth(Enum):
-    """What the search assumes of costs that it has not queried. If a cost contradicts the assumption, the search
+    """The search's assumption about costs that it has not queried. If a cost contradicts the assumption, the search
     weakens it; the optimum is proven only under the weakened assumption."""
 
     UNKNOWN = "nothing"
     MONOTONE = "a run of layers takes at least the time and bytes of each run in it, on the same submesh"
-    SUPERADDITIVE = "it takes at least the time, and holds at least the state, of the runs it is made of, together"
+    SUPERADDITIVE = "a run takes at least the time, and holds at least the state, of its parts together"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

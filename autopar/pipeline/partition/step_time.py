@@ -65,10 +65,10 @@ def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends: Itera
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
     """Peak bytes per device of each submesh: the state of all its stages, the largest working set, and the stashed
     activations of in-flight microbatches."""
-    held = peak_held(schedule, lambda stage: costs[stage].flight_bytes)
+    flight_bytes = peak_held(schedule, lambda stage: costs[stage].flight_bytes)
     return tuple(
         sum(costs[stage].state_bytes for stage in stages)
         + max((costs[stage].working_bytes for stage in stages), default=0.0)
         + most
-        for stages, most in zip(map(schedule.stages_on, range(schedule.num_submeshes)), held, strict=True)
+        for stages, most in zip(map(schedule.stages_on, range(schedule.num_submeshes)), flight_bytes, strict=True)
     )

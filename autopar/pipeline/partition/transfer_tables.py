@@ -63,7 +63,7 @@ class Transfers:
             if len(counts):
                 level[:, layer - 1] = np.minimum(np.searchsorted(counts, allowed[:, layer - 1]), len(counts) - 1)
             for number, count in enumerate(counts.tolist()):
-                if count < self._everything:
+                if count < self._all_transfers:
                     most[layer, number] = self._steps[layer, :, count - 1]
         inside, across = (
             np.where(seconds[:, None] <= most[..., None], costs, np.inf)
@@ -72,7 +72,7 @@ class Transfers:
         return Hops(inside, across, level), above
 
     @property
-    def _everything(self) -> int:
+    def _all_transfers(self) -> int:
         """A number that allows all transfers of any shape."""
         return self._steps.shape[2] + 1
 
@@ -81,8 +81,8 @@ class Transfers:
         steps = self._repeated * self._steps[1:]
         finite = np.isfinite(steps)
         before = slack[:, :-1]  # by the last layer, so of the transfer before the next
-        allowed = np.full(slack.shape, self._everything)
-        allowed[:, :-1] = np.where(before < steps[..., 0], 0, self._everything)
+        allowed = np.full(slack.shape, self._all_transfers)
+        allowed[:, :-1] = np.where(before < steps[..., 0], 0, self._all_transfers)
         between = (before >= steps[..., 0]) & (before < np.where(finite, steps, -np.inf).max(axis=2))
         for layer, shape in np.argwhere(between.any(axis=0)).tolist():
             runs = between[:, layer, shape]

@@ -53,7 +53,7 @@ class PipelineArguments:
     """Places arguments.
 
     Args:
-        homes: by argument, its home stage and the port of that stage.
+        homes: the home stage of each argument, and the port of that stage.
         donated: arguments whose memory the step may reuse.
         may_take: whether the step may also reuse the memory of donated arrays that the user made.
 
@@ -101,8 +101,8 @@ class PipelineArguments:
         for i, uses in self.uses.items():
             home = uses[0]
             leaf = part_of(leaves[i[0]], i[1], home.sharding)
-            if isinstance(leaf, jax.Array) and leaf.committed and _lies(leaf, home.sharding):
-                if i in self.donated and home.is_mine and (count[id(leaves[i[0]])] > 1 or self._stays(leaves[i[0]])):
+            if isinstance(leaf, jax.Array) and leaf.committed and _is_sharded_as(leaf, home.sharding):
+                if i in self.donated and home.is_mine and (count[id(leaves[i[0]])] > 1 or self._is_users(leaves[i[0]])):
                     leaf = jax.numpy.copy(leaf)
                 self._from_home(leaf, uses, values)
             elif not self._several:
@@ -115,7 +115,7 @@ class PipelineArguments:
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _stays(self, leaf: Any) -> bool:
+    def _is_users(self, leaf: Any) -> bool:
         """Whether the user owns a leaf, so that it must outlive the step."""
         return not (self.may_take or isinstance(leaf, StackedLeaf) or is_own(leaf))
 
@@ -167,9 +167,9 @@ class PipelineArguments:
         host = np.asarray(jax.random.key_data(leaf) if is_key else leaf)
         for one in uses:
             if one.is_mine:
-                laid = jax.make_array_from_callback(host.shape, one.sharding, lambda part: host[part])
+                sharded = jax.make_array_from_callback(host.shape, one.sharding, lambda part: host[part])
                 values[one.register] = (
-                    jax.random.wrap_key_data(laid, impl=jax.random.key_impl(leaf)) if is_key else laid
+                    jax.random.wrap_key_data(sharded, impl=jax.random.key_impl(leaf)) if is_key else sharded
                 )
 
 
@@ -179,5 +179,5 @@ def _sent(value: Any) -> Any:
     return jax.random.key_data(value) if is_key else jax.numpy.copy(value)
 
 
-def _lies(leaf: jax.Array, sharding: NamedSharding) -> bool:
+def _is_sharded_as(leaf: jax.Array, sharding: NamedSharding) -> bool:
     return leaf.sharding == sharding or leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Way:
+class _ShareTransfer:
     """The transfer of one process's share to another process. `crossing` is None if both are the same process."""
 
     sender: int
@@ -48,7 +48,7 @@ class Gathering:
             )
             for process, device in first.items()
         }
-        self._known: dict[tuple[Shape, np.dtype], list[_Way]] = {}
+        self._cached_transfers: dict[tuple[Shape, np.dtype], list[_ShareTransfer]] = {}
 
     def __call__(self, share: np.ndarray, shape: Shape) -> jax.Array:
         """Build the array from this process's share.
@@ -57,18 +57,22 @@ class Gathering:
             shape: the shape of the whole array; the number of processes divides its first dim.
         """
         key = (share.shape, share.dtype)
-        if key not in self._known:
-            self._known[key] = list(self._ways(share.shape, share.dtype, shape))
-        here, arrived = jax.process_index(), []
-        own = jax.device_put(share, self.ends[here])
-        for way in self._known[key]:
-            moved = own if way.crossing is None else way.crossing.move(own if way.sender == here else None)
-            if way.receiver == here:
+        if key not in self._cached_transfers:
+            self._cached_transfers[key] = list(self._transfers(share.shape, share.dtype, shape))
+        process, arrived = jax.process_index(), []
+        local = jax.device_put(share, self.ends[process])
+        for transfer in self._cached_transfers[key]:
+            moved = (
+                local
+                if transfer.crossing is None
+                else transfer.crossing.move(local if transfer.sender == process else None)
+            )
+            if transfer.receiver == process:
                 arrived.append(moved)
         if not is_mine(self.sharding):
             return without_shards(shape, share.dtype, self.sharding)
         rows = jax.numpy.concatenate(arrived) if len(arrived) > 1 else arrived[0]
-        offset = self._senders(here, share.shape[0], shape).start * share.shape[0]
+        offset = self._senders(process, share.shape[0], shape).start * share.shape[0]
         parts = []
         for device, index in self.sharding.addressable_devices_indices_map(shape).items():
             assert index is not None
@@ -76,12 +80,12 @@ class Gathering:
             parts.append(jax.device_put(rows[(slice(start - offset, stop - offset), *index[1:])], device))
         return jax.make_array_from_single_device_arrays(shape, self.sharding, parts, dtype=share.dtype)
 
-    def _ways(self, share: Shape, dtype: Any, shape: Shape) -> Iterator[_Way]:
+    def _transfers(self, share: Shape, dtype: Any, shape: Shape) -> Iterator[_ShareTransfer]:
         """All transfers, in the order that every process follows."""
         for receiver in sorted({device.process_index for device in devices_of(self.sharding).flat}):
             for sender in self._senders(receiver, share[0], shape):
                 wire = Wire(self.ends[sender], self.ends[receiver])
-                yield _Way(sender, receiver, None if sender == receiver else Crossing(share, dtype, wire))
+                yield _ShareTransfer(sender, receiver, None if sender == receiver else Crossing(share, dtype, wire))
 
     def _senders(self, receiver: int, num_rows: int, shape: Shape) -> range:
         """The processes whose shares contain rows that the receiver's devices hold."""

@@ -36,40 +36,40 @@ class Broadcaster:
 
     def __init__(self, aval: Any, source: NamedSharding) -> None:
         self.aval, self.source = aval, source
-        own: dict[int, Any] = {}
+        device_of: dict[int, Any] = {}
         for device in (*devices_of(source).flat, *jax.devices()):
-            own.setdefault(device.process_index, device)
+            device_of.setdefault(device.process_index, device)
         first = devices_of(source).flat[0]
-        has_it = {device.process_index for device in devices_of(source).flat}
-        self.sharding = _whole([own[process] for process in sorted(own)])
-        self.start = _whole([first])
+        holders = {device.process_index for device in devices_of(source).flat}
+        self.sharding = _replicated([device_of[process] for process in sorted(device_of)])
+        self.start = _replicated([first])
         self.crossings = [
-            Crossing(aval.shape, aval.dtype, Wire(self.start, _whole([own[process]])))
-            for process in sorted(own)
-            if process not in has_it
+            Crossing(aval.shape, aval.dtype, Wire(self.start, _replicated([device_of[process]])))
+            for process in sorted(device_of)
+            if process not in holders
         ]
-        self.first, self.mine = first, own[jax.process_index()]
+        self.first, self.local_device = first, device_of[jax.process_index()]
 
     def broadcast(self, value: Any) -> Any:
         """Return this process's copy. `value` is None if only other processes have the array."""
-        here = None
+        local = None
         part = None
         if value is not None:
             shards = {shard.device: shard.data for shard in value.addressable_shards}
-            here = shards.get(self.mine)
+            local = shards.get(self.local_device)
             if self.first in shards:
                 part = self._of([shards[self.first]], self.start)
         for crossing in self.crossings:
             moved = crossing.move(part)
             if moved is not None:
-                here = moved.addressable_shards[0].data
-        assert here is not None, "every process has or receives a copy"
-        return self._of([here], self.sharding)
+                local = moved.addressable_shards[0].data
+        assert local is not None, "every process has or receives a copy"
+        return self._of([local], self.sharding)
 
     def _of(self, shards: list[Any], sharding: NamedSharding) -> Any:
         return jax.make_array_from_single_device_arrays(self.aval.shape, sharding, shards, dtype=self.aval.dtype)
 
 
-def _whole(devices: list[Any]) -> NamedSharding:
+def _replicated(devices: list[Any]) -> NamedSharding:
     mesh = Mesh(np.array(devices, dtype=object), ("process",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec())

@@ -67,11 +67,11 @@ class PartialSum:
         equations = [trace.equations[n] for n in self.term]
 
         def term(*operands: Any) -> Any:
-            given: Sequence[Any] = operands
+            values: Sequence[Any] = operands
             for equation in equations:
-                (made,) = jax_compat.bind(equation.source, given)
-                given = [made]
-            return given[0][None]
+                (result,) = jax_compat.bind(equation.source, values)
+                values = [result]
+            return values[0][None]
 
         specs = tuple(map(partition_spec, self.operands))
         split = jax.shard_map(

@@ -40,7 +40,7 @@ class Pipeline:
         stages: the stages in program order.
         schedule: a schedule for that number of stages.
         num_outputs: the number of outputs of the traced step.
-        literals: by position, the outputs that are scalar constants of the program.
+        literals: the outputs that are scalar constants of the program, by position.
         donated: positions of arguments whose memory the step may reuse; by default the carried ones.
         may_take: whether the step may also reuse the memory of arrays that the user made; else it copies them.
         compiler_options: the option of the same name of `jax.jit`.
@@ -91,7 +91,7 @@ class Pipeline:
 
         Args:
             leaves: the leaves of the step's arguments. State is sharded as `in_shardings`, without local shards in
-                other processes. Everything else, and state alternatively, is given whole and equal in every process.
+                other processes. All other leaves are whole and equal in every process; state may be so, too.
 
         Returns:
             The leaves of the results. Arrays of other processes have no local shards. Small results that are not
@@ -110,9 +110,9 @@ class Pipeline:
 
     def end(self, values: Values) -> list[Any]:
         """The results, from the registers after the last instruction."""
-        made = _by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
+        parts = _by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
         # A scalar constant becomes a new array in each step, because the caller may donate it.
-        return [assembled(made[i]) if i in made else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
+        return [assembled(parts[i]) if i in parts else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
 
 
 _T = TypeVar("_T")

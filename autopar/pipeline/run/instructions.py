@@ -54,13 +54,13 @@ class Call:
     def run(self, values: Values) -> None:
         if not self.is_mine:
             return
-        jitted, given = self.program.jitted, [values[i] for i in self.reads]
+        jitted, inputs = self.program.jitted, [values[i] for i in self.reads]
         if jitted is None:
-            made = self.program.first_call(self.donated(), given)
+            results = self.program.first_call(self.donated(), inputs)
             self.after_first()
         else:
-            made = jitted(*given)
-        for i, value in zip(self.writes, made, strict=True):
+            results = jitted(*inputs)
+        for i, value in zip(self.writes, results, strict=True):
             values[i] = value
         for i in self.frees:
             values[i] = None
@@ -143,7 +143,7 @@ def instructions_of(
 
     Args:
         tasks: the tasks in dispatch order.
-        carried: by argument, the result that replaces it.
+        carried: the result that replaces each carried argument.
     """
     return _Listing(stages, tasks, arguments, carried, compiler_options).run()
 
@@ -183,7 +183,7 @@ class _Listing:
         self.at: dict[tuple[int, Slot, int | None], int] = {
             (s, slot, None): register for (s, slot), register in arguments.registers.items()
         }
-        self.kept = set(carried.values())
+        self.replacements = set(carried.values())
         self.results: dict[LeafKey, Result] = {}
         self.out_shardings: dict[LeafKey, NamedSharding] = {}
         self.here = jax.process_index()
@@ -251,15 +251,15 @@ class _Listing:
         stage = self.stages[s]
         piece, ports = stage.whole[key], stage.stage.program.outputs
         found = _Sends()
-        made: list[tuple[Port, Slot | int]] = [
+        outputs: list[tuple[Port, Slot | int]] = [
             (Port("inside", value), slot)
             for value, inner in stage.pieces.gives_inside.items()
             for slot in piece.gives
             if slot.value == inner
         ]
-        made += [(ports[i], i) for i in piece.outputs if ports[i].kind == "outside"]
+        outputs += [(ports[i], i) for i in piece.outputs if ports[i].kind == "outside"]
         avals = stage.avals()
-        for port, what in made:
+        for port, what in outputs:
             for t, other in enumerate(self.stages):
                 inner = other.pieces.takes_inside.get(port.value) if port.kind == "inside" else None
                 slot = other.outside.get(port) if inner is None else Slot("each", inner)
@@ -341,7 +341,7 @@ class _Listing:
 
     def _result(self, port: Port, s: int, register: int, sharding: NamedSharding) -> None:
         result, aval = port.leaf, self.stages[s].avals()[port]
-        if jax.process_count() > 1 and result not in self.kept and is_small(aval):
+        if jax.process_count() > 1 and result not in self.replacements and is_small(aval):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
             broadcaster = Broadcaster(aval, whole)
             copy = self._new(s)

@@ -123,13 +123,13 @@ class _MeasuredRun:
     def _run_queue(self, queue: Sequence[tuple[Call | Move | Broadcast, int, Task | None]], values: Values) -> None:
         try:
             for one, submesh, task in queue:
-                self._one(one, submesh, task, values)
+                self._run_instruction(one, submesh, task, values)
         except BaseException as error:
             self.failed.append(error)
             for event in self.done.values():  # release the other threads
                 event.set()
 
-    def _one(self, one: Call | Move | Broadcast, submesh: int, task: Task | None, values: Values) -> None:
+    def _run_instruction(self, one: Call | Move | Broadcast, submesh: int, task: Task | None, values: Values) -> None:
         if not isinstance(one, Call):
             self._wait(one)
             if not self.failed:

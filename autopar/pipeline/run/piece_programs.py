@@ -69,8 +69,8 @@ class PieceProgram:
         counts: the number of arrays per slot of `takes` and of `gives`. A piece outside the loop takes and gives the
             arrays of all microbatches.
         compiled: the compiled pieces of the same submesh, which equal pieces share; this piece adds its own.
-        shared: known after tracing: the positions of outputs that may be the same array as another output or an input,
-            and the positions of those inputs.
+        shared: the positions of outputs that may be the same array as another output or an input, and the positions of
+            those inputs. Tracing fills both.
     """
 
     piece: Piece
@@ -109,10 +109,12 @@ class PieceProgram:
         usable = self._usable(donated, values)
         jitted = self.jit(usable)
         traced = jitted.trace(*values)
-        made = tuple((one.shape, str(one.dtype)) for one in traced.out_info)
+        out_types = tuple((one.shape, str(one.dtype)) for one in traced.out_info)
         primitives = tuple(str(equation.primitive) for equation in traced.jaxpr.jaxpr.eqns)
-        given = tuple((one.shape, str(one.dtype), one.sharding) for one in values)
-        candidates = self.compiled.setdefault((given, made, tuple(self._out_shardings), tuple(usable), primitives), [])
+        in_types = tuple((one.shape, str(one.dtype), one.sharding) for one in values)
+        candidates = self.compiled.setdefault(
+            (in_types, out_types, tuple(self._out_shardings), tuple(usable), primitives), []
+        )
         same = next((other for other, known in candidates if is_same_program(known, traced)), None)
         if same is None:
             candidates.append((jitted, traced))
@@ -122,7 +124,7 @@ class PieceProgram:
     def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
         """The donated inputs that an output fits into: equal shard shapes, or equal shapes where XLA chooses the
         output's sharding. JAX warns about the others."""
-        made = Counter(
+        free_outputs = Counter(
             (one.shape if sharding is None else sharding.shard_shape(one.shape), one.dtype, sharding is None)
             for one, sharding in zip(self.jit(()).trace(*values).out_info, self._out_shardings, strict=True)
         )
@@ -130,9 +132,9 @@ class PieceProgram:
         for i in donated:
             value = values[i]
             kinds = ((value.sharding.shard_shape(value.shape), value.dtype, False), (value.shape, value.dtype, True))
-            kind = next((kind for kind in kinds if made[kind]), None)
+            kind = next((kind for kind in kinds if free_outputs[kind]), None)
             if kind is not None:
-                made[kind] -= 1
+                free_outputs[kind] -= 1
                 usable.append(i)
         return usable
 
@@ -143,7 +145,7 @@ class StagePieces:
     Attributes:
         shardings: the sharding that the stage expects of each input port.
         aliases: slots that equal another slot, which is used instead.
-        partial: by value in the loop, the accumulators that are reduced over devices after it.
+        partial: the accumulators that are reduced over devices after the loop, by their value in the loop.
     """
 
     def __init__(self, stage: PlannedStage, pieces: Pieces, layout: Layout) -> None:
@@ -178,9 +180,9 @@ class StagePieces:
     def avals(self) -> dict[Port, Any]:
         """The aval of each input and output port."""
         trace, program = self.layout.trace, self.stage.program
-        given = zip(program.inputs, trace.inputs, strict=True)
-        made = ((port, v) for port, v in zip(program.outputs, trace.outputs, strict=True) if isinstance(v, int))
-        return {port: trace.avals[value] for port, value in itertools.chain(given, made)}
+        inputs = zip(program.inputs, trace.inputs, strict=True)
+        outputs = ((port, v) for port, v in zip(program.outputs, trace.outputs, strict=True) if isinstance(v, int))
+        return {port: trace.avals[value] for port, value in itertools.chain(inputs, outputs)}
 
     def taken(self, piece: Piece) -> tuple[Slot, ...]:
         """The slots that a piece reads, without duplicates."""
@@ -198,7 +200,7 @@ class StagePieces:
         """A piece as a program.
 
         Args:
-            arrivals: by slot that other stages fill, the sharding that the piece applies before use.
+            arrivals: the sharding that the piece applies to a slot before use, by slot that other stages fill.
             compiled: the compiled pieces of the same submesh.
         """
         piece = self.whole[key]
@@ -209,7 +211,7 @@ class StagePieces:
         results = tuple((i, self.out_shardings[ports[i]]) for i in piece.outputs if ports[i].kind == "result")
         of_all = num_microbatches if key in self.pieces.around else 1
         counts = tuple(tuple(of_all if slot.kind == "each" else 1 for slot in slots) for slots in (takes, gives))
-        made = PieceProgram(
+        program = PieceProgram(
             piece,
             takes,
             gives,
@@ -220,9 +222,9 @@ class StagePieces:
             dict(compiler_options or {}),
             compiled,
         )
-        made.function = self._function(made, arrivals, isinstance(key, str))
-        made.compiler_options = made.compiler_options or None
-        return made
+        program.function = self._function(program, arrivals, isinstance(key, str))
+        program.compiler_options = program.compiler_options or None
+        return program
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -242,21 +244,23 @@ class StagePieces:
         return bool(piece.outputs or (piece.steps and any(slot not in self.aliases for slot in piece.gives)))
 
     def _function(
-        self, made: PieceProgram, arrivals: Mapping[Slot, NamedSharding], in_loop: bool
+        self, program: PieceProgram, arrivals: Mapping[Slot, NamedSharding], in_loop: bool
     ) -> Callable[..., list[Any]]:
-        piece, equations, mesh = made.piece, self.layout.trace.equations, self.stage.mesh
+        piece, equations, mesh = program.piece, self.layout.trace.equations, self.stage.mesh
 
         def run(*flat: Any) -> list[Any]:
-            given = iter(flat)
+            arguments = iter(flat)
             values: dict[int, Any] = {}
-            for slot, count in zip(made.takes, made.counts[0], strict=True):
-                arrays = [self._as_planned(slot, one, arrivals) for one in itertools.islice(given, count)]
+            for slot, count in zip(program.takes, program.counts[0], strict=True):
+                arrays = [self._as_planned(slot, one, arrivals) for one in itertools.islice(arguments, count)]
                 values[slot.value] = arrays[0] if slot.kind != "each" or in_loop else tuple(arrays)
             for slot, source in self.aliases.items():
-                if source in made.takes:
+                if source in program.takes:
                     values[slot.value] = values[source.value]
-            held = {v: value for v, value in values.items() if v in self.partial}
-            values |= {v: jnp.zeros_like(value[0]) for v, value in held.items()}  # placeholders; their value is unused
+            accumulators = {v: value for v, value in values.items() if v in self.partial}
+            values |= {
+                v: jnp.zeros_like(value[0]) for v, value in accumulators.items()
+            }  # placeholders; their value is unused
             part = self.replay.part(values)
             out: dict[int, Any] = {}
             for what, start, stop in piece.steps:
@@ -268,23 +272,27 @@ class StagePieces:
                 elif in_loop:
                     slot = self._leaves_as(start)
                     partial = self.partial.get(slot)
-                    out[slot] = partial.accumulate(held[slot], part, mesh) if partial is not None else part.leave(start)
+                    out[slot] = (
+                        partial.accumulate(accumulators[slot], part, mesh) if partial is not None else part.leave(start)
+                    )
                 else:
                     slot = self._leaves_as(start)
-                    value = jnp.sum(held[slot], axis=0) if slot in held else values[slot]
+                    value = jnp.sum(accumulators[slot], axis=0) if slot in accumulators else values[slot]
                     part.define(start, jnp.stack(value) if equations[start].piece == "exit_stack" else value)
             gives: list[Any] = []
-            for slot, count in zip(made.gives, made.counts[1], strict=True):
+            for slot, count in zip(program.gives, program.counts[1], strict=True):
                 value = out[slot.value] if slot.value in out else part.value(slot.value)
                 gives += value if isinstance(value, tuple) else [value] * count
-            sends = [part.output(w.what) if isinstance(w.what, int) else part.value(w.what.value) for w in made.sends]
+            sends = [
+                part.output(w.what) if isinstance(w.what, int) else part.value(w.what.value) for w in program.sends
+            ]
             kinds = itertools.chain.from_iterable(
-                itertools.repeat(slot.kind, count) for slot, count in zip(made.gives, made.counts[1], strict=True)
+                itertools.repeat(slot.kind, count) for slot, count in zip(program.gives, program.counts[1], strict=True)
             )
             return [
-                *_own(gives, list(kinds), flat, made.shared),
+                *_without_aliases(gives, list(kinds), flat, program.shared),
                 *map(_raw, sends),
-                *(part.output(i) for i, _ in made.results),
+                *(part.output(i) for i, _ in program.results),
             ]
 
         run.__name__ = f"{self.layout.trace.name} {piece.name}".replace(" ", "_")
@@ -327,7 +335,7 @@ def _raw(value: Any) -> Any:
     return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
 
 
-def _own(
+def _without_aliases(
     gives: Sequence[Any], kinds: Sequence[str], taken: Sequence[Any], shared: tuple[set[int], set[int]]
 ) -> list[Any]:
     """The outputs of a piece, and in `shared` those that may share memory. JAX returns an unchanged input as the

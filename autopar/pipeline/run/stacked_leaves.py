@@ -108,7 +108,7 @@ def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> Any:
         shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
         here = {shard.device: shard for shard in leaf.addressable_shards}
         wanted = sharding.addressable_devices_indices_map(shape)
-        if all(d in here and at and _lies(here[d].index, at, rows, leaf.shape) for d, at in wanted.items()):
+        if all(d in here and at and _is_same_slice(here[d].index, at, rows, leaf.shape) for d, at in wanted.items()):
             shards = [here[device].data for device in wanted]
             return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
     return rows_of(leaf, rows)
@@ -154,11 +154,11 @@ def sharding_of_parts(parts: Mapping[Rows | None, Any]) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def _lies(held: tuple[slice, ...], wanted: tuple[slice, ...], rows: Rows, shape: tuple[int, ...]) -> bool:
+def _is_same_slice(held: tuple[slice, ...], wanted: tuple[slice, ...], rows: Rows, shape: tuple[int, ...]) -> bool:
     """Whether the slice of the whole that a device holds is the slice it needs of some layers."""
-    for d, (one, other, size) in enumerate(zip(held, wanted, shape, strict=True)):
+    for d, (slice_held, slice_wanted, size) in enumerate(zip(held, wanted, shape, strict=True)):
         offset, length = (rows.start, rows.stop - rows.start) if d == rows.dim else (0, size)
-        start, stop, _ = other.indices(length)
-        if one.indices(size)[:2] != (start + offset, stop + offset):
+        start, stop, _ = slice_wanted.indices(length)
+        if slice_held.indices(size)[:2] != (start + offset, stop + offset):
             return False
     return True

@@ -22,7 +22,7 @@ from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline, task_seconds
 from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_schedule
-from autopar.pipeline.search.stage_costs import HELD_PRICES, PlannedRun, StageCosts
+from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, sent, sent_s, unsplit_backward
 
 #: The number of partitions to simulate.
@@ -81,10 +81,10 @@ class BranchSearch:
             bound=costs.bound,
         )
 
-        made = self.layers.made_bytes
+        output_bytes = self.layers.made_bytes
 
         def to_and_fro_s(layer: int, part: SubmeshShape, same_host: bool) -> float:
-            return 2 * sent_s(made[layer] / count, part, part, same_host, self.cluster, self.profiles)
+            return 2 * sent_s(output_bytes[layer] / count, part, part, same_host, self.cluster, self.profiles)
 
         branches = Branches(problem, self.layers.edges, to_and_fro_s)
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
@@ -92,19 +92,21 @@ class BranchSearch:
         split = tuple(
             shape for shape in with_split_submeshes.shapes if shape.parts > 1 and _differs(shape, problem.shapes)
         )
-        ways: list[Backward] = ["whole", "split"] if self._trains else ["none"]
+        backwards: list[Backward] = ["whole", "split"] if self._trains else ["none"]
         steps: list[StagedStep] = []
         for shapes in ((*problem.shapes, *split), split) if split else ():
             partition = partitioner.partition(replace(with_split_submeshes, shapes=shapes))
             found = dict.fromkeys((partition.stages, *partition.others))
             forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
-            laid = [self._forked_stages(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]]
-            steps += [one.run(way) for one in laid for way in ways]
+            forked_stages = [
+                self._forked_stages(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]
+            ]
+            steps += [one.run(backward) for one in forked_stages for backward in backwards]
         fitting = [step for step in steps if step.over(budget_bytes) <= 1]
         outcomes: list[tuple[str, Outcome]] = []
-        for name in (NAMES[way] for way in ways):
-            own = [step for step in fitting if step.schedule.name == name]
-            best = min(own, key=lambda step: step.step_time_s, default=None)
+        for name in (NAMES[backward] for backward in backwards):
+            of_schedule = [step for step in fitting if step.schedule.name == name]
+            best = min(of_schedule, key=lambda step: step.step_time_s, default=None)
             outcomes.append((name, Outcome(best, "no branches side by side fit")))
         return outcomes
 
@@ -123,9 +125,9 @@ class BranchSearch:
         self._num_planned += costs.num_planned + len(runs)
         sizes = {(one.source, one.target): one.num_bytes for one in step.sends}
         sends = self._sends({edge: sizes.get(edge, 0.0) for edge in edges_of(programs)}, step.stages)
-        prices = tuple(run.cost for run in runs)
-        again = _ForkedStages(step.stages, prices, sends, step.partition, count, step.layer_of)
-        return programs, runs, again.run(backward_in(step.schedule.name))
+        stage_costs = tuple(run.cost for run in runs)
+        forked = _ForkedStages(step.stages, stage_costs, sends, step.partition, count, step.layer_of)
+        return programs, runs, forked.run(backward_in(step.schedule.name))
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -212,9 +214,9 @@ class _ForkedStages:
 
 
 def _differs(shape: SubmeshShape, plain: Sequence[SubmeshShape]) -> bool:
-    """Whether a split shape's option differs from cheaper ones: a device by itself has no copies of state to save."""
+    """Whether a split shape's option has an effect: a part of one device has no copies of state to save."""
     cheapest = min(one.option for one in plain if one.kind == shape.kind)
-    return shape.num_devices > shape.parts or shape.option < cheapest + len(HELD_PRICES)
+    return shape.num_devices > shape.parts or shape.option < cheapest + len(STASH_PRICES)
 
 
 def _together(costs: Sequence[StageCost]) -> StageCost:

@@ -317,7 +317,7 @@ class _Planning:
             program=self.program.signature,
             cluster=request.cluster,
             memory_budget_bytes=request.memory_budget_bytes,
-            strategy=_words(stages, schedule.name, count, forks=bool(run_layers)),
+            strategy=_description(stages, schedule.name, count, forks=bool(run_layers)),
             schedule=schedule.name,
             num_microbatches=count,
             starts=starts,
@@ -422,7 +422,7 @@ def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
     )
 
 
-def _words(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
+def _description(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
     """A description of the plan in one line."""
     inside = list(dict.fromkeys(stage.plan.strategy for stage in stages))
     submeshes = list(dict.fromkeys(stage.devices for stage in stages))

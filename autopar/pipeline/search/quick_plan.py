@@ -37,7 +37,7 @@ _CLOSE = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a program is planned.
+    """The mesh, form and prices for which a program is planned.
 
     Args:
         mesh: the mesh of the submesh's devices.
@@ -78,7 +78,7 @@ class _Solved:
     formulation: Formulation
     solution: Solution
 
-    def made(self, *, figures_only: bool = True) -> Candidate:
+    def assembled(self, *, figures_only: bool = True) -> Candidate:
         parts = assemble(self.formulation, self.solution.choices, {}, figures_only=figures_only)
         return Candidate(self.form.program, self.formulation, self.solution, parts)
 
@@ -112,7 +112,7 @@ class QuickPlanner:
         Raises:
             TimeLimitError: the solver found no solution in time.
         """
-        return self._solved(way, forms, profile).made(figures_only=figures_only)
+        return self._solved(way, forms, profile).assembled(figures_only=figures_only)
 
     def quickest(
         self,
@@ -134,8 +134,8 @@ class QuickPlanner:
         others = [self._solved(replace(best.way, form=form), forms, profile) for form in range(whole)]
         least = min(one.solution.cost for one in (best, *others))
         close = [one for one in (best, *others) if one.solution.cost <= _CLOSE * least]
-        made = [(one.made(), one.way) for one in close]
-        return min(made, key=lambda one: one[0].step_time_s)
+        assembled = [(one.assembled(), one.way) for one in close]
+        return min(assembled, key=lambda one: one[0].step_time_s)
 
     def _solved(self, way: Way, forms: Sequence[Form], profile: HardwareProfile) -> _Solved:
         form = forms[way.form]

@@ -28,7 +28,7 @@ class Crossing:
     """The residuals of one microbatch on one device.
 
     Args:
-        recomputed: what the backward pass rematerializes.
+        recomputed: the rematerialized segments of the backward pass.
         read: values that the backward pass reads from the forward pass or from the stage's inputs.
         num_bytes: the bytes of those that the stage produces.
         written_s: seconds to write residuals that would stay inside fusions in one program; reading takes as long.
@@ -65,18 +65,20 @@ class Crossings:
     Args:
         layout: the layout of the planned trace.
         phases: the phase of each of its equations.
-        apart: whether the two passes are separate programs. In one program, fusions keep values in registers.
+        separate: whether the two passes are separate programs. In one program, fusions keep values in registers.
     """
 
-    def __init__(self, made: Candidate, layout: Layout, phases: Mapping[int, str], *, apart: bool = True) -> None:
-        self.apart = apart
-        self.graph, self.profile = made.formulation.graph, made.formulation.profile
+    def __init__(
+        self, candidate: Candidate, layout: Layout, phases: Mapping[int, str], *, separate: bool = True
+    ) -> None:
+        self.separate = separate
+        self.graph, self.profile = candidate.formulation.graph, candidate.formulation.profile
         equations = layout.trace.equations
         forward = [unit for unit in layout.body if phases[unit.start] == "forward"]
-        self.made_forward = {v for unit in forward for v in unit.results}
+        self.produced_forward = {v for unit in forward for v in unit.results}
         #: By value that the backward pass reads directly: its first unit that reads it, by layer.
         self.read: dict[int, dict[int | None, int]] = {}
-        known = self.made_forward | set(layout.takes_inside.values())
+        known = self.produced_forward | set(layout.takes_inside.values())
         for unit in layout.body:
             if phases[unit.start] != "forward":
                 for value in known.intersection(unit.operands):
@@ -84,7 +86,7 @@ class Crossings:
         sites = sites_of(layout.trace) if self.read else ()
         start = sites[0].start if sites else len(equations)
         self.repeat = sites[0].repeat if sites else 1.0
-        self.numbers = numbers_of(made.formulation, made.solution.choices, made.parts.device, start, {})
+        self.numbers = numbers_of(candidate.formulation, candidate.solution.choices, candidate.parts.device, start, {})
         self.layer_of = {n: equations[n].layer for n in (sites[0].forward if sites else ()) if phases[n] == "forward"}
         #: Values that leave the stage or the iteration in the forward pass, so they are computed there.
         self.leaving = {v for n in range(*layout.loop.exit) for v in equations[n].operands if isinstance(v, int)}
@@ -150,7 +152,7 @@ class Crossings:
             node = self.graph.nodes[n]
             seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
             steps[n] = Step(
-                self._kept(node.results, price),
+                self._stash_cost(node.results, price),
                 float("inf") if n in segment.fixed else seconds,
                 tuple(sorted(own & {producers.get(v, -1) for v in node.operands if v is not None} - {n})),
             )
@@ -169,34 +171,36 @@ class Crossings:
                 continue
             own = {v for n in nodes for v in graph.nodes[n].results}
             taken = {v for n in nodes for v in graph.nodes[n].operands if v is not None} - own
-            held = self._num_bytes(own & set(self.read)) - self._num_bytes((taken & self.made_forward) - set(self.read))
+            stashed_bytes = self._num_bytes(own & set(self.read)) - self._num_bytes(
+                (taken & self.produced_forward) - set(self.read)
+            )
             recompute_s = sum(steps[n].seconds for n in nodes)
-            again = RematSegment(nodes=nodes, before=min(at), prompt=False)
+            remat = RematSegment(nodes=nodes, before=min(at), prompt=False)
             path = common_path([graph.nodes[n].path for n in nodes])
             recomputed.append(
-                Rematerialization(segment=again, path=path, saved_bytes=held, time_s=self.repeat * recompute_s)
+                Rematerialization(segment=remat, path=path, saved_bytes=stashed_bytes, time_s=self.repeat * recompute_s)
             )
             renewed |= own
             read |= taken
             seconds += recompute_s
             most = max(most, self._num_bytes(v for v in own if v in numbers.stored))
         read |= set(self.read) - renewed
-        passing = read & self.made_forward
-        if not self.apart:
+        passing = read & self.produced_forward
+        if not self.separate:
             passing &= numbers.stored
         return Crossing(
             tuple(recomputed),
             frozenset(read),
             self._num_bytes(passing),
-            self._unseen(passing) / self.profile.hbm_bytes_per_s,
+            self._fused_bytes(passing) / self.profile.hbm_bytes_per_s,
             seconds,
             most,
         )
 
-    def _kept(self, values: Iterable[int], price: float) -> float:
+    def _stash_cost(self, values: Iterable[int], price: float) -> float:
         """The cost of stashing values, in bytes at a price."""
-        if self.apart:
-            return self._num_bytes(values) + self._unseen(values) / price
+        if self.separate:
+            return self._num_bytes(values) + self._fused_bytes(values) / price
         large = self._large(values)
         seen = [v for v in large if v in self.numbers.stored]
         return float("inf") if large and not seen else self._num_bytes(seen)
@@ -207,6 +211,6 @@ class Crossings:
     def _num_bytes(self, values: Iterable[int]) -> float:
         return sum(self.numbers.num_bytes[v] for v in self._large(values))
 
-    def _unseen(self, values: Iterable[int]) -> float:
+    def _fused_bytes(self, values: Iterable[int]) -> float:
         """Bytes of values that exist only inside fusions in a single program."""
         return sum(self.numbers.num_bytes[v] for v in self._large(values) if v not in self.numbers.stored)

@@ -58,7 +58,7 @@ class Searches:
         if among is not None:
             plain = {replace(shape, option=0) for shape in among}
             shapes = tuple(shape for shape in shapes if replace(shape, option=0) in plain)
-        return self._made(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
+        return self._search_with(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
 
     def estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
         """The search for one number of microbatches with scaled costs of a known number, on shapes that were good
@@ -68,7 +68,7 @@ class Searches:
         costs = ScaledCosts(self.costs[known], self._costs(count))
         planned = set(map(at_state_price, among))
         shapes = tuple(shape for shape in self._shapes if at_state_price(shape) in planned)
-        return self._made(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
+        return self._search_with(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
 
     def _costs(self, count: int) -> StageCosts:
         if count not in self.costs:
@@ -76,7 +76,7 @@ class Searches:
             self.costs[count] = StageCosts(layers, self.profiles, keys, splits_backward=True, **self.planning)
         return self.costs[count]
 
-    def _made(self, count: int, shapes: tuple[SubmeshShape, ...], **prices: Any) -> StageSearch:
+    def _search_with(self, count: int, shapes: tuple[SubmeshShape, ...], **prices: Any) -> StageSearch:
         cuts = [0.0, *self.cuttable.chain.cut_bytes]
         return StageSearch(
             **prices,

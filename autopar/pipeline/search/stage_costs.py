@@ -39,21 +39,21 @@ from autopar.transforms.program import recomputing
 
 #: The price of a byte stashed from the forward to the backward pass, by option of a shape, in units of the time to
 #: write and read it: almost free; above everything but matmuls; above everything.
-HELD_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
+STASH_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
 #: The price of a byte of state (`quick_plan.Way`): low; above the cost of sending it inside a host; above that of
 #: sending it over a network.
 STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
 #: The last options help only if all devices together hardly have room for the state.
-_USUAL_OPTIONS = 2 * len(HELD_PRICES)
+_USUAL_OPTIONS = 2 * len(STASH_PRICES)
 #: State within this factor of its fully sharded size has no copies to save.
 _ALL_SPLIT = 1.03
 #: All options of a shape: price of state, price of stashed activations.
-OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, HELD_PRICES))
+OPTIONS: tuple[tuple[float, float], ...] = tuple(itertools.product(STATE_PRICES, STASH_PRICES))
 
 
 def at_state_price(shape: SubmeshShape) -> SubmeshShape:
     """The shape with the first option of the same price of state; such options share one plan."""
-    return replace(shape, option=shape.option - shape.option % len(HELD_PRICES))
+    return replace(shape, option=shape.option - shape.option % len(STASH_PRICES))
 
 
 #: Several devices may rematerialize other values than one device.
@@ -64,8 +64,8 @@ Ports = tuple[Port, ...]
 
 
 def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
-    """The shapes of submeshes with a number of devices that halves down to one, and all devices of a kind. Most models
-    have sizes that these numbers divide."""
+    """The shapes of submeshes with a power of two of devices or with all devices of a kind. These numbers divide the
+    sizes of most models."""
     most = {group.kind: group.num_devices for group in cluster.groups}
     shapes = cluster.shapes()
     return tuple(
@@ -89,13 +89,13 @@ class _Base:
     """A run that is planned to estimate its cost."""
 
     figures: StageFigures
-    made: Candidate
+    candidate: Candidate
     way: Way
 
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """What a run is planned for.
+    """The use of a planned run, which determines its options.
 
     Args:
         alone: whether the run is the whole step.
@@ -109,7 +109,7 @@ class _Use:
         return OPTIONS[self.shape.option][0] if self.shape.num_devices > 1 else STATE_PRICES[0]
 
     @property
-    def held_price(self) -> float:
+    def stash_price(self) -> float:
         return OPTIONS[self.shape.option][1]
 
 
@@ -164,7 +164,7 @@ class StageCosts:
         first: dict[str, int] = {}
         for kind in {shape.kind for shape in shapes}:
             state = self.cost(0, len(self.keys) - 1, SubmeshShape(kind, 1, 1)).state_bytes
-            first[kind] = len(HELD_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
+            first[kind] = len(STASH_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
         return tuple(
             replace(shape, option=option)
             for shape in shapes
@@ -190,14 +190,14 @@ class StageCosts:
         if key not in self._bounds:
             one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
             part = 1 / shape.num_devices
-            held = _SURE * part  # another choice of residuals may hold less
+            memory_part = _SURE * part  # another choice of residuals may hold less
             self._bounds[key] = StageCost(
                 forward_s=part * one.forward_s,
                 backward_s=_SURE * part * one.backward_s,
                 weight_s=part * one.weight_s,
                 update_s=part * one.update_s,
                 state_bytes=part * one.state_bytes,
-                flight_bytes=held * one.flight_bytes,
+                flight_bytes=memory_part * one.flight_bytes,
             )
         return self._bounds[key]
 
@@ -207,7 +207,7 @@ class StageCosts:
         if key not in self._costs:
             if last - first < 2:
                 figures = self._base(first, last, use).figures
-                self._costs[key] = figures.cost(figures.crossings.at(use.held_price))
+                self._costs[key] = figures.cost(figures.crossings.at(use.stash_price))
             else:
                 pairs = Counter((self.keys[n], self.keys[n + 1]) for n in range(first, last))
                 inner = Counter(self.keys[n] for n in range(first + 1, last))
@@ -235,13 +235,13 @@ class StageCosts:
         forms = forms_of(program.program)
         way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
         base = self.planner.planned_in(way, forms, profile)
-        crossing = self._figures(program, base).crossings.at(use.held_price)
-        again = recomputing(base.program, [one.segment for one in crossing.recomputed])
-        form = Form(again)
-        made = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
+        crossing = self._figures(program, base).crossings.at(use.stash_price)
+        rematerialized = recomputing(base.program, [one.segment for one in crossing.recomputed])
+        form = Form(rematerialized)
+        candidate = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
         seconds = time.perf_counter() - started
-        plan = plan_of(made, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
-        figures = self._figures(program, made)
+        plan = plan_of(candidate, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
+        figures = self._figures(program, candidate)
         cost = figures.cost(figures.crossings.without_recompute())
         self._planned[key] = PlannedRun(program, replace(plan, rematerialized=crossing.recomputed), cost)
         return self._planned[key]
@@ -250,7 +250,7 @@ class StageCosts:
 
     def _base(self, first: int, last: int, use: _Use) -> _Base:
         first, last = self._representative.setdefault(self.keys[first : last + 1], (first, last))
-        shape = replace(use.shape, option=OPTIONS.index((use.state_price, HELD_PRICES[0])))
+        shape = replace(use.shape, option=OPTIONS.index((use.state_price, STASH_PRICES[0])))
         use = replace(use, shape=shape)
         key = (self.keys[first : last + 1], use)
         if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
@@ -260,12 +260,12 @@ class StageCosts:
             if self.usual is None or (first, last) == (self.usual, self.usual):
                 meshes = meshes_for(requested_meshes(self.mesh, shape.num_devices), profile)
                 prices = {"state_price": use.state_price, "pending": use.alone}
-                made, way = self.planner.quickest(meshes, forms, profile, **prices)
+                candidate, way = self.planner.quickest(meshes, forms, profile, **prices)
             else:
                 way = self._usual_way(use, len(forms))
-                made = self.planner.planned_in(way, forms, profile)
-            figures = self._figures(self._program(first, last), made, apart=not use.alone)
-            self._bases[key] = _Base(figures, made, way)
+                candidate = self.planner.planned_in(way, forms, profile)
+            figures = self._figures(self._program(first, last), candidate, separate=not use.alone)
+            self._bases[key] = _Base(figures, candidate, way)
         return self._bases[key]
 
     def _usual_way(self, use: _Use, num_forms: int) -> Way:
@@ -280,7 +280,7 @@ class StageCosts:
     def _as_frugal(self, first: int, last: int, use: _Use) -> _Base | None:
         """The plan at a lower price of state, if that one shards all state already."""
         cheaper = [price for price in STATE_PRICES if price < use.state_price]
-        shapes = (replace(use.shape, option=OPTIONS.index((price, HELD_PRICES[0]))) for price in cheaper)
+        shapes = (replace(use.shape, option=OPTIONS.index((price, STASH_PRICES[0]))) for price in cheaper)
         keys = self.keys[first : last + 1]
         known = [
             self._bases[keys, replace(use, shape=shape)]
@@ -293,9 +293,9 @@ class StageCosts:
         is_split = known[-1].figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices
         return known[-1] if is_split else None
 
-    def _figures(self, stage: StageProgram, made: Candidate, *, apart: bool = True) -> StageFigures:
-        layout = Layout(made.program.trace, stage.inputs)
-        return StageFigures(made, layout, splits_backward=self.splits_backward and apart, apart=apart)
+    def _figures(self, stage: StageProgram, candidate: Candidate, *, separate: bool = True) -> StageFigures:
+        layout = Layout(candidate.program.trace, stage.inputs)
+        return StageFigures(candidate, layout, splits_backward=self.splits_backward and separate, separate=separate)
 
     def _program(self, first: int, last: int) -> StageProgram:
         if (first, last) not in self._programs:
