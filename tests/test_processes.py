@@ -249,7 +249,7 @@ def test_training_goes_on_after_a_kill_with_the_same_losses(tmp_path: Path, undi
 def test_when_process_0_dies_jax_ends_the_others_and_it_is_named(tmp_path: Path) -> None:
     ended = run("killed", str(tmp_path), "3", "0", processes=2, devices=2)
     assert ended[0].code == -9 and ended[1].code not in (0, None)
-    assert re.search(rf"autopar: process 0 {HOST}.* is gone: nothing answers at 127.0.0.1", ended[1].errors)
+    assert re.search(rf"autopar: process 0 {HOST}.* has died: nothing answers at 127.0.0.1", ended[1].errors)
 
 
 @pytest.mark.slow
@@ -431,9 +431,9 @@ def test_who_leaves_early_is_named() -> None:
 
 def test_an_error_of_the_runtime_waits_for_its_cause() -> None:
     judge = Judge(MEMBERS, timeout_s=10, step_timeout_s=1000)
-    met = records(6, 6, 6, state="met", said="JaxRuntimeError: Gloo")
+    met = records(6, 6, 6, state="met", error="JaxRuntimeError: Gloo")
     assert judge.verdict({i: r for i, r in met.items() if i != 2}, 0.0) is None
-    later = records(6, 6, 6, beat=2, state="met", said="JaxRuntimeError: Gloo")
+    later = records(6, 6, 6, beat=2, state="met", error="JaxRuntimeError: Gloo")
     told = judge.verdict({i: r for i, r in later.items() if i != 2}, 10.5)
     assert told is not None and told.startswith("process 2 (host host2) has given no sign of life")
 

@@ -129,7 +129,7 @@ def test_a_formula_that_fails_only_for_some_payloads_is_named_when_it_does() -> 
 def test_a_result_of_another_type_is_refused() -> None:
     register(run=lambda x, axes, dim: x)
     run = autopar.parallelize(step, plan=plan_of())
-    with pytest.raises(CollectiveError, match=r"gives a .* of shape \(8, 128\) .* needs one of \(64, 128\)"):
+    with pytest.raises(CollectiveError, match=r"returns a .* of shape \(8, 128\) .* needs one of shape \(64, 128\)"):
         run(*ARGS)
 
 

@@ -51,15 +51,15 @@ def check_devices(shape: MeshShape, devices: Sequence[Any]) -> None:
     """
     if len(devices) == shape.num_devices:
         return
-    ways = [f"Give a mesh of {len(devices)}", "pass a `jax.sharding.Mesh` of the devices to use"]
+    remedies = [f"Give a mesh of {len(devices)}", "pass a `jax.sharding.Mesh` of the devices to use"]
     if len({device.process_index for device in devices}) > 1:
-        ways.append("start as many processes as it takes")
+        remedies.append("start as many processes as it takes")
     else:
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={shape.num_devices}"
-        ways.append(f"make virtual ones with {flag}")
+        remedies.append(f"make virtual ones with {flag}")
     raise MeshError(
         f"mesh {shape.describe()} needs {shape.num_devices} devices, but {cluster_text(devices)} are visible."
-        f" {', '.join(ways[:-1])}, or {ways[-1]}"
+        f" {', '.join(remedies[:-1])}, or {remedies[-1]}"
     )
 
 
@@ -101,7 +101,7 @@ def flat(in_tree: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def jit_options(plan: Plan, mesh: Mesh | AbstractMesh) -> dict[str, Any]:
-    """The options of `jax.jit` for XLA on local GPUs. For other devices, whoever compiles passes the options."""
+    """The options of `jax.jit` for XLA on local GPUs. For other devices, the code that compiles passes them."""
     has_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
     return {"compiler_options": compiler_options(plan)} if has_gpus else {}
 
@@ -122,15 +122,15 @@ def placed(
     count = Counter(id(leaf) for leaf in leaves)
     carried, donated = {position for position, _ in plan.carried}, set(plan.donated)
     for position, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True)):
-        lies = isinstance(leaf, jax.Array) and leaf.committed
+        is_placed = isinstance(leaf, jax.Array) and leaf.committed
         put = leaf
-        if lies and not (leaf.sharding.is_equivalent_to(sharding, leaf.ndim) and is_auto(leaf.sharding)):
+        if is_placed and not (leaf.sharding.is_equivalent_to(sharding, leaf.ndim) and is_auto(leaf.sharding)):
             put = jax.device_put(leaf, sharding)
-        elif not lies and position in carried:
+        elif not is_placed and position in carried:
             put = jax.device_put(leaf, sharding, may_alias=False)
         if position in donated and isinstance(leaf, jax.Array):
-            kept = count[id(leaf)] > 1 or not (may_take or is_own(leaf))
-            if kept and (put is leaf or _may_share(leaf, put)):
+            must_copy = count[id(leaf)] > 1 or not (may_take or is_own(leaf))
+            if must_copy and (put is leaf or _may_share(leaf, put)):
                 put = jax.numpy.copy(put)
         leaves[position] = put
     return jax.tree.unflatten(structure, leaves)
@@ -168,15 +168,15 @@ def is_auto(sharding: Any) -> bool:
 
 
 def donated_arguments(plan: Plan, trace: Trace) -> dict[int, range]:
-    """By the position of each argument whose leaves are all donated, the positions of these leaves."""
+    """The positions of the leaves of each argument that is donated as a whole, by the argument's position."""
     donated = set(plan.donated)
-    found, start = dict[int, range](), 0
+    leaves_of, start = dict[int, range](), 0
     for position, child in enumerate(trace.in_tree.children()):
         leaves = range(start, start + child.num_leaves)
         if leaves and donated.issuperset(leaves):
-            found[position] = leaves
+            leaves_of[position] = leaves
         start = leaves.stop
-    return found
+    return leaves_of
 
 
 def lower(jitted: Any, args: Sequence[Any], mesh: Mesh) -> jax.stages.Lowered:

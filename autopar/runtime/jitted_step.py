@@ -82,5 +82,5 @@ class JittedStep:
 
     def run(self, donated: Sequence[Any], others: Sequence[Any]) -> tuple[Any, ...]:
         """The function to jit: the leaves of the arguments in two tuples, those of the result in one."""
-        given = [*donated, *others]
-        return tuple(self._replay.run([given[position] for position in self._order]))
+        leaves = [*donated, *others]
+        return tuple(self._replay.run([leaves[position] for position in self._order]))

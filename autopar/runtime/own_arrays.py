@@ -56,7 +56,7 @@ class OwnArguments:
         in_tree: the pytree structure of all arguments, a tuple.
         structs: the shape and dtype of each array.
         donated: the positions of donated arrays.
-        carried: by position of an array, the position of the output that replaces it in the next call.
+        carried: the position of the output that replaces an array in the next call, by the array's position.
         may_take: whether donated arrays that the user made may be overwritten, by the user's option.
     """
 
@@ -75,7 +75,7 @@ class OwnArguments:
         self._possible_aliases = items(sorted({other for other, _ in pairs}))
         self._pairs = items([other for other, _ in pairs]), items([own for _, own in pairs])
         keys = [i for i in donated if jax.numpy.issubdtype(structs[i].dtype, jax.dtypes.extended)]
-        self._keys = items(keys)  # which JAX 0.10 does not survive being given when they are deleted
+        self._keys = items(keys)  # JAX 0.10 crashes if it gets deleted key arrays
         self._marks = _identities if may_take else _own_marks
         self._renewed = items([carried[position] for position in donated if position in carried])
         # The state that the last call returned: a weak reference to its largest array, and the other arrays.
@@ -140,7 +140,7 @@ class OwnArguments:
 
     def _drop(self, largest: weakref.ref[Any], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         returned = self._returned
-        if returned is not None and returned[0] is largest and not is_finalizing():  # then modules are gone
+        if returned is not None and returned[0] is largest and not is_finalizing():  # modules are gone at exit
             self.mark_returned()
 
 

@@ -32,9 +32,9 @@ class RegisteredResharding:
 
     @property
     def moved(self) -> Moved:
-        found = moved(self.before, self.after)
-        assert found is not None, f"{self} leads nowhere"
-        return found
+        change = moved(self.before, self.after)
+        assert change is not None, f"{self} moves no dim"
+        return change
 
     @property
     def like(self) -> Change:
@@ -43,8 +43,8 @@ class RegisteredResharding:
     @property
     def dims(self) -> dict[str, int]:
         """The dims that the collective's function receives, by name."""
-        found = {"dim": self.moved.dim, "to": self.moved.to}
-        return {name: dim for name in OPEN[self.like] if (dim := found[name]) is not None}
+        dims = {"dim": self.moved.dim, "to": self.moved.to}
+        return {name: dim for name in OPEN[self.like] if (dim := dims[name]) is not None}
 
     def run(self, value: Any, mesh: Mesh | AbstractMesh) -> Any:
         """The value with the new sharding.
@@ -59,13 +59,13 @@ class RegisteredResharding:
         function, to = runner_of(self.name, self.like), self.moved
 
         def part(own: Any) -> Any:
-            made = function(own, to.axes, **self.dims)
+            result = function(own, to.axes, **self.dims)
             num_devices, expected = math.prod(mesh.shape[axis] for axis in to.axes), list(own.shape)
             expected[to.dim] *= num_devices
             if to.to is not None:
                 expected[to.to] //= num_devices
-            _check(self.name, made, tuple(expected), own.dtype)
-            return made
+            _check(self.name, result, tuple(expected), own.dtype)
+            return result
 
         specs = partition_spec(self.before), partition_spec(self.after)
         sent = jax.custom_jvp(jax.shard_map(part, mesh=mesh, in_specs=specs[:1], out_specs=specs[1], check_vma=False))
@@ -94,10 +94,10 @@ def reached(step: TensorSharding | RegisteredResharding) -> TensorSharding:
     return step.after if isinstance(step, RegisteredResharding) else step
 
 
-def _check(name: str, made: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    found = (getattr(made, "shape", None), getattr(made, "dtype", None))
-    if found != (shape, dtype):
+def _check(name: str, result: Any, shape: tuple[int, ...], dtype: Any) -> None:
+    type_of_result = (getattr(result, "shape", None), getattr(result, "dtype", None))
+    if type_of_result != (shape, dtype):
         raise CollectiveError(
-            f"`run` of the collective {name!r} gives a {type(made).__name__} of shape {found[0]} and dtype {found[1]}, where"
-            f" the plan needs one of {shape} and {dtype}"
+            f"`run` of the collective {name!r} returns a {type(result).__name__} of shape {type_of_result[0]} and dtype"
+            f" {type_of_result[1]}, but the plan needs one of shape {shape} and dtype {dtype}"
         )

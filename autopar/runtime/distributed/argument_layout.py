@@ -36,7 +36,7 @@ class Arguments:
 
     Args:
         shardings: the sharding of each array.
-        gathers: makes the function that gathers shares of an array, for a pipelined step over several processes.
+        gathers: a function that makes `Place.gather` from a sharding, for a pipelined step over several processes.
     """
 
     step: str
@@ -64,15 +64,15 @@ class Arguments:
         """The arguments with a batch's pytree structure, except carried ones, and the batch's leaves; or the argument
         of this name."""
         carried = {position for position, _ in self.plan.carried}
-        found = []
+        matches = []
         for argument in self._arguments():
             if argument.name != name if name is not None else carried & set(range(argument.start, argument.stop)):
                 continue
             leaves = dict(zip(leaf_paths(batch, argument.name), jax.tree.leaves(batch), strict=True))
             paths = [tensor.path for tensor in self.plan.inputs[argument.start : argument.stop]]
             if set(leaves) == set(paths):
-                found.append((argument, [leaves[path] for path in paths]))
-        return found
+                matches.append((argument, [leaves[path] for path in paths]))
+        return matches
 
     def fits(self, argument: Argument, leaves: Sequence[Any]) -> bool:
         """Whether leaves have the planned shapes and dtypes, as shares or as whole arrays."""

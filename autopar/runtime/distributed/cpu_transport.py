@@ -49,7 +49,7 @@ def check_arrays_pass(platform: str) -> None:
         platform: the devices' platform.
 
     Raises:
-        ProcessError: they are CPUs without an address.
+        ProcessError: the devices are CPUs without an address.
     """
     if platform == "cpu" and not cross_host_address():
         raise ProcessError(
@@ -63,6 +63,6 @@ def _own_address(other: str) -> str:
     """The address of this host by which another host reaches it: the one of the route to that host."""
     host = other.rpartition(":")[0].strip("[]") or "127.0.0.1"
     family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as way:
-        way.connect(place)  # a UDP socket sends nothing here
-        return way.getsockname()[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as udp:
+        udp.connect(place)  # a UDP socket sends nothing here
+        return udp.getsockname()[0]

@@ -121,13 +121,13 @@ class Exchange:
             names = ", ".join(map(str, missing))
             raise ProcessError(
                 f"process{'es' * (len(missing) > 1)} {names} of {self.count} did not arrive at {what} within"
-                f" {self.wait_s:g} s, where the others wait. Every process must make the same calls in the same order; or"
-                " the process has died or hangs: see its output"
+                f" {self.wait_s:g} s, where the others wait. Every process must make the same calls in the same order."
+                " If it does, the process has died or hangs: see its output"
             )
-        for theirs, given in found:
-            if theirs != what:
+        for their_call, given in found:
+            if their_call != what:
                 raise ProcessError(
-                    f"{given.by} is at {theirs}, but {found[0][1].by} at {what}: every process must make the same calls"
+                    f"{given.by} is at {their_call}, but {found[0][1].by} at {what}: every process must make the same calls"
                     " in the same order"
                 )
         self.service.delete(f"{_ROOT}/{int(folder.rsplit('/', 1)[1]) - 1}")
@@ -152,7 +152,7 @@ class Exchange:
     def _answer(self, folder: str, what: str, wait_s: float | None) -> Any:
         answer = self._get(f"{folder}/answer", wait_s)
         if answer is None:
-            raise ProcessError(f"process 0 said nothing about {what} within {wait_s:g} s: see its own output")
+            raise ProcessError(f"process 0 did not answer {what} within {wait_s:g} s: see its own output")
         if "error" in answer:
             raise getattr(errors, answer["kind"])(answer["error"])
         return answer["value"]

@@ -21,7 +21,7 @@ State = Literal["running", "finished", "met", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a process reports about itself.
+    """A process's report about itself.
 
     Args:
         beat: a heartbeat counter.
@@ -29,8 +29,8 @@ class Record:
         in_call: whether it is inside a call.
         where: the current line of the user's code.
         state: its state.
-        said: the text of its error.
-        times: by step, `step_s`, `late_s` and `device_s` of `StepTimes`.
+        error: the text of its error.
+        times: `step_s`, `late_s` and `device_s` of `StepTimes`, by step.
     """
 
     member: Member
@@ -39,7 +39,7 @@ class Record:
     in_call: bool = False
     where: str = ""
     state: State = "running"
-    said: str = ""
+    error: str = ""
     times: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Record:
             "in_call": self.in_call,
             "where": self.where,
             "state": self.state,
-            "said": self.said,
+            "error": self.error,
             "times": {name: list(times) for name, times in self.times.items()},
         }
 
@@ -103,17 +103,17 @@ class Judge:
         if not failed:
             return None
         first = min(failed, key=lambda record: record.member.index)
-        return f"{first.member} failed in call {first.calls} of its step: {first.said}"
+        return f"{first.member} failed in call {first.calls} of its step: {first.error}"
 
     def _missing(self, now_s: float) -> str | None:
-        gone = [m for m in self.members if now_s - self._alive_s[m.index] > self.timeout_s and self._is_in(m)]
-        if not gone:
+        silent = [m for m in self.members if now_s - self._alive_s[m.index] > self.timeout_s and self._is_in(m)]
+        if not silent:
             return None
-        silent_s = max(now_s - self._alive_s[m.index] for m in gone)
-        calls = max((self.latest[m.index].calls for m in gone if m.index in self.latest), default=0)
-        have, it = ("has", "it has") if len(gone) == 1 else ("have", "they have")
+        silent_s = max(now_s - self._alive_s[m.index] for m in silent)
+        calls = max((self.latest[m.index].calls for m in silent if m.index in self.latest), default=0)
+        have, it = ("has", "it has") if len(silent) == 1 else ("have", "they have")
         return (
-            f"{named(gone)} {have} given no sign of life for {silent_s:.0f} s, since call {calls} of the step: {it} died,"
+            f"{named(silent)} {have} given no sign of life for {silent_s:.0f} s, since call {calls} of the step: {it} died,"
             " or the machine is gone, frozen or cut off"
         )
 
@@ -128,20 +128,22 @@ class Judge:
             where = "; ".join(f"{record.member}{_at(record)}" for record in inside[:4])
             return f"no process has got beyond call {most} of the step for {waited_s:.0f} s: {where}"
         behind = [record for record in inside if record.calls == least or record.state == "finished"]
-        words = f"called its step {least} times, while others wait in call {most}"
+        progress = f"called its step {least} times, while others wait in call {most}"
         if all(record.state == "finished" for record in behind):
-            return f"{named([r.member for r in behind])} left the loop after {words.removeprefix('called its step ')}"
-        return f"{named([r.member for r in behind])} hangs{_at(behind[0])}: for {waited_s:.0f} s it has {words}"
+            return (
+                f"{named([r.member for r in behind])} left the loop after {progress.removeprefix('called its step ')}"
+            )
+        return f"{named([r.member for r in behind])} hangs{_at(behind[0])}: for {waited_s:.0f} s it has {progress}"
 
     def _met(self, now_s: float) -> str | None:
-        """The runtime's error, after a delay in which the process that caused it may be found."""
+        """The text of the runtime's error, returned only after a delay in which its cause may be found."""
         met = [record for record in self.latest.values() if record.state == "met"]
         if not met:
             return None
         self._met_s = now_s if self._met_s is None else self._met_s
         if now_s - self._met_s <= self.timeout_s + 1:
             return None
-        return f"{named([record.member for record in met])}: {met[0].said}"
+        return f"{named([record.member for record in met])}: {met[0].error}"
 
     def _is_in(self, member: Member) -> bool:
         return member.index not in self.latest or self.latest[member.index].state in ("running", "met")

@@ -36,7 +36,8 @@ class Place:
     Args:
         num_shares: the number of processes that give shares.
         stays: whether the plan keeps each process's share on its own devices.
-        gather: gathers the shares, for a pipelined step in which some processes have no part of the array.
+        gather: a function that gathers the shares, for a pipelined step in which some processes have no part of the
+            array.
     """
 
     tensor: TensorPlan
@@ -213,11 +214,11 @@ def _fit_together(given: Sequence[Given]) -> None:
     first, *others = given
     all_shares = [name for name, (is_share, _) in first.value["leaves"].items() if is_share]
     for path, (is_share, content) in first.value["leaves"].items():
-        other_way = [one.by for one in others if one.value["leaves"].get(path, [None])[0] != is_share]
-        if other_way:
-            ways = ("the whole", "a share")
+        differing_kind = [one.by for one in others if one.value["leaves"].get(path, [None])[0] != is_share]
+        if differing_kind:
+            kinds = ("the whole", "a share")
             raise BatchError(
-                f"`{path}`: {first.by} gave {ways[is_share]}, but {named(other_way)} {ways[not is_share]}: all must"
+                f"`{path}`: {first.by} gave {kinds[is_share]}, but {named(differing_kind)} {kinds[not is_share]}: all must"
                 " give the same"
             )
         differing = [one.by for one in others if one.value["leaves"][path][1] != content]

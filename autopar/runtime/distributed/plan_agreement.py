@@ -169,38 +169,38 @@ def _same_everywhere(given: Sequence[Given]) -> None:
     differing: dict[str, list[Member]] = {}
     reference = given[0]
     for one in given[1:]:
-        said = _difference(reference, one)
-        if said is not None:
-            differing.setdefault(said, []).append(one.by)
+        difference = _difference(reference, one)
+        if difference is not None:
+            differing.setdefault(difference, []).append(one.by)
     if differing:
-        said = "; ".join(f"{named(members)}: {text}" for text, members in differing.items())
+        differences = "; ".join(f"{named(members)}: {text}" for text, members in differing.items())
         raise ProcessError(
-            f"all processes must run the same program by the same plan, but these differ from {reference.by}: {said}."
+            f"all processes must run the same program by the same plan, but these differ from {reference.by}: {differences}."
             " Start every process from the same code, with the same options and versions"
         )
 
 
 def _difference(reference: Given, other: Given) -> str | None:
     """How a process differs from process 0, as text."""
-    here, there = other.value, reference.value
+    its, first = other.value, reference.value
     for what in ("versions", "options"):
-        for name in sorted({*here[what], *there[what]}):
-            mine, theirs = here[what].get(name, "not given"), there[what].get(name, "not given")
-            if mine != theirs:
+        for name in sorted({*its[what], *first[what]}):
+            its_value, first_value = its[what].get(name, "not given"), first[what].get(name, "not given")
+            if its_value != first_value:
                 kind = "option" if what == "options" else "version of"
-                return f"the {kind} {name} is {mine}, and {theirs} on process 0"
-    if here["devices"] != there["devices"]:
-        return f"it has {_devices_text(here)}, and process 0 {_devices_text(there)}"
-    if here["given plan"] != there["given plan"]:
-        ways = {True: "none", False: "another"}
-        return f"its given plan is {ways[here['given plan'] is None]}, unlike process 0's"
-    signatures = [decoder(ProgramSignature)(side["program"]) for side in (there, here)]
-    words = signatures[0].difference(signatures[1], of_planned="on process 0", of_other="there")
-    if words is not None:
-        return f"its program differs: {words}"
-    if list(here["constants"].values()) != list(there["constants"].values()):
-        places = sorted({*here["constants"], *there["constants"]})
-        place = next(p for p in places if here["constants"].get(p) != there["constants"].get(p))
+                return f"the {kind} {name} is {its_value}, and {first_value} on process 0"
+    if its["devices"] != first["devices"]:
+        return f"it has {_devices_text(its)}, and process 0 {_devices_text(first)}"
+    if its["given plan"] != first["given plan"]:
+        kinds = {True: "none", False: "another"}
+        return f"its given plan is {kinds[its['given plan'] is None]}, unlike process 0's"
+    signatures = [decoder(ProgramSignature)(side["program"]) for side in (first, its)]
+    difference = signatures[0].difference(signatures[1], of_planned="on process 0", of_other="there")
+    if difference is not None:
+        return f"its program differs: {difference}"
+    if list(its["constants"].values()) != list(first["constants"].values()):
+        places = sorted({*its["constants"], *first["constants"]})
+        place = next(p for p in places if its["constants"].get(p) != first["constants"].get(p))
         return f"a constant of its program differs: {place}"
     return None
 

@@ -43,10 +43,12 @@ def line(me: str, first: str, address: str) -> str:
     """The report on a process that ended without a farewell."""
     if me != first and not _answers(address):
         return (
-            f"autopar: {first}, in which JAX's coordination service runs, is gone: nothing answers at {address}. JAX has"
-            f" ended {me} for it"
+            f"autopar: {first}, which runs JAX's coordination service, has died: nothing answers at {address}. Therefore JAX"
+            f" has ended {me}"
         )
-    return f"autopar: {me} was ended from outside its loop: by a signal, the system or JAX, whose words stand above"
+    return (
+        f"autopar: {me} was ended from outside its loop by a signal, the system or JAX: see the message above, if any"
+    )
 
 
 def _answers(address: str) -> bool:

@@ -29,9 +29,9 @@ class StepTimes:
 
     Args:
         num_steps: the number of measured steps.
-        step_s: from the start of one call to the start of the next.
-        late_s: from the end of a step on the devices to the start of the next call; 0 if the host runs ahead.
-        device_s: from the start of a step on the devices to its end, including waiting for other processes.
+        step_s: the time from the start of one call to the start of the next.
+        late_s: the time from the end of a step on the devices to the next call; 0 if the host runs ahead.
+        device_s: the time from the start of a step on the devices to its end, including waiting for other processes.
     """
 
     num_steps: int

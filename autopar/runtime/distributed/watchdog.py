@@ -96,7 +96,7 @@ class Watch:
         self._members: tuple[Member, ...] = ()
         self._folder = ""
         self._state: State = "running"
-        self._said = ""
+        self._error_text = ""
         self._beats = 0
         self._heard_s = time.monotonic()
         self._verdict: str | None = None
@@ -117,12 +117,12 @@ class Watch:
         self._exchange = among_processes()
         if self._exchange is None:
             return self
-        given = self._exchange.judged(
+        members = self._exchange.judged(
             "the start of `watch`",
             [self._timeout_s, self._step_timeout_s],
-            lambda all_given: [[one.by.index, one.by.host] for one in all_given],
+            lambda all_values: [[one.by.index, one.by.host] for one in all_values],
         )
-        self._members = tuple(Member(index, host) for index, host in given)
+        self._members = tuple(Member(index, host) for index, host in members)
         number = self._exchange.service.count_up(f"{_ROOT}/number/{self._exchange.index}")
         self._folder = f"{_ROOT}/{number}"
         self._sentinel = Sentinel(str(self._exchange.me), str(self._members[0]), coordinator_address())
@@ -150,7 +150,7 @@ class Watch:
         """Report how the loop ended, and wait for the others or for the verdict."""
         finished = error is None or (isinstance(error, SystemExit) and not error.code)
         self._leaving = True
-        self._said = (
+        self._error_text = (
             "" if error is None else f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
         self._state = "finished" if finished else "met" if _of_runtime(error) else "failed"
@@ -250,11 +250,13 @@ class Watch:
         answer, so a separate thread makes it, and the wait for it is short."""
         self._state = "stopped" if self._state != "failed" else "failed"
         patience_s = 2 * self._beat_s + 1.0
-        said = threading.Thread(target=self._say_goodbye, args=(patience_s,), name="autopar goodbye", daemon=True)
-        said.start()
-        said.join(patience_s + _LAST_S)
+        acknowledgement = threading.Thread(
+            target=self._send_acknowledgement, args=(patience_s,), name="autopar goodbye", daemon=True
+        )
+        acknowledgement.start()
+        acknowledgement.join(patience_s + _LAST_S)
 
-    def _say_goodbye(self, patience_s: float) -> None:
+    def _send_acknowledgement(self, patience_s: float) -> None:
         assert self._exchange is not None
         try:
             self._put_record()
@@ -280,7 +282,7 @@ class Watch:
             in_call=any(clock.in_call for clock in clocks),
             where=_place(sys._current_frames().get(self._loop_thread)),
             state=self._state,
-            said=self._said,
+            error=self._error_text,
             times={name: (t.step_s, t.late_s, t.device_s) for name, t in times.items() if t is not None},
         )
 

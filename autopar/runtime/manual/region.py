@@ -1,8 +1,8 @@
 """Run one equation as a manual region: `jax.shard_map` over the plan's mesh.
 
 In: an equation, its operands, and the shardings of operands and results.
-Out: reduced results. The reduction is an ordinary one outside the region, so that XLA makes a reduce-scatter where the
-next constraint allows it.
+Out: reduced results. The reduction is outside the region, so that XLA can turn it into a reduce-scatter for the next
+constraint.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def run_region(
     bind = partial(jax_compat.bind, equation)
     part = Part(name, equation.params, view, region.operands, region.results, bind)
     scattered = [
-        _scattered(made, target) if target is not None and region.reduction == "sum" else made
-        for made, target in zip(region.results, targets, strict=True)
+        _scattered(result, target) if target is not None and region.reduction == "sum" else result
+        for result, target in zip(region.results, targets, strict=True)
     ]
 
     def local(*own: Any) -> tuple[Any, ...]:
         results = zip(function(part, *own), region.results, scattered, strict=True)
-        return tuple(_stacked(_scatter(value, made, after), after) for value, made, after in results)
+        return tuple(_stacked(_scatter(value, result, after), after) for value, result, after in results)
 
     mapped = jax.shard_map(
         local,
@@ -75,17 +75,19 @@ def run_region(
     return [_combined(value, region.reduction) if after.unreduced else value for value, after in pairs]
 
 
-def _scattered(made: TensorSharding, target: TensorSharding) -> TensorSharding:
+def _scattered(result: TensorSharding, target: TensorSharding) -> TensorSharding:
     """The sharding after the reductions that are done inside the region: XLA would run a full all-reduce for results
     that are scattered over two dims."""
-    new = [axes[len(own) :] for axes, own in zip(target.dims, made.dims, strict=True)]
+    new = [axes[len(own) :] for axes, own in zip(target.dims, result.dims, strict=True)]
     if sum(map(bool, new)) < 2:
-        return made
-    return TensorSharding(target.dims, tuple(axis for axis in made.unreduced if not any(axis in axes for axes in new)))
+        return result
+    return TensorSharding(
+        target.dims, tuple(axis for axis in result.unreduced if not any(axis in axes for axes in new))
+    )
 
 
-def _scatter(value: Any, made: TensorSharding, after: TensorSharding) -> Any:
-    for dim, (own, axes) in enumerate(zip(made.dims, after.dims, strict=True)):
+def _scatter(value: Any, result: TensorSharding, after: TensorSharding) -> Any:
+    for dim, (own, axes) in enumerate(zip(result.dims, after.dims, strict=True)):
         if len(axes) > len(own):
             value = lax.psum_scatter(value, axes[len(own) :], scatter_dimension=dim, tiled=True)
     return value

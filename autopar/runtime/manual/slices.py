@@ -25,14 +25,14 @@ def dynamic_slice(part: Part, x: jax.Array, *starts: jax.Array) -> Sequence[jax.
     raw, typed = _raw(x)
     begin = [jnp.int32(0) if axes[d] else _clamped(start, x.shape[d] - whole[d]) for d, start in enumerate(starts)]
     words = raw.shape[x.ndim :]
-    found = lax.dynamic_slice(raw, [*begin, *[jnp.int32(0)] * len(words)], [*sizes, *words])
+    taken = lax.dynamic_slice(raw, [*begin, *[jnp.int32(0)] * len(words)], [*sizes, *words])
     for d in cut:
         size = x.shape[d]
         start = _clamped(starts[d], size * num_parts(axes[d]) - whole[d])
         places = start + jnp.arange(whole[d], dtype=jnp.int32) - position(axes[d]) * size
-        there = _along((places >= 0) & (places < size), d, found.ndim)
-        found = jnp.where(there, jnp.take(found, places, axis=d, mode="clip"), jnp.zeros((), found.dtype))
-    return [typed(found)]
+        is_inside = _along((places >= 0) & (places < size), d, taken.ndim)
+        taken = jnp.where(is_inside, jnp.take(taken, places, axis=d, mode="clip"), jnp.zeros((), taken.dtype))
+    return [typed(taken)]
 
 
 def dynamic_update_slice(part: Part, x: jax.Array, update: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:

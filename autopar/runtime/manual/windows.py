@@ -53,7 +53,9 @@ def _extend(block: Any, dim: int, local: LocalWindow, axes: tuple[str, ...], fil
     def halo_slice(start: int, width: int, shift: int, edge: int) -> Any:
         pairs = [(i, i + shift) for i in range(last + 1) if 0 <= i + shift <= last]
         sent = lax.ppermute(lax.slice_in_dim(block, start, start + width, axis=dim), axes, pairs)
-        return sent if fill == 0 else jnp.where(place == edge, beyond(width), sent)  # what nobody sends is zero
+        return (
+            sent if fill == 0 else jnp.where(place == edge, beyond(width), sent)
+        )  # a collective-permute without a sender gives zeros
 
     pieces = [beyond(local.outside[0])] if local.outside[0] else []
     pieces += [halo_slice(own - local.low, local.low, 1, 0)] if local.low else []
@@ -99,9 +101,9 @@ def pooling(part: Part, operand: Any) -> Sequence[Any]:
 
 
 def unpooling(part: Part, gradient: Any, operand: Any) -> Sequence[Any]:
-    """`select_and_scatter_add`. All windows that reach into this device's part are whole here; what they add to their
-    other parts, the devices there compute themselves."""
-    never = "min" if part.view.params["select_prim"] in ("le", "lt") else "max"  # what is never selected
+    """`select_and_scatter_add`. All windows that overlap this device's part are complete here. The devices of other
+    parts compute the gradients there themselves."""
+    never = "min" if part.view.params["select_prim"] in ("le", "lt") else "max"  # a value that is never selected
     rule, blocks, left = _extended(part, [gradient, operand], [0, _identity(never, operand.dtype)])
     padding = [(0, 0) if d in left else given for d, given in enumerate(part.view.params["padding"])]
     (result,) = part.bind(blocks, padding=tuple(padding))
@@ -113,7 +115,7 @@ def unpooling(part: Part, gradient: Any, operand: Any) -> Sequence[Any]:
 
 
 def _identity(name: str, dtype: Any) -> Any:
-    """What changes nothing in a sum, a maximum or a minimum."""
+    """The identity element of a sum, a maximum or a minimum."""
     if name.endswith("sum"):
         return 0
     if jnp.issubdtype(dtype, jnp.inexact):
