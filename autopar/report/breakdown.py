@@ -20,8 +20,8 @@ from autopar.system.units import human_flops, human_number, human_seconds
 MAX_NAMED = 4
 #: The names of a plan's two step times in every report, and their descriptions.
 PREDICTED, SIMULATED = "predicted step time", "XLA's estimate, simulated"
-PREDICTED_IS = "by the planner's own model of the device: the expected wall-clock time"
-SIMULATED_IS = "expected from XLA's latency estimator; `verify` compares it"
+PREDICTED_TEXT = "by the planner's own model of the device: the expected wall-clock time"
+SIMULATED_TEXT = "expected from XLA's latency estimator; `verify` compares it"
 
 
 @dataclass(frozen=True, slots=True)

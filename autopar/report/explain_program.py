@@ -21,7 +21,7 @@ from rich.text import Text
 
 from autopar.plans.plan import Plan
 from autopar.report.breakdown import (
-    SIMULATED_IS,
+    SIMULATED_TEXT,
     MemoryUse,
     StepTime,
     efficiency_text,
@@ -304,7 +304,7 @@ def _totals(plan: Plan) -> list[RenderableType]:
     return [
         Text(f"Predicted step time: {human_seconds(time.step_time_s)}", "bold"),
         inset(bars(time.parts, time.step_time_s, human_seconds)),
-        *([Text(f"{simulated} ({SIMULATED_IS})")] if simulated else []),
+        *([Text(f"{simulated} ({SIMULATED_TEXT})")] if simulated else []),
         *([Text(efficiency)] if efficiency else []),
         Text(),
         Text(f"Predicted peak memory per device: {human_bytes(peak)} {of}", "bold"),

@@ -258,4 +258,4 @@ def _tried(tried: Sequence[Any], plan: PipelinePlan) -> list[RenderableType]:
             human_bytes(other.peak_bytes) if fits else "-",
         )
     left = f"and {len(best) - MAX_TRIED} more" if len(best) > MAX_TRIED else ""
-    return section("What was tried, the fastest first", table, left)
+    return section("Alternatives that were tried, the fastest first", table, left)

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from autopar.planner.memory_budget import MARGIN
 from autopar.plans.plan import Plan
-from autopar.report.breakdown import PREDICTED_IS, SIMULATED
+from autopar.report.breakdown import PREDICTED_TEXT, SIMULATED
 from autopar.system.text_tables import plain_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 from autopar.verification.figures import (
@@ -206,7 +206,7 @@ def _step_times(verification: Verification) -> RenderableType:
         table.add_row(Text(name), human_seconds(predicted), *shown)
     grid = Table.grid()
     grid.add_row(table)
-    lines = [f"{predicted_name}: {PREDICTED_IS}"]
+    lines = [f"{predicted_name}: {PREDICTED_TEXT}"]
     if times.replay is None:
         lines.append(f"not replayed: {times.no_replay}")
     else:

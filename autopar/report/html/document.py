@@ -242,7 +242,7 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
         known |= texts
         sections.append(_section(f"trace{key}", "Timeline of one device", tracks))
     model = el("div", module_view(explained.modules, mesh), data_mesh=f"mesh{key}")
-    sections.append(_section(f"modules{key}", "The model, as it is sharded", model))
+    sections.append(_section(f"modules{key}", "The model and its shardings", model))
     about = (
         "The runner-up is the next best sharding of a tensor, with all others fixed, and the time that it would add."
     )
@@ -284,7 +284,7 @@ def _stages_body(explained: StagesExplanation, known: dict[str, Any]) -> list[Ch
     ]
     tried = tried_table(explained)
     if tried is not None:
-        body.append(_section("tried", "What was tried", tried))
+        body.append(_section("tried", "Alternatives that were tried", tried))
     for group in same_stages(explained):
         first = explained.stages[group[0]]
         names = ", ".join(map(str, group))

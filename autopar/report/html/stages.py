@@ -181,7 +181,7 @@ def tried_table(explained: StagesExplanation) -> Element | None:
             )
         )
     numbers = ("stages", "microbatches", "predicted step", "peak memory")
-    return table(("schedule", *numbers), rows, numbers=numbers, name="What was tried")
+    return table(("schedule", *numbers), rows, numbers=numbers, name="Alternatives that were tried")
 
 
 def same_stages(explained: StagesExplanation) -> Sequence[tuple[int, ...]]:
