@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (["compare", "train.py:few", "--hardware", "h200", "--devices", "4,x"], "invalid device count 'x'"),
         (
             ["compare", "train.py:few", "--hardware", "h200", "--devices", "12"],
-            "12 devices of 'h200' are no whole number of hosts",
+            "12 devices of 'h200' are not whole hosts of 8",
         ),
     ],
 )

@@ -226,7 +226,7 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
         ({"num_microbatches": 0}, MicrobatchError, "`num_microbatches` is 0"),
         ({"memory_budget_bytes": 1e4}, BudgetError, "train_step` fit 9.50 KB per device"),
         ({"hardware": {"h100-sxm": 4}, "num_devices": 8}, ClusterError, "names 4 devices, but 8"),
-        ({"hardware": H100, "num_devices": 12}, ClusterError, "no whole number of hosts, which have 8 devices"),
+        ({"hardware": H100, "num_devices": 12}, ClusterError, "not whole hosts of 8"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[AutoparError], words: str) -> None:

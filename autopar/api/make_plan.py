@@ -269,8 +269,8 @@ def cluster_of(
         per_host = min(profile.devices_per_host, number)
         if per_host < 1 or number % per_host:
             raise ClusterError(
-                f"{number} devices of {profile.name!r} are no whole number of hosts, which have"
-                f" {profile.devices_per_host} devices each: give a multiple of that, or fewer"
+                f"{number} devices of {profile.name!r} are not whole hosts of {profile.devices_per_host}: give a multiple"
+                f" of {profile.devices_per_host}, or fewer"
             )
         groups.append(DeviceGroup(profile.name, number // per_host, per_host))
     return Cluster(tuple(groups)), {profile.name: profile for profile in counts}
