@@ -476,5 +476,5 @@ def test_a_process_that_dies_silently_is_named() -> None:
         free.listen()
         address = f"127.0.0.1:{free.getsockname()[1]}"
         assert "process 1 was ended from outside its loop" in process_sentinel.line("process 1", "process 0", address)
-    assert "process 0, in which" in process_sentinel.line("process 1", "process 0", address)
+    assert "process 0, which runs" in process_sentinel.line("process 1", "process 0", address)
     assert "process 0 was ended from outside its loop" in process_sentinel.line("process 0", "process 0", address)
