@@ -24,7 +24,7 @@ def handler_of_state() -> ocp.PyTreeCheckpointHandler:
 
 
 class _Shards:
-    """An array wrapped for orbax, which rejects a `jax.Array` that only this process has."""
+    """A wrapper around an array, because orbax rejects a `jax.Array` that only this process has."""
 
     def __init__(self, array: jax.Array) -> None:
         self._array = array

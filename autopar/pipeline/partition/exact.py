@@ -33,7 +33,7 @@ class ExactPartitioner:
 
     Args:
         time_limit_s: seconds after which the best partition so far is returned, with its bound. Ctrl-C does the same.
-        progress: called with the best cost and the lower bound, in seconds, when either changes.
+        progress: a callback with the best cost and the lower bound, in seconds, when either changes.
         relative_gap: the gap between cost and bound at which the search ends.
     """
 

@@ -102,7 +102,7 @@ class Prices:
     # -- bounds ----------------------------------------------------------------------------------
 
     def loosen(self) -> None:
-        """Weaken `growth`: let merging two runs save slightly more than it saves by the known costs."""
+        """Weaken `growth`: allow merging two runs to save slightly more than any known costs show."""
         for number in range(len(self._tables)):
             none, most = np.zeros(len(self.shapes)), self._saved(number, np.zeros(len(self.shapes)))
             if not most.any():

@@ -1,8 +1,8 @@
 """Build the pieces of a stage as jitted programs over flat arrays.
 
 In: a planned stage, its pieces, and its transfers to and from other stages.
-Out: `PieceProgram`s: functions from the values of input slots to the values of output slots, the values to send,
-sharded for their wires, and the results of the step.
+Out: `PieceProgram`s: functions from the values of input slots to one list: the values of output slots, then the values
+to send with their wires' shardings, then results of the step.
 """
 
 from __future__ import annotations

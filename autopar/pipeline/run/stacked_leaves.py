@@ -3,7 +3,7 @@
 In: the parts, each sharded over the submesh of a stage.
 Out: the leaf that the user holds between steps. If all parts have equally many layers and equal shardings on equal
 submeshes, the leaf is one `jax.Array`: the layer dim is sharded over a mesh axis that spans the submeshes, and nothing
-is copied. JAX has no arrays in unequal parts; there the leaf is a `StackedLeaf`, which assembles the array on demand.
+is copied. Otherwise the leaf is a `StackedLeaf`, which assembles the array on demand, as JAX has no unequal parts.
 """
 
 from __future__ import annotations

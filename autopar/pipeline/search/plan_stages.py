@@ -235,7 +235,7 @@ class _Planning:
         return self.searches.search(count, among)
 
     def _estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
-        """An estimating search for the default partitioner; None for others, which are run instead."""
+        """An estimating search for the default partitioner; None for other partitioners, which run a full search."""
         if self.branches is not None or self.request.partitioner is not None:
             return None
         return self.searches.estimate(count, known, among)

@@ -48,9 +48,9 @@ def agreed_plan(
 
     Args:
         name: the step's name.
-        traced: traces the step here.
-        planned: plans a program; called on process 0 only, and only without a fixed plan.
-        read: reads a plan from JSON types.
+        traced: a function that traces the step on this process.
+        planned: a function that plans a program; called on process 0 only, and only without a fixed plan.
+        read: a function that reads a plan from JSON types.
         options: the options of `autopar.plan`.
         fixed: a given plan, which the caller compares with the program.
 
