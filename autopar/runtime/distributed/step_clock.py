@@ -60,7 +60,7 @@ class StepClock:
         """Make a call and time it.
 
         Args:
-            probe: a function that picks an array of the result that no later call donates; None if there is none.
+            probe: a function that picks an array of the result to wait for, one that no later call donates, or None.
         """
         self.num_calls += 1
         self._running, started = True, time.perf_counter()
