@@ -219,7 +219,7 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
         ({"stages": "two"}, ClusterError, '"auto"'),
         ({"stages": 1}, ClusterError, "`schedule` is of steps that are cut"),
         ({"stages": 9}, ClusterError, "at most"),
-        ({"mesh": "2x4"}, ClusterError, "`mesh` is of a step that is one program"),
+        ({"mesh": "2x4"}, ClusterError, "`mesh` cannot be combined with `stages`"),
         ({"pin": {"batch/x": None}}, ClusterError, "`pin` is of"),
         ({"schedule": "gpip"}, ScheduleError, "Did you mean 'gpipe'"),
         ({"num_microbatches": 5}, MicrobatchError, "5"),

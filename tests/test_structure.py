@@ -310,5 +310,5 @@ def test_what_the_program_splits_itself_stays_so(loss: Callable[..., jax.Array])
 @pytest.mark.parametrize(("mesh", "loss"), [("8", constrained), ("2x4", mapped), ("dp=4,tp=2", mapped)])
 def test_axes_that_the_mesh_lacks_are_named_with_the_line(mesh: str, loss: Callable[..., jax.Array]) -> None:
     shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    with pytest.raises(PinError, match=r"splits a value over .*test_structure.py:\d+.*mesh=\"dp=2,tp=4\""):
+    with pytest.raises(PinError, match=r"shards a value over .*test_structure.py:\d+.*mesh=\"dp=2,tp=4\""):
         autopar.plan(loss, *shapes, mesh=mesh, hardware="h100-sxm")

@@ -1,7 +1,7 @@
 """Measure the time of a step from the times of its calls, without waiting for results.
 
-In: a note at each call. Out: seconds from call to call. A call only dispatches the step; but a host can be at most some steps
-ahead of the devices, so in the long run calls follow one another as steps end.
+In: a note at each call. Out: seconds per step. A call only dispatches a step, but a host can be only a few steps ahead
+of the devices, so over many calls the time between calls is the step time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Calls:
     """The times of the last calls of one compiled program.
 
     Args:
-        clock: seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -31,19 +31,19 @@ class Calls:
         )
 
     def note(self) -> None:
-        """A call begins."""
+        """Record the start of a call."""
         self._times.append(self.clock())
 
     def restart(self) -> None:
-        """Forget all calls: the next one belongs to another program, or follows a compilation."""
+        """Discard all calls: the next one runs another program, or follows a compilation."""
         self._times.clear()
         self._settled = None
 
     def interrupt(self, wait: Callable[[], None]) -> None:
-        """Keep what has been measured: the next call is unlike the others, and starts a new measurement.
+        """End the measurement and keep its times: the next call differs from the others, and starts a new measurement.
 
         Args:
-            wait: as for `step_time_s`.
+            wait: see `step_time_s`.
         """
         num_steps, found = self.num_steps, self.step_time_s(wait) if self.num_steps else None
         self._times.clear()
@@ -51,20 +51,20 @@ class Calls:
 
     @property
     def num_steps(self) -> int:
-        """Steps whose time is known: from one call to the next."""
+        """The number of measured steps, each from one call to the next."""
         settled = 0 if self._settled is None else self._settled[0]
         return max(settled, self._num_timed)
 
     @property
     def _num_timed(self) -> int:
-        """Since the last interruption."""
+        """The number of measured steps since the last `interrupt`."""
         return max(0, len(self._times) - 1)
 
     def step_time_s(self, wait: Callable[[], None]) -> tuple[float, bool]:
         """Seconds of a step, and whether the host was ahead of the devices.
 
-        It is the median from call to call. Where the devices still have much to do after the last call, the calls were faster than the
-        steps: then it is the time until the devices are done, divided by the number of steps.
+        It is the median time between calls. If the devices are still busy long after the last call, the host was ahead:
+        then it is the time until the devices are idle, divided by the number of steps.
 
         Args:
             wait: returns once the devices are idle.

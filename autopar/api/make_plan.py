@@ -91,7 +91,7 @@ def plan(
     Args:
         step: a function of pytrees of arrays, e.g. `(state, batch) -> (state, loss)`, or of objects that it changes in
             place, as Flax NNX modules. What else is among the leaves (texts, functions, settings) is static.
-        args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
+        args: the step's arguments, as arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
         mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a `jax.sharding.Mesh`.
         num_devices: with this alone, every mesh of at most two axes is planned and the cheapest kept.
             With neither, the visible devices are counted.
@@ -168,10 +168,10 @@ def planning(
     hardware: Hardware | None = None,
     **options: Any,
 ) -> Callable[[Program], AnyPlan]:
-    """A function that plans a traced program by options of `plan`, which are checked now.
+    """Return a function that plans a traced program with options of `plan`. The options are checked at once.
 
     Raises:
-        AutoparError: one of its subclasses, naming the option.
+        AutoparError: a subclass; the text names the option.
     """
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
@@ -212,10 +212,10 @@ def plan_program(program: Program, **options: Any) -> AnyPlan:
 
 
 def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) -> AnyPlan:
-    """The pipeline plan of a step, or the plan of one program where the number of stages is to be found.
+    """The pipeline plan of a step; with `stages="auto"`, the plan of one program if that is faster.
 
     Args:
-        one: the plan of one program on all devices of the first kind.
+        one: the options of a plan of one program on all devices of the first kind.
     """
     of_stages = ("stages", "schedule", "partitioner", "cluster", "profiles")
     key = one.key() | {name: getattr(staged, name) for name in of_stages}
@@ -239,14 +239,14 @@ def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) ->
 def cluster_of(
     hardware: Hardware | None, num_devices: int | None, mesh: Any = None
 ) -> tuple[Cluster, dict[str, HardwareProfile]]:
-    """The devices to cut stages for, and the profile of each kind.
+    """The cluster to plan stages for, and the hardware profile of each device kind.
 
     Args:
-        hardware: as of `plan`. num_devices: their number; by default the visible ones.
+        hardware: see `plan`. num_devices: the number of devices; by default that of the visible ones.
         mesh: a `jax.sharding.Mesh` of the devices to use.
 
     Raises:
-        ClusterError: hosts would not be whole, or the numbers disagree.
+        ClusterError: a host would be used in part, or the numbers disagree.
     """
     if isinstance(hardware, Mapping):
         counts = {requested_profile(name): number for name, number in hardware.items()}
@@ -271,10 +271,10 @@ def cluster_of(
 
 
 def check_like(like: Any) -> None:
-    """Refuse `like` where it is a pipeline plan.
+    """Refuse a pipeline plan as `like`.
 
     Raises:
-        PlanMismatchError: it is.
+        PlanMismatchError: `like` is a pipeline plan.
     """
     if isinstance(like, PipelinePlan):
         raise PlanMismatchError(
@@ -296,7 +296,7 @@ _INSTEAD = {
 
 
 def option_names() -> list[str]:
-    """Of `plan`."""
+    """The names of the options of `plan`."""
     return [p.name for p in inspect.signature(plan).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
@@ -304,10 +304,10 @@ def check_options(unknown: Iterable[str], *first: str) -> None:
     """Refuse unknown options.
 
     Args:
-        first: further options that the caller takes.
+        first: further options of the caller.
 
     Raises:
-        OptionError: naming one, and what does the same.
+        OptionError: there is one; the text names it and its replacement.
     """
     known = option_names()
     for name in unknown:
@@ -358,14 +358,14 @@ def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Refuse options that shard one program, where a pipeline has several."""
+    """Refuse options for one program if stages are planned."""
     for name, usual in _OF_ONE_PROGRAM.items():
         given = options.get(name)
         if given is None or given is usual or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
             continue
         raise ClusterError(
-            f"`{name}` is of a step that is one program, and with `stages` each stage has a mesh of its own, that the"
-            f" planner chooses: leave `{name}` out, or `stages`"
+            f"`{name}` cannot be combined with `stages`, because the planner chooses a mesh for each stage: leave"
+            f" `{name}` or `stages` out"
         )
 
 

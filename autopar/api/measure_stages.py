@@ -30,7 +30,8 @@ def measure_stages(
     """Report on steps that have run.
 
     Args:
-        devices: that it ran on. profiles: by kind of device. measured: the measured timeline of a step, if there is one.
+        devices: the devices of the pipeline. profiles: hardware profiles by device kind. measured: the measured
+            timeline of a step, if there is one.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)

@@ -1,4 +1,4 @@
-"""Compare the measured time and memory of a step with its plan, so that a wrong hardware profile shows.
+"""Compare the measured time and memory of a step with its plan, to detect a wrong hardware profile.
 
 In: a plan, its program and profile, the times of calls, the devices. Out: `StepReport`.
 """
@@ -25,7 +25,7 @@ from autopar.transforms.program import Program
 FAR_OFF = 0.30
 #: The fewest steps for a median.
 FEWEST_STEPS = 3
-#: A part of the step is no suspect where it would have to take more than so many times its prediction.
+#: A part of the step is no suspect if it would need more than this multiple of its predicted time.
 _MOST_FACTOR = 100.0
 
 
@@ -41,8 +41,8 @@ def measure(
     """Report on steps that have run.
 
     Args:
-        run: what ran them, on the devices of a mesh. arguments: shapes of its first arguments.
-        hardware: that the plan was made for, where it cannot be found by name.
+        run: the prepared step that ran. arguments: the shapes of its first call.
+        hardware: the plan's hardware profile, if it cannot be found by name.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
@@ -61,14 +61,14 @@ def measure(
 
 
 def wait() -> None:
-    """Wait until the devices are idle: no result of a step is kept to wait for."""
+    """Wait until the devices are idle, without a result of the step to wait for."""
     jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
 
 
 def _peak_bytes(
     run: JittedStep, arguments: Sequence[Any], mesh: Mesh
 ) -> tuple[float | None, Literal["devices", "compiled"] | None]:
-    """The peak memory of a device of this process; where devices do not report it, the memory of XLA's program."""
+    """The peak memory of a device of this process; if devices do not report it, the memory of XLA's program."""
     peak = device_peak_bytes([device for device in mesh.devices.flat if device.process_index == jax.process_index()])
     if peak is not None:
         return peak, "devices"
@@ -80,7 +80,7 @@ def _peak_bytes(
 
 
 def device_peak_bytes(devices: Sequence[Any]) -> float | None:
-    """The peak memory of these devices; None where they do not report it."""
+    """The peak memory of these devices; None if they do not report it."""
     stats = [device.memory_stats() for device in devices]
     peaks = [float(each["peak_bytes_in_use"]) for each in stats if each and "peak_bytes_in_use" in each]
     return max(peaks, default=None)
@@ -98,10 +98,10 @@ def report_on(
     peak_bytes: float | None,
     memory_from: Literal["devices", "compiled"] | None,
 ) -> StepReport:
-    """Compare what was measured with a plan.
+    """Compare measurements with a plan.
 
     Args:
-        graph: of the step as its user wrote it. profile: that the plan was made for.
+        graph: the graph of the step as written by the user. profile: the plan's hardware profile.
     """
     predicted = plan.prediction
     flops = model_flops(graph)
@@ -158,7 +158,7 @@ def _suspects(
 
 
 def of_another_machine(hardware: str, device_kind: str) -> str:
-    """Advice where a plan runs on devices that it was not made for."""
+    """The advice if a plan runs on other devices than it was made for."""
     return (
         f"the plan is for {hardware}, but runs on {device_kind!r}, which is no device of that profile: its predictions are"
         " of another machine. Leave out `hardware`, or give the profile of these devices"

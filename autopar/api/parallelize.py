@@ -1,6 +1,6 @@
 """`parallelize`: a decorator that plans a step at its first call and dispatches like `jit` from then on.
 
-In: a user's step. Out: a callable.
+In: a user's step. Out: a `ParallelStep`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parallelize(
 def parallelize(
     step: Callable[..., Any] | None = None, /, *, plan: AnyPlan | str | Path | None = None, **options: Any
 ) -> Any:
-    """Run a step sharded over devices, by a plan that autopar finds.
+    """Run a step sharded over devices, with shardings that autopar plans.
 
     Use it bare, `@autopar.parallelize`, for every visible device; or with options,
     `@autopar.parallelize(mesh="2x4", memory_budget_bytes=40e9)`.

@@ -24,7 +24,7 @@ from autopar.transforms.program import Program, program_of
 def plan_of(
     function: Callable[..., Any], arguments: tuple[Any, ...], options: Mapping[str, Any], carry: Sequence[str] = ()
 ) -> Plan:
-    """The plan alone, for devices that need not exist.
+    """Plan a function without devices.
 
     Args:
         arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come back
@@ -51,9 +51,9 @@ class Planned:
     """A planned function.
 
     Args:
-        function: as it was written. arguments: shapes of arrays, or pytrees of these.
-        shardings: of each array, on `mesh`.
-        run: the planned function, jitted; its arguments have these shardings, or none yet.
+        function: the user's function. arguments: shapes of arrays, or pytrees of these.
+        shardings: the sharding of each array, on `mesh`.
+        run: the planned function, jitted; it also takes arguments without a sharding.
     """
 
     function: Callable[..., Any]
@@ -72,10 +72,11 @@ class Planned:
         options: Mapping[str, Any],
         carry: Sequence[str] = (),
     ) -> Planned:
-        """Trace and plan; nothing is compiled.
+        """Trace and plan a function, without compiling it.
 
         Args:
-            options: of `autopar.plan`; the function runs on a `mesh` that is a `jax.sharding.Mesh`, else on the visible devices.
+            options: options of `autopar.plan`. The function runs on `mesh` if that is a `jax.sharding.Mesh`, else on
+                the visible devices.
             carry: names of arguments that come back updated, whose buffers are reused.
 
         Raises:
@@ -88,16 +89,16 @@ class Planned:
         return cls(function, arguments, plan, program, mesh, shardings, execute.jit_plan(plan, program.trace, mesh))
 
     def compiled(self) -> Compiled:
-        """Compile it for the shapes of its arguments."""
+        """Compile the function for the shapes of its arguments."""
         return Compiled(self.plan, self.mesh, self.run.lower(*self.arguments).compile())
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A compiled function: a call compiles nothing, and one with other shapes is refused.
+    """A compiled function. Calls never compile; a call with other shapes is refused.
 
     Args:
-        run: its arguments are arrays with these `shardings`, or NumPy arrays.
+        run: the compiled function; its arguments are arrays with these `shardings`, or NumPy arrays.
     """
 
     plan: Plan

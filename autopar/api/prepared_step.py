@@ -1,6 +1,6 @@
-"""Prepare a plan to run: one jitted program on a mesh, or the stages of a pipeline on theirs; and build its state sharded.
+"""Prepare a plan to run, as one jitted program or as pipeline stages, and build its state sharded.
 
-In: a plan, its program, devices. Out: `Prepared`: it runs the step, and knows the sharding of each argument.
+In: a plan, its program, devices. Out: `Prepared`, which runs the step and has the sharding of each argument.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Prepared:
     """A plan ready to run.
 
     Args:
-        results: the parts of the step's result that are no arrays.
-        run: from pytrees of arrays to those of the result, or, by `dispatch`, from the flattened arrays.
-        in_shardings: of each array of the arguments. uneven: for stacks of layers that have unequal parts on the submeshes of
-            several stages, which no sharding expresses: the sharding of each part.
-        mesh: of all devices of one program; of a pipeline, that of the first stage.
-        probe: position of the smallest output that no later call donates.
+        results: the static parts of the step's result, which are no arrays.
+        run: maps pytrees of arrays to those of the result; its `dispatch` takes the flattened arrays.
+        in_shardings: the sharding of each array of the arguments. uneven: the sharding of each part of a stack of
+            layers that is divided unevenly over several stages, which no single sharding expresses.
+        mesh: the mesh of one program, or of the first stage of a pipeline.
+        probe: the position of the smallest output that no later call donates.
         compiled_for: shapes and shardings of its first arguments.
-        measured: of a pipeline, the timeline of the step that was measured last.
+        measured: the timeline of the last measured step of a pipeline.
     """
 
     plan: AnyPlan
@@ -78,8 +78,9 @@ class Prepared:
         """Start to compile the program for arguments of these shapes, in a thread.
 
         Returns:
-            A function that waits for it. It compiles nothing for a pipeline; with several processes, which compile in one order
-            because XLA lets them exchange autotuning results; or where JAX looks for NaNs, which only a jitted function can name.
+            A function that waits for the compilation. Nothing is compiled ahead for a pipeline; with several processes,
+            which must compile in the same order because they exchange autotuning results; and with `jax_debug_nans`,
+            which needs the jitted function.
         """
         looks = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         run = self.run
@@ -96,12 +97,12 @@ class Prepared:
 
     @property
     def places(self) -> list[Place]:
-        """The place of each array of the arguments."""
+        """The sharding of each array of the arguments."""
         return [self.uneven.get(position, sharding) for position, sharding in enumerate(self.in_shardings)]
 
     @property
     def whole(self) -> NamedSharding:
-        """The place of an array that the plan does not know: replicated on every device of the mesh."""
+        """The sharding of an array that is not in the plan: replicated on every device of the mesh."""
         return NamedSharding(self.mesh, PartitionSpec())
 
 
@@ -117,7 +118,7 @@ def prepared_of(
     """Prepare a plan to run.
 
     Args:
-        name: of the step.
+        name: the name of the step.
         devices: the mesh of one program; or all devices of a pipeline, in order.
         may_take: whether arrays that the user made may be donated.
     """
@@ -149,11 +150,11 @@ def prepared_of(
 def built(
     create: Callable[..., list[Any]], trees: Sequence[Any], shapes: Sequence[Any], places: Sequence[Place]
 ) -> list[Any]:
-    """Arrays that a function makes, each built at its place.
+    """The arrays that a function creates, each created with its sharding.
 
     Args:
-        create: from pytrees to as many arrays, of these shapes, as there are places. It is compiled once for each mesh among
-            them, for the arrays there; for arrays in other processes the result has no shards.
+        create: maps pytrees to arrays of these shapes, one per place. It is compiled once for each mesh among the
+            places, for the arrays there. Arrays of other processes have no shards in the result.
     """
     by_mesh: dict[Any, list[tuple[int, Rows | None, NamedSharding]]] = {}
     for position, place in enumerate(places):
@@ -188,7 +189,7 @@ def _made(create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Seq
 
 
 def _are_own_cpus(sharding: NamedSharding) -> bool:
-    """Whether its devices are CPUs of this process, which share one memory."""
+    """Whether the devices are CPUs of this process, which share one memory."""
     mine = jax.process_index()
     return all(device.platform == "cpu" and device.process_index == mine for device in sharding.device_set)
 
@@ -196,8 +197,8 @@ def _are_own_cpus(sharding: NamedSharding) -> bool:
 def _made_on_cpus(
     create: Callable[..., list[Any]], trees: Sequence[Any], shardings: Sequence[NamedSharding]
 ) -> list[Any]:
-    """Compile for one device, which takes half as long as for several that share its memory; then lay the arrays out one after
-    another, so that at most one of them exists twice.
+    """Create the arrays on one CPU, which compiles in half the time, and then shard them one by one, so that at most
+    one array exists twice.
     """
     one = min(shardings[0].device_set, key=lambda device: device.id)
     given = jax.device_put(tuple(trees), one)

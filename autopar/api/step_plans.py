@@ -1,4 +1,4 @@
-"""Find or make the plans of a step: given, known from an earlier call, or planned once for all processes.
+"""Find the plan of a call: given by the user, known from an earlier call, or planned once for all processes.
 
 In: a step, its options or a given plan; a call. Out: `Planned`: the plan, its traced program, and the parts of the step's result
 that are no arrays.
@@ -39,7 +39,7 @@ _MANY = 4
 
 
 def _of(program: Program, plan: AnyPlan) -> Program:
-    """The step in the form of a plan; for a pipeline plan, as written."""
+    """The program in the form of a plan; for a pipeline plan, as written."""
     if isinstance(plan, PipelinePlan):
         return program.as_traced.forms[-1]
     return program.of(plan)
@@ -76,7 +76,7 @@ class StepPlans:
         """The plan of a call.
 
         Args:
-            to_run: whether its devices must be visible.
+            to_run: whether the plan's devices must be visible.
 
         Raises:
             AutoparError: one of its subclasses, naming what to change.
@@ -133,7 +133,7 @@ class StepPlans:
         return options
 
     def compiled_kept(self, plan: AnyPlan) -> AbstractContextManager[None]:
-        """While entered, programs compiled for a plan are read from and written to its cache folder."""
+        """A context in which compiled programs are read from and written to the plan's cache folder."""
         folder = plan_cache.folder_of(self.options.get("cache", True))
         return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
@@ -145,14 +145,14 @@ class StepPlans:
         return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
 
     def _shown_options(self) -> dict[str, Any]:
-        """The planning options, with progress on the terminal unless the user shows it."""
+        """The planning options, with progress on the terminal unless the user gives `progress`."""
         options = self.planning_options()
         if options.get("progress") is None:
             options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
         return options
 
     def _agreed(self, exchange: Exchange, call: Call, to_run: bool) -> tuple[AnyPlan, Program]:
-        """One plan for all processes, made on the first."""
+        """The plan of process 0, sent to all processes."""
 
         def planned(program: Program) -> AnyPlan:
             options = self._shown_options()
@@ -166,10 +166,10 @@ class StepPlans:
         return agreed_plan(exchange, name, traced, planned, plan_from_json, options, self.fixed)
 
     def _as_given(self, plan: AnyPlan, program: Program) -> tuple[AnyPlan, Program]:
-        """A plan and the program in its form; a given plan is compared with the program.
+        """A plan, and the program in the plan's form; a plan given by the user is checked against the program.
 
         Raises:
-            PlanMismatchError: it was made for another program.
+            PlanMismatchError: the plan was made for another program.
         """
         program = _of(program, plan)
         if self.fixed is None:
@@ -198,7 +198,7 @@ class StepPlans:
         return self.options.get("stages", 1) != 1
 
     def _num_devices(self) -> int:
-        """The number of devices that it runs on."""
+        """The number of devices to run on."""
         if isinstance(self.fixed, PipelinePlan):
             return self.fixed.cluster.num_devices
         if not self._is_staged():
@@ -215,7 +215,7 @@ class StepPlans:
         return request.as_of(options.get("like")).meshes[0]
 
     def _warn_of_many(self, call: Call) -> None:
-        """Warn once, where many plans are made for different values of arguments that are no arrays."""
+        """Warn once if many plans are made for different values of static arguments."""
         same_shapes = [key for key in self._known if call.differs_in(key) is not None]
         if len(same_shapes) == _MANY:
             warnings.warn(

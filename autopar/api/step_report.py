@@ -1,7 +1,7 @@
-"""The report of steps that ran: measured against predicted.
+"""Report measured steps next to their prediction.
 
-In: figures. Out: `StepReport`, which prints as text and as JSON: the step's time and memory, MFU, and the figures of the profile
-to check where measured and predicted differ.
+In: measured and predicted figures. Out: `StepReport`, which prints as text and as JSON: the step's time and memory,
+MFU, and the constants of the hardware profile to check if measurement and prediction differ.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Suspect:
     Args:
         part: `kernels`, or the collectives by kind.
         predicted_s: its predicted seconds.
-        factor: by how much it would have to be longer to explain the measured step, all else as predicted.
-        check: the figures of the profile that it comes from.
+        factor: the multiple of its predicted time that would explain the measured step, with all else as predicted.
+        check: the constants of the hardware profile that the prediction depends on.
     """
 
     part: str
@@ -43,17 +43,17 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepReport:
-    """Measured against predicted. Printed, it is plain text. Bytes are per device.
+    """Measured and predicted figures of a step. Printed, it is plain text. Bytes are per device.
 
     Args:
-        device_kind: of the devices it ran on, as JAX names them.
+        device_kind: the kind of the devices, as JAX names it.
         num_steps: measured steps.
         host_was_ahead: whether calls were faster than steps, so that `step_time_s` is a mean instead of a median.
         peak_bytes: peak memory of a device since the process began; or the memory of XLA's program, where devices do not
             report it. memory_from: which of the two; None where neither is known.
-        model_flops: of the matmuls and convolutions of the step as its user wrote it, on all devices.
-        utilisation: MFU: these FLOPs in the measured time, as part of the devices' peak.
-        suspects: parts that may be wrong, the likeliest first; empty where nothing is.
+        model_flops: FLOPs of the matmuls and convolutions of the step as written by the user, on all devices.
+        utilisation: MFU: model FLOPs per measured second, relative to the devices' peak.
+        suspects: parts whose prediction may be wrong, the likeliest first.
         advice: what to do, as sentences.
         simulated, measured: timelines of a pipelined step; the latter where a step was `measured`.
     """
@@ -88,17 +88,17 @@ class StepReport:
 
     @property
     def holds(self) -> bool:
-        """Whether both predictions are close."""
+        """Whether step time and peak memory are close to their predictions."""
         return not self.advice
 
     @property
     def timelines(self) -> tuple[PipelineTimeline, ...]:
-        """The timelines that there are."""
+        """The simulated timeline and, if measured, the measured one."""
         return tuple(one for one in (self.simulated, self.measured) if one is not None)
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the simulated timeline and below it the measured one: as a picture, or where the path ends in `.json` as a trace for
-        Perfetto.
+        """Write the simulated timeline and below it the measured one, as a picture, or for a path with `.json` as a
+        Perfetto trace.
         """
         if not self.timelines:
             raise PlotError(f"`{self.program}` is one program: there are timelines of steps in stages alone")
@@ -154,7 +154,7 @@ def render_report(report: StepReport, console: Console) -> None:
 
 
 def _print_timelines(simulated: PipelineTimeline, measured: PipelineTimeline | None, console: Console) -> None:
-    """One over the other, and in words where they differ."""
+    """Print both timelines, and describe their differences."""
     both = (simulated,) if measured is None else (simulated, measured)
     title = "Timeline of a step" if measured is None else "Timeline of a step: simulated, and as it ran task by task"
     console.print(Text(), Text(title, "bold"), sep="\n")

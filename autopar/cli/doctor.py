@@ -33,11 +33,11 @@ _STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was examined.
+    """The result of one check, such as whether a package is installed.
 
     Args:
-        state: `missing` is what only some commands need; `broken` keeps autopar from running.
-        advice: what to do about it; empty where nothing.
+        state: `missing` if only some commands need it; `broken` if autopar cannot run without it.
+        advice: how to repair it; empty if nothing is to be done.
     """
 
     name: str

@@ -131,7 +131,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InferenceError(f"--tokens {text!r} is no list of tokens: write numbers with commas between") from None
+        raise InferenceError(f"--tokens {text!r} is not a list of token ids: write comma-separated integers") from None
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _dtype(name: str | None) -> Any:
 def _results(
     engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, requests: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What comes of each prompt, printed on the way unless JSON is wanted."""
+    """Yield the completion of each prompt. Without `--json` its text is printed as it is generated."""
     if options.best_of > 1:
         from autopar.inference import best_of
 

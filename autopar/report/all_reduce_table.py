@@ -1,8 +1,8 @@
-"""What an all-reduce costs over each axis of a mesh, by algorithm and size, and which one is taken.
+"""Tabulate the cost of an all-reduce over each mesh axis, by algorithm and size, and the chosen algorithm.
 
 In: a mesh and a hardware profile. Out: `price_all_reduce`, rows of plain numbers; `render_all_reduce`
 prints them to a console; `plot_all_reduce` draws them into a file with matplotlib (the extra `plot`).
-Times are those that a plan is charged: with the launch, and for a collective on its own.
+Times are those of the cost model: with the launch, for a collective that does not overlap with others.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _BACKEND_NAMES = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmRow:
-    """One algorithm over one axis.
+    """The prices of one algorithm over one axis.
 
     Args:
         in_backend: whether the back end has it.
-        seconds, by_messages_s: of each size, launch included: by the formula, and timed message by message.
+        seconds, by_messages_s: the time for each size with the launch, by formula and by message simulation.
     """
 
     name: str
@@ -56,7 +56,7 @@ class AlgorithmRow:
 
 @dataclass(frozen=True, slots=True)
 class AxisPrices:
-    """All algorithms over one axis, and for each size the name of the one that is taken."""
+    """All algorithms over one axis, and for each size the name of the chosen one."""
 
     axis: str
     backend: str
@@ -77,7 +77,7 @@ def price_all_reduce(
 
     Args:
         sizes_bytes: buffers to price.
-        by_messages: time every message too.
+        by_messages: whether to simulate every message, too.
     """
     axes = [axis for axis in mesh.axis_names if mesh.size(axis) > 1]
     return tuple(_axis(axis, mesh, profile, tuple(sizes_bytes), by_messages) for axis in axes)
@@ -112,7 +112,7 @@ def render_all_reduce(
     """Print a table for each axis.
 
     Args:
-        by_messages: with a second one, timed message by message.
+        by_messages: whether to print a second table, by message simulation.
     """
     console.print(Text(f"All-reduce on {mesh.num_devices} {profile.name} devices, mesh {mesh.describe()}", "bold"))
     prices = price_all_reduce(mesh, profile, by_messages=by_messages)
@@ -164,7 +164,7 @@ def _cell(seconds: float, *, is_taken: bool) -> Text:
 
 
 def _short_bytes(num_bytes: float) -> str:
-    """`10 KB`: sizes of the table are powers of ten, so digits after the point say nothing."""
+    """`10 KB`: sizes are powers of ten, so no digits follow the point."""
     number, unit = human_bytes(num_bytes).split()
     return f"{float(number):.0f} {unit} "
 
@@ -173,7 +173,7 @@ def _short_bytes(num_bytes: float) -> str:
 
 
 def plot_all_reduce(mesh: MeshShape, profile: HardwareProfile, path: str) -> None:
-    """Draw seconds over bytes, one panel for each axis, a line for each algorithm, the one taken underlaid.
+    """Draw seconds over bytes: a panel for each axis, a line for each algorithm, a broad line under the chosen one.
 
     Raises:
         PlotError: matplotlib is missing, or the file cannot be written.
@@ -197,7 +197,7 @@ def plot_all_reduce(mesh: MeshShape, profile: HardwareProfile, path: str) -> Non
 
 
 def check_can_plot(path: str) -> None:
-    """Refuse early what would fail late.
+    """Check before pricing that the plot can be written.
 
     Raises:
         PlotError: matplotlib is missing, or the file's folder cannot be written to.
@@ -211,7 +211,7 @@ def check_can_plot(path: str) -> None:
 
 
 def _draw(axis: AxisPrices, panel: Any) -> dict[str, Any]:
-    """Lines by their label. Those that the back end has are whole, the others dashed."""
+    """Draw the lines; return them by label. Algorithms that the back end lacks are dashed."""
     lines: dict[str, Any] = {}
     taken = [min(row.seconds[k] for row in axis.rows if row.in_backend) for k in range(len(axis.sizes_bytes))]
     (lines["taken by the cost model"],) = panel.plot(axis.sizes_bytes, taken, color="0.82", linewidth=9, zorder=0)

@@ -54,12 +54,12 @@ class MemoryUse:
 
     Args:
         parts: names and bytes that sum up to the peak; the temporaries are those live at the peak.
-        steady_bytes: of these, what is live throughout: all but the temporaries.
-        over_step: live bytes, the most in each of equal parts of the step time; the largest is the peak. Empty where the
-            plan does not have them.
-        phases: each phase in order, and the number of these parts that it takes.
+        steady_bytes: the part that is live throughout the step: all but the temporaries.
+        over_step: the most live bytes in each of a number of equal parts of the step time; the largest is the peak.
+            Empty if the plan does not have them.
+        phases: the phases in order, each with its number of these parts.
         loops: the first part, the one after the last, and the trip count; all iterations are drawn as one.
-        at_peak: the largest temporaries live at the peak. peak: the operation that runs then.
+        at_peak: the largest temporaries live at the peak. peak: the operation that runs at the peak.
     """
 
     peak_bytes: float
@@ -76,8 +76,8 @@ class MemoryUse:
 def step_time(plan: Plan) -> StepTime:
     """Break a step's time down.
 
-    Hidden communication is that of the plan's timeline, after XLA's combining; of a plan without one, the time of its
-    collectives one by one minus what is exposed.
+    Hidden communication is read from the plan's timeline, in which collectives are combined. For a plan without a
+    timeline it is the time of all collectives less their exposed time.
     """
     prediction, trace = plan.prediction, plan.trace
     hidden: dict[str, float] = defaultdict(float)
@@ -136,7 +136,7 @@ def memory_use(plan: Plan) -> MemoryUse:
 
 
 def efficiency_text(plan: AnyPlan) -> str:
-    """MFU, model FLOPs, throughput and what bounds the step; "" where the plan's file is too old to know."""
+    """MFU, model FLOPs, throughput and the bottleneck of the step; "" if the plan's file is too old to have them."""
     found, step_s = plan.efficiency, plan.prediction.step_time_s
     if found is None or step_s <= 0:
         return ""
@@ -149,12 +149,13 @@ def efficiency_text(plan: AnyPlan) -> str:
         parts.append(f"{human_number(found.num_examples / step_s)} examples/s")
     if found.bound_s:
         bound, seconds = max(found.bound_s.items(), key=lambda one: one[1])
-        parts.append(f"bound by {bound} ({share_text(seconds, sum(found.bound_s.values()))} of the time)")
+        parts.append(f"main bottleneck: {bound} ({share_text(seconds, sum(found.bound_s.values()))} of the time)")
     return "; ".join(parts)
 
 
 def replicated_text(plan: Plan) -> str:
-    """What runs replicated for lack of a sharding rule, and its share of the step; "" where nothing does."""
+    """The operations that run replicated for lack of a sharding rule, and their share of the step; "" if there are
+    none."""
     count = sum(one.count for one in plan.replicated)
     if not count or plan.mesh.num_devices == 1:
         return ""
@@ -170,7 +171,7 @@ def replicated_text(plan: Plan) -> str:
 
 
 def tie_text(plan: Plan) -> str:
-    """How much faster the fastest plan is than this simpler one; "" where none is."""
+    """How much faster the fastest plan is than this simpler one; "" if this one is the fastest."""
     tie = plan.tie
     if tie is None:
         return ""
@@ -183,6 +184,6 @@ def tie_text(plan: Plan) -> str:
 
 
 def simulated_text(plan: Plan) -> str:
-    """The expected output of XLA's latency estimator, where the plan has it."""
+    """The expected output of XLA's latency estimator; "" if the plan does not have it."""
     prediction = plan.prediction
     return "" if prediction.xla_step_time_s is None else f"{SIMULATED}: {human_seconds(prediction.xla_step_time_s)}"

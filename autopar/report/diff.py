@@ -1,7 +1,7 @@
-"""Compare two plans: which shardings differ, and what each device must fetch to go from one to the other.
+"""Compare two plans: which shardings differ, and which bytes each device must receive to change plans.
 
-In: two plans, fresh or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a console
-and converts to JSON types. It reads the plans and nothing else: it uses no device and moves no data.
+In: two plans, new or from files. Out: `diff(before, after)`, a `PlanDiff` that prints as plain text, renders on a
+console and converts to JSON types. It reads only the plans: it uses no device and moves no data.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class TensorChange:
     """An input of both plans whose sharding differs on some device. Bytes are of one tensor.
 
     Args:
-        num_bytes: of the whole tensor.
-        local_bytes_before, local_bytes: of the largest shard.
-        fetched_bytes: of the device that must fetch most.
-        total_fetched_bytes: of all devices.
+        num_bytes: size of the whole tensor.
+       local_bytes_before, local_bytes: size of the largest shard.
+       fetched_bytes: bytes received by the device that receives most.
+       total_fetched_bytes: bytes received by all devices.
     """
 
     path: str
@@ -48,8 +48,8 @@ class TensorChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationChange:
-    """An activation whose sharding differs; on another mesh, one sharded along other dims. `path` is that of its module, `source`
-    the line that produced it."""
+    """An activation whose sharding differs; between different meshes, one sharded along other dims. `path` is its
+    module, `source` the line that produced it."""
 
     path: str
     primitive: str
@@ -67,14 +67,14 @@ class PlanDiff:
 
     Args:
         before, after: the plans.
-        state: carried inputs of both whose sharding differs, the most fetched first.
-        data: other inputs of both whose sharding differs; every step feeds them, so nothing is fetched.
+        state: carried inputs of both plans whose sharding differs, the most bytes to fetch first.
+        data: other inputs of both plans whose sharding differs; they are new in every step, so nothing is fetched.
         activations: activations whose sharding differs.
-        num_state, num_activations: how many both plans have, the unchanged included.
-        num_state_unlike: carried tensors that one plan lacks, or has in another shape or dtype.
-        unlike: all such inputs, each as a sentence.
-        held_bytes: bytes of state by device of the later plan. A restore from a checkpoint reads them.
-        fetched_bytes: of these, what the device of the same number did not hold before: what must be sent to it where the
+        num_state, num_activations: the number that both plans have, including unchanged ones.
+        num_state_unlike: the number of carried tensors that one plan lacks, or has in another shape or dtype.
+        unlike: a sentence for each such input.
+        held_bytes: bytes of state on each device of the later plan, which a restore from a checkpoint reads.
+        fetched_bytes: the part of them that the device of the same number did not hold before, and must receive if the
             state stays in memory.
     """
 
@@ -92,7 +92,7 @@ class PlanDiff:
 
     @property
     def same_state(self) -> bool:
-        """Whether every device holds the same shards of the state: a state of one plan is one of the other."""
+        """Whether every device holds the same shards of the state under both plans."""
         return not self.state and not self.num_state_unlike
 
     @property
@@ -139,7 +139,7 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
     """The differences between two plans: `print(autopar.diff(plan_a, plan_b))`.
 
     Args:
-        before, after: plans of one program on any meshes; for two programs, the inputs that both have are compared.
+        before, after: two plans, on any meshes; of different programs, the inputs that both have are compared.
     """
     earlier = {tensor.path: tensor for tensor in before.inputs}
     later = {tensor.path: tensor for tensor in after.inputs}
@@ -205,14 +205,14 @@ def _change(old: TensorPlan, new: TensorPlan, moved: Move, itemsize: float) -> T
 
 
 def _layout(plan: AnyPlan) -> str:
-    """The mesh or the stages that it runs on."""
+    """The mesh or the stages of a plan, as text."""
     if isinstance(plan, PipelinePlan):
         return f"{len(plan.stages)} stages on {plan.cluster}"
     return f"mesh {plan.mesh}"
 
 
 def _itemsize(tensor: TensorPlan, parts: Parts) -> float:
-    """Bytes of one element: a plan records the bytes of the largest shard."""
+    """Bytes of one element, from the recorded bytes of the largest shard."""
     return tensor.num_bytes / max(
         1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in parts)
     )
@@ -242,7 +242,7 @@ def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChang
 
 
 def _is_same_sharding(before: TensorSharding, after: TensorSharding, *, same_mesh: bool) -> bool:
-    """On one mesh, over the same axes; on two meshes, along the same dims."""
+    """Whether two shardings are the same: on one mesh, over the same axes; on two meshes, along the same dims."""
     if same_mesh:
         return before == after
     dims = [tuple(map(bool, sharding.dims)) for sharding in (before, after)]

@@ -162,7 +162,7 @@ def _unlike(found: PlanDiff) -> list[RenderableType]:
 
 
 def _merged(changes: Sequence[Any]) -> list[tuple[str, list[Any]]]:
-    """Changes that differ in numbers of their paths alone, as one row."""
+    """Merge changes whose paths differ only in numbers into one row."""
     families: dict[Any, list[Any]] = defaultdict(list)
     for change in changes:
         key = (change.shape, change.dtype, str(change.before), str(change.after), getattr(change, "primitive", ""))
@@ -175,7 +175,7 @@ def _merged(changes: Sequence[Any]) -> list[tuple[str, list[Any]]]:
 
 
 def _common_root(paths: Sequence[str]) -> str:
-    """The first folder, where all paths share it: the step's argument."""
+    """The first part of the paths (the step's argument) if all share it."""
     roots = {path.split("/", 1)[0] for path in paths if "/" in path}
     return f"{roots.pop()}/" if len(roots) == 1 and all("/" in path for path in paths) else ""
 

@@ -1,7 +1,7 @@
-"""Why a plan is as it is, whichever kind of plan: of one program, or of stages.
+"""Explain a plan of either kind: of one program, or of pipeline stages.
 
-In: a plan, fresh or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a terminal;
-`explain_json(plan)` for programs.
+In: a plan, new or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a
+terminal; `explain_json(plan)` for programs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def explain(plan: PipelinePlan) -> StagesExplanation: ...
 @overload
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
-    """Say what a plan does and why: `print(autopar.explain(plan))`."""
+    """Explain what a plan does and why: `print(autopar.explain(plan))`."""
     if not isinstance(plan, Plan | PipelinePlan):
         raise OptionError(
             f"`explain` takes a plan, and {plan!r} is a {type(plan).__name__}: of a file, `autopar.load_plan(path)` is the plan"
@@ -53,7 +53,7 @@ def render(plan: AnyPlan, console: Console) -> None:
 
 
 def render_summary(plan: AnyPlan, console: Console) -> None:
-    """Print the head alone: what, how good, how long, how much memory."""
+    """Print the summary: strategy, certainty, step time, memory."""
     if isinstance(plan, PipelinePlan):
         render_stages_summary(plan, console)
     else:

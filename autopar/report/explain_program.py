@@ -94,7 +94,7 @@ class Explanation:
         """Write the timeline of a device as a trace for Perfetto; the path ends in `.json`.
 
         Raises:
-            PlotError: where it cannot be written, or the plan's file is too old to know.
+            PlotError: the file cannot be written, or the plan's file is too old to have a timeline.
         """
         write_step(path, self.plan)
 
@@ -265,7 +265,7 @@ def _recomputed(plan: Plan) -> list[str]:
 
 
 def _combined(plan: Plan) -> list[str]:
-    """The combine threshold, where it is not XLA's own."""
+    """The combine threshold, if it is not XLA's default."""
     if plan.combine_threshold_bytes is None:
         return []
     return [f"XLA combines collectives of a kind up to {human_bytes(plan.combine_threshold_bytes)}, for better overlap"]

@@ -49,7 +49,7 @@ class StagesExplanation:
     """An explanation of a pipeline plan as values, which every report reads. Printed, it is plain text.
 
     Args:
-        timeline: of one step, simulated. submeshes: the use of each in it.
+        timeline: the simulated timeline of a step. submeshes: the use of each submesh in it.
         stages: the explanation of each stage's plan.
     """
 
@@ -59,10 +59,10 @@ class StagesExplanation:
     stages: tuple[Explanation, ...]
 
     def draw(self, path: str | os.PathLike[str]) -> None:
-        """Write the timeline: as a picture, or where the path ends in `.json` as a trace for Perfetto.
+        """Write the timeline as a picture, or for a path with `.json` as a Perfetto trace.
 
         Raises:
-            PlotError: where it cannot be written.
+            PlotError: the file cannot be written.
         """
         write_timelines(path, self.timeline)
 
@@ -90,7 +90,7 @@ def render_stages(plan: PipelinePlan, console: Console) -> None:
 
 
 def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
-    """Print it without the timeline and the other plans that were tried."""
+    """Print the explanation without the timeline and the other plans that were tried."""
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *notes_section(plan.notes)))
 
 
@@ -217,13 +217,14 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
 
 
 def _remat(stage: StagePlan) -> str:
-    """The time of its rematerialization; values that are cheaper to recompute than to keep always are."""
+    """The rematerialization time of a stage. Values that are cheaper to recompute than to keep are always
+    recomputed."""
     seconds = sum(one.time_s for one in stage.plan.rematerialized)
     return f"\nrematerializes {human_seconds(seconds)} a microbatch" if seconds else ""
 
 
 def _sent(send: Send, *, with_target: bool) -> str:
-    """The transfer to another stage, with its number where that is not the next."""
+    """The transfer to another stage, with the stage's number unless it is the next."""
     to = f"to {send.target}: " if with_target else ""
     return f"{to}{human_bytes(send.num_bytes)}\n{human_seconds(send.seconds)}"
 

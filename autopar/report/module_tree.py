@@ -1,4 +1,4 @@
-"""Build the module tree of a model with the plan's tensors in it; layers with the same shardings are folded into one.
+"""Build the module tree of a model with the plan's tensors; layers with the same shardings are folded into one.
 
 In: a plan. Out: `Module`. A parameter is placed by its path in the arguments, an activation by the module that produced it; the
 names that the two kinds of path share align them. Activations from modules without parameters are placed in the module around
@@ -24,10 +24,10 @@ Place: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """A tensor of a module, or of identical modules.
+    """A tensor of a module, or of several identical modules.
 
     Args:
-        place: its path below the model's root, which for an input ends in its own name; with patterns as the row's.
+        place: its path below the model's root, with the row's patterns; for an input it ends in the tensor's name.
     """
 
     row: TensorRow
@@ -39,10 +39,10 @@ class Module:
     """A module, or several identical ones.
 
     Args:
-        name: its own, a pattern where it stands for several; "" for the root.
-        members: the names that it stands for.
-        depth: how many parts of a tensor's place lead to it.
-        local_bytes: on one device, of the parameters and their optimizer state in it, all members together.
+        name: the module's name, or a pattern for several; "" for the root.
+        members: the names that match the pattern.
+        depth: the number of path parts that lead to it.
+        local_bytes: bytes of its parameters and their optimizer state on one device, for all members together.
     """
 
     name: str
@@ -62,7 +62,7 @@ class ModuleTree:
     """The model of a plan.
 
     Args:
-        parameters_under, activations_under: what the tree leaves out in front of the paths of the two.
+        parameters_under, activations_under: the path prefixes that the tree leaves out.
         arguments: inputs that belong to no module: data, counters, keys.
     """
 
@@ -120,8 +120,8 @@ def _parts(path: str) -> Place:
 
 
 def _aligned(parameters: Sequence[Place], activations: Sequence[Place]) -> tuple[Place, int]:
-    """What to leave out in front of the paths of parameters, and how many parts in front of those of activations, so that
-    most modules have both. Where none has, all that parameters share."""
+    """The prefix to leave out of parameter paths, and the number of parts to leave out of activation paths, so that the
+    most modules have both kinds. If no module would, the prefix that all parameters share."""
     if not parameters:
         return (), 0
     front = Counter(path[:1] for path in parameters).most_common(1)[0][0]
@@ -143,7 +143,7 @@ def _aligned(parameters: Sequence[Place], activations: Sequence[Place]) -> tuple
 
 
 def _while_equal(places: Sequence[Place]) -> Iterable[str]:
-    """The parts that all begin with."""
+    """The longest common prefix."""
     for parts in zip(*places, strict=False):
         if len(set(parts)) > 1:
             return
@@ -151,7 +151,7 @@ def _while_equal(places: Sequence[Place]) -> Iterable[str]:
 
 
 def _forward_order(plan: Plan, skipped: int) -> Mapping[Place, int]:
-    """When each module first runs, as far as the plan says."""
+    """The order in which modules first run, as far as the plan records it."""
     order: dict[Place, int] = {}
     for phase, path in plan.trace.places if plan.trace else ():
         place = _parts(path)[skipped:]
@@ -164,10 +164,10 @@ def _forward_order(plan: Plan, skipped: int) -> Mapping[Place, int]:
 def _module(
     name: str, members: tuple[str, ...], entries: Sequence[_Entry], depth: int, order: Mapping[Place, int]
 ) -> Module:
-    """A module of all that stands in it.
+    """Build a module from its entries.
 
     Args:
-        depth: how many parts of a place lead to it.
+        depth: the number of path parts that lead to it.
     """
     own = [entry for entry in entries if len(entry.module) <= depth]
     below: dict[str, list[_Entry]] = defaultdict(list)
@@ -190,7 +190,7 @@ def _module(
 
 
 def _tensors(entries: Sequence[_Entry]) -> Iterable[ModuleTensor]:
-    """One entry for identical tensors: those of modules that are folded share a row."""
+    """Merge identical tensors: those of folded modules share a row."""
     by_skipped: dict[tuple[str, int], list[TensorRow]] = defaultdict(list)
     for entry in entries:
         by_skipped[entry.row.kind, len(_parts(entry.row.path)) - len(entry.place)].append(entry.row)
@@ -203,8 +203,8 @@ def _tensors(entries: Sequence[_Entry]) -> Iterable[ModuleTensor]:
 def _folded(
     names: Sequence[str], below: Mapping[str, Sequence[_Entry]], depth: int
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Patterns and the modules that they stand for: those whose names differ in numbers alone, and that hold the same
-    inputs, with the same sharding."""
+    """Fold modules whose names differ only in numbers and that hold the same inputs with the same shardings: patterns
+    and their modules."""
     same: dict[tuple[str, object], list[str]] = defaultdict(list)
     for name in names:
         same[re.sub(r"\d+", "\0", name), _signature(below[name], depth)].append(name)
@@ -228,5 +228,5 @@ def _first_run(entries: Sequence[_Entry], depth: int, order: Mapping[Place, int]
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sorts `h_2` before `h_10`."""
+    """A sort key that puts `h_2` before `h_10`."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part)

@@ -1,4 +1,4 @@
-"""Read the predicted and compiled figures that `autopar verify --json` wrote.
+"""Read predicted and compiled figures from the output of `autopar verify --json`.
 
 In: the JSON of a verification; the plan's program and strategy. Out: `Compiled`, which a report of the plan shows.
 """
@@ -58,10 +58,10 @@ class StepTimeRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """One program beside its plan.
+    """The compiled figures of one program next to those of its plan.
 
     Args:
-        name: which one: "" for the step itself, else its stage.
+        name: "" for the step itself, else the stage.
         off: names of the figures that do not hold.
         step_times: step time by model; empty in files of versions before the replay.
         estimate_errors: why XLA's estimate is left out.
@@ -78,13 +78,13 @@ class Compiled:
 
 
 def read_compiled(path: str | os.PathLike[str], program: str, strategy: str) -> tuple[Compiled, ...]:
-    """Read what `autopar verify --json` wrote of a plan.
+    """Read the output of `autopar verify --json` for a plan.
 
     Args:
-        program, strategy: the plan's name and words, which must be those that were verified.
+        program, strategy: the program's name and the strategy of the plan, which must equal those that were verified.
 
     Raises:
-        VerifyError: where it cannot be read, is no verification, or is one of another plan.
+        VerifyError: the file cannot be read, is not a verification, or is one of another plan.
     """
     name = os.fspath(path)
     try:
@@ -102,10 +102,10 @@ def read_compiled(path: str | os.PathLike[str], program: str, strategy: str) -> 
 
 
 def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, ...]:
-    """The programs of a verification, as JSON types; arguments as of `read_compiled`.
+    """The programs of a verification given as JSON types; for the arguments see `read_compiled`.
 
     Raises:
-        VerifyError: where it is no verification, or one of another plan.
+        VerifyError: it is not a verification, or is one of another plan.
     """
     if not isinstance(document, dict) or document.get("format") not in (_PROGRAM, _STAGES):
         raise VerifyError(f'it is not a verification, whose "format" is "{_PROGRAM}" or "{_STAGES}"')

@@ -23,8 +23,8 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class TensorRow:
-    """Tensors that differ only in the numbers of their path. Bytes are of all of them together; `sharding` is the text of
-    `split`; `collectives` holds (kind, axes, seconds for one tensor)."""
+    """Tensors whose paths differ only in numbers. Bytes are the sum over all of them; `sharding` is `split` as text;
+    `collectives` holds (kind, axes, seconds for one tensor)."""
 
     path: str
     kind: Literal["parameter", "optimizer", "data", "activation"]
@@ -47,7 +47,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Collectives of one kind and cause; bytes and time are of all of them together."""
+    """Collectives of one kind and cause; bytes and time are sums over all of them."""
 
     kind: str
     axes: tuple[str, ...]
@@ -63,7 +63,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True, slots=True)
 class StateRow:
-    """Optimizer state of one sharding; bytes are of all of it, global and on one device."""
+    """Optimizer state with one sharding; bytes are sums, global and on one device."""
 
     sharding: str
     num_tensors: int
@@ -73,7 +73,7 @@ class StateRow:
 
 
 def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T], str]) -> list[tuple[str, list[_T]]]:
-    """(pattern, rows it stands for) of rows with equal keys, in the order of the first of each."""
+    """Merge rows with equal keys: (pattern, rows), in the order of the first row of each."""
     same: dict[Hashable, list[tuple[int, _T]]] = defaultdict(list)
     for order, row in enumerate(rows):
         same[key(row)].append((order, row))
@@ -89,7 +89,7 @@ def _merge(rows: Iterable[_T], key: Callable[[_T], Hashable], text: Callable[[_T
 
 
 def _whole_bytes(plan: Plan, tensor: TensorPlan) -> float:
-    """Global bytes of a tensor; a plan records those of the largest shard."""
+    """Global bytes of a tensor, from the recorded bytes of the largest shard."""
     return tensor.num_bytes * math.prod(tensor.shape) / max(1, tensor.sharding.local_size(tensor.shape, plan.mesh))
 
 
@@ -124,7 +124,7 @@ def of_activation(plan: Plan, decision: Decision) -> TensorRow:
 
 
 def _why(plan: Plan, decision: Decision) -> dict[str, Any]:
-    """The fields of a row that come from a decision; a tensor too small for one keeps the defaults."""
+    """The fields of a row that come from a decision; a tensor too small to have a decision keeps the defaults."""
     times: dict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
     for use in (plan.collectives[position] for position in decision.collectives):
         times[use.kind, use.axes] += use.time_s

@@ -1,7 +1,7 @@
-"""One device's step as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing load.
+"""Export one device's step as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-In: a plan. Out: the trace as JSON types, in Chrome's trace event format, or its file: a thread of kernels and one of
-collectives, a counter of what is in memory; times in microseconds from the start of the step.
+In: a plan. Out: the trace as JSON types in Chrome's trace event format, or a file: a thread of kernels, a thread of
+collectives, and a counter of live memory; times in microseconds from the start of the step.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _KERNELS, _COLLECTIVES = 0, 1
 
 
 def write_step(path: str | os.PathLike[str], plan: Plan) -> None:
-    """Write it, whole or not at all.
+    """Write the trace atomically.
 
     Raises:
-        PlotError: where it cannot be written, does not end in `.json`, or the plan's file is too old to know.
+        PlotError: the file cannot be written, does not end in `.json`, or the plan's file is too old to have a
+            timeline.
     """
     if plan.trace is None:
         raise PlotError(
@@ -42,7 +43,7 @@ def write_step(path: str | os.PathLike[str], plan: Plan) -> None:
 
 
 def step_perfetto(trace: StepTrace, memory: MemoryUse, plan: Plan) -> dict[str, Any]:
-    """To be written by `json.dump`."""
+    """The trace as JSON types."""
     title = f"one device of `{plan.program.name}`, predicted"
     events = [
         named("process_name", 0, 0, title),
@@ -74,7 +75,7 @@ def _collectives(trace: StepTrace) -> Iterator[dict[str, Any]]:
 
 
 def _iterations(trace: StepTrace, start_ns: int) -> int:
-    """How often a step runs what begins there: all count are drawn as one."""
+    """The trip count of the loops that contain a time: all iterations are drawn as one."""
     times = 1
     for start, end, count in trace.loops:
         if start <= start_ns < end:

@@ -1,6 +1,6 @@
-"""What each submesh of a plan of stages does in a step: time by phase, and memory over the step.
+"""Compute the time by phase and the memory over a step of each submesh of a pipeline plan.
 
-In: a `PipelinePlan` and its timeline. Out: `SubmeshUse`s, which every report of such a plan reads.
+In: a `PipelinePlan` and its timeline. Out: `SubmeshUse`s, which every report of a pipeline plan reads.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 @dataclass(frozen=True, slots=True)
 class SubmeshUse:
-    """One submesh in a step. Bytes are of one device; those of the three sorts sum up to the peak at the most.
+    """The use of one submesh in a step. Bytes are per device; the three kinds of bytes sum up to at most the peak.
 
     Args:
-        devices: the first and the last. stages: those that stand on it.
-        phases: seconds of each phase that it runs; with `idle_s` they sum up to the step time.
-        state_bytes: held throughout. working_bytes: room to work on one microbatch.
-        in_flight: start of each task in seconds, and what microbatches in flight hold while it runs.
+        devices: the first and the last device. stages: the stages that it runs.
+        phases: seconds of each phase; with `idle_s` they sum up to the step time.
+        state_bytes: memory that is live throughout. working_bytes: temporaries of one microbatch.
+        in_flight: start of each task in seconds, and the bytes of the microbatches in flight while it runs.
     """
 
     devices: tuple[int, int]
@@ -39,10 +39,10 @@ class SubmeshUse:
 
 
 def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[SubmeshUse, ...]:
-    """Of each submesh, in the order of the timeline.
+    """The use of each submesh, in the order of the timeline.
 
     Args:
-        timeline: simulated, of the plan.
+        timeline: the simulated timeline of the plan.
     """
     costs = [stage.cost for stage in plan.stages]
     schedule = plan.tasks()

@@ -418,7 +418,7 @@ def _axes(sharding: TensorSharding) -> set[str]:
 
 
 def _sums(one: UnfusedReduction, trace: Trace) -> list[int]:
-    """The equations of a separate reduction whose results none of its other equations reads."""
+    """The last equations of an unfused reduction: no other equation of the reduction reads their results."""
     read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 

@@ -34,10 +34,10 @@ _POSITION = 0x9E3779B1  # 2^32 over the golden ratio, odd
 
 
 def parts_of(array: Any, *, once: bool) -> Mapping[Box, Part]:
-    """Start to digest an array's parts in this process. The array may be donated meanwhile.
+    """Start to digest an array's shards in this process. The array may be donated meanwhile.
 
     Args:
-        once: skip replicas whose first copy is on another device, in whatever process, so that each part is digested once.
+        once: digest only the first replica of each shard over all processes.
     """
     if not isinstance(array, jax.Array):  # a number: the same in every process
         return {(): _of_host(np.asarray(array), (), ())} if jax.process_index() == 0 or not once else {}
@@ -59,17 +59,17 @@ def parts_of(array: Any, *, once: bool) -> Mapping[Box, Part]:
 
 
 def total(parts: Mapping[Box, Part]) -> int:
-    """The sum of the parts, once the devices have computed them."""
+    """Wait for the digests of the shards, and add them up."""
     return sum(map(int, parts.values())) % 2**32
 
 
 def _strides(shape: Sequence[int], num_words: int) -> list[int]:
-    """Words from one element to the next, in each dim of the whole array."""
+    """The stride of each dim of the whole array, in words."""
     return [num_words * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
 
 
 def _first(starts: Sequence[int], shape: Sequence[int], num_words: int) -> int:
-    """The position of a part's first word."""
+    """The position of a shard's first word in the whole array."""
     return sum(start * stride for start, stride in zip(starts, _strides(shape, num_words), strict=True))
 
 
@@ -128,7 +128,7 @@ def _of_device(part: jax.Array, first: jax.Array, *, shape: tuple[int, ...]) -> 
 
 
 def _words(array: jax.Array) -> jax.Array:
-    """The bits of the elements as 32-bit words; a wider element has several, in one more dim."""
+    """The bits of the elements as 32-bit words; wider elements have several words, along an extra last dim."""
     cast = jax.lax.bitcast_convert_type
     if array.dtype.name in ("int2", "int4", "uint2", "uint4"):
         array = array.astype(jnp.int8)

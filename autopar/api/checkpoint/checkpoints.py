@@ -320,7 +320,7 @@ class Checkpoints:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
         requested = "no checkpoint" if at is None else f"no checkpoint {at!r}"
         raise CheckpointError(
-            f"{requested} in {self.directory!r}: {there}. Give the folder that they were saved to"
+            f"{requested} in {self.directory!r}: {there}. Give the folder of the saved checkpoints"
             + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
         )
 

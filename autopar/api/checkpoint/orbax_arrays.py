@@ -1,7 +1,7 @@
-"""How orbax writes and reads arrays that lie in some of several processes alone, as the state of a step in stages does.
+"""Let orbax write and read arrays with shards in only some processes, such as the state of a pipeline stage.
 
-In: what orbax's own handler of arrays takes. Out: the same files. Orbax wants a part of each array in every process, and
-process 0 to write what the array is; here each process writes and reads the arrays that it has parts of.
+In: the arguments of orbax's own array handler. Out: the same files. Orbax expects a shard of each array in every
+process, and process 0 to write the metadata; here each process writes and reads the arrays that it has shards of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 
 def handler_of_state() -> ocp.PyTreeCheckpointHandler:
-    """What writes and reads nested dicts of such arrays."""
+    """The handler that writes and reads nested dicts of such arrays."""
     own = _ArraysOfSome(primary_host=None, enable_write_sharding_file=False)
     numbers = ocp.type_handlers.NumpyHandler()
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, own), (np.ndarray, numbers))
@@ -23,7 +23,7 @@ def handler_of_state() -> ocp.PyTreeCheckpointHandler:
 
 
 class _Shards:
-    """An array as orbax reads it to write it. It takes a `jax.Array` that only this process has for a mistake."""
+    """Wrap an array for orbax, which refuses a `jax.Array` with shards in this process alone."""
 
     def __init__(self, array: jax.Array) -> None:
         self._array = array
@@ -33,10 +33,10 @@ class _Shards:
 
 
 class _ArraysOfSome(ocp.type_handlers.ArrayHandler):
-    """Leaves out what other processes write, or hold."""
+    """An array handler that skips arrays without shards in this process."""
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        """Start to write this process's parts."""
+        """Start to write this process's shards."""
         args = args or [ocp.SaveArgs()] * len(values)
         mine = [n for n, value in enumerate(values) if value.addressable_shards]
         if not mine:
@@ -45,7 +45,7 @@ class _ArraysOfSome(ocp.type_handlers.ArrayHandler):
         return await super().serialize(shards, [infos[n] for n in mine], [args[n] for n in mine])
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        """Read this process's parts; of what others hold, arrays without local shards."""
+        """Read this process's shards; return other arrays without local shards."""
         assert args is not None, "each has the sharding that it is read into"
         mine = [n for n, arg in enumerate(args) if arg.sharding.addressable_devices]
         read = await super().deserialize([infos[n] for n in mine], [args[n] for n in mine]) if mine else []

@@ -1,8 +1,8 @@
-"""The door to orbax, with `orbax_arrays`: numbered checkpoints in one folder, each there whole or not at all.
+"""Write and read numbered checkpoints by orbax, each atomically.
 
-In: a folder, nested dicts of arrays and JSON values. Out: the same read back, arrays straight into the shardings asked
-for: each device's part is read by the process that holds it. Nothing here knows of plans. All processes of a
-`jax.distributed` run call it together, as orbax wants it.
+In: a folder, nested dicts of arrays, and JSON values. Out: the same values, with arrays read straight into the
+requested shardings: each process reads the shards of its own devices. Nothing here depends on plans. All processes of a
+`jax.distributed` run must call it together, as orbax requires. Only this module and `orbax_arrays` import orbax.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ STATE, DIGESTS = "state", "digests"
 
 
 def folder_of(directory: Any) -> Any:
-    """The path that orbax takes: an absolute one, or a bucket's (`gs://...`)."""
+    """Convert a folder to a path that orbax accepts: an absolute path, or a bucket's (`gs://...`)."""
     text = str(directory)
     return epath.Path(text) if "://" in text else epath.Path(Path(text).expanduser().absolute())
 
 
 def steps(folder: Any) -> list[int]:
-    """Numbers of the checkpoints that are whole, in order. One that is being written is not among them."""
+    """The numbers of the complete checkpoints, in order."""
     if not folder.is_dir():
         return []
     return sorted(found.step for found in ocp.step.standard_name_format().find_all(folder))
@@ -45,7 +45,7 @@ def place(folder: Any, step: int) -> Any:
 
 
 class _LaterHandler(ocp.AsyncCheckpointHandler):
-    """Writes JSON of each process's own, which is made while the arrays are written."""
+    """Write JSON values of each process that are computed while the arrays are written."""
 
     async def async_save(self, directory: Any, args: _LaterSave) -> list[Any]:
         async def write() -> None:
@@ -68,8 +68,8 @@ class _LaterSave(ocp.args.CheckpointArgs):
 
 
 class Writer:
-    """Writes checkpoints in the background. The one that opens it cleans up after writers that were killed, so there
-    must be no other."""
+    """Write checkpoints in the background. Opening a writer deletes what killed writers left, so a folder must have one
+    writer at a time."""
 
     def __init__(self, folder: Any, keep: int | None) -> None:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
@@ -82,12 +82,12 @@ class Writer:
     def write(
         self, step: int, state: Mapping[str, Any], parts: Mapping[str, Any], digests: Callable[[], Sequence[Any]]
     ) -> None:
-        """Start to write a checkpoint; when it returns, the arrays may be changed or donated.
+        """Start to write a checkpoint. After it returns, the arrays may be changed or donated.
 
         Args:
             state: nested dicts of arrays.
-            parts: JSON values by their name.
-            digests: waits for what this process is to say of the arrays, in JSON types; called in the background.
+            parts: JSON values by name.
+            digests: returns this process's array digests as JSON types; it is called in the background and may block.
         """
         items: dict[str, Any] = {name: ocp.args.JsonSave(part) for name, part in parts.items()}
         items |= {STATE: self._save(dict(state)), DIGESTS: _LaterSave(digests)}
@@ -98,12 +98,12 @@ class Writer:
         self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait, and end its threads."""
+        """Wait for all writes, and end the threads."""
         self._manager.close()
 
 
 def _handlers() -> Any:
-    """By what is asked for, what does it, where there are several processes."""
+    """The registry of handlers for runs with several processes."""
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()
     of_state, of_parts = handler_of_state(), ocp.JsonCheckpointHandler()
     for args in (ocp.args.PyTreeSave, ocp.args.PyTreeRestore):
@@ -115,25 +115,25 @@ def _handlers() -> Any:
 
 
 def read_part(folder: Any, step: int, name: str) -> Any:
-    """One of the JSON values.
+    """Read a JSON value of a checkpoint.
 
     Raises:
-        OSError: it is not there.
+        OSError: it does not exist.
         ValueError: it is damaged.
     """
     return json.loads((place(folder, step) / name / "metadata").read_text())
 
 
 def has_part(folder: Any, step: int, name: str) -> bool:
-    """Whether a checkpoint has such a value."""
+    """Whether a checkpoint has a JSON value of this name."""
     return (place(folder, step) / name / "metadata").exists()
 
 
 def read_digests(folder: Any, step: int) -> list[Any]:
-    """What all processes said of the arrays.
+    """Read the array digests of all processes.
 
     Raises:
-        OSError: it is not there.
+        OSError: they do not exist.
         ValueError: it is damaged.
     """
     files = sorted((place(folder, step) / DIGESTS).glob("process_*"))
@@ -141,7 +141,7 @@ def read_digests(folder: Any, step: int) -> list[Any]:
 
 
 def files_of(folder: Any, step: int, keys: Sequence[str]) -> list[str]:
-    """The files that the values of an array lie in, as far as they can be found."""
+    """The files with the values of an array, as far as they can be found."""
     at = str(place(folder, step) / STATE)
     root = tensorstore.KvStore.open(f"{at if '://' in at else f'file://{at}'}/").result()
     name = f"{'.'.join(keys)}/".encode()
@@ -151,7 +151,7 @@ def files_of(folder: Any, step: int, keys: Sequence[str]) -> list[str]:
 
 
 def _values(root: Any, location: str, prefix: bytes) -> Iterator[tuple[bytes, str]]:
-    """Keys and files below a node of the tree in which tensorstore finds what it has written."""
+    """Keys and files below a node of tensorstore's B-tree."""
     for entry in tensorstore.ocdbt.dump(root, location).result()["entries"]:
         if "indirect_value" in entry:
             _, *path, _, _ = entry["indirect_value"].split(":")
@@ -161,10 +161,10 @@ def _values(root: Any, location: str, prefix: bytes) -> Iterator[tuple[bytes, st
 
 
 def read_state(folder: Any, step: int, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arrays.
+    """Read the arrays.
 
     Args:
-        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings, the same as were written.
+        wanted: nested dicts of `jax.ShapeDtypeStruct`s with shardings; the keys must be those that were written.
     """
     at, target = place(folder, step) / STATE, dict(wanted)
     if jax.process_count() > 1:

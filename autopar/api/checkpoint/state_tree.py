@@ -1,8 +1,8 @@
-"""A state as a checkpoint holds it: nested dicts of plain arrays, under the names that its leaves have.
+"""Convert a state to nested dicts of plain arrays, as checkpoints store it, and back.
 
-In: a pytree of arrays and numbers (a `TrainState`, optax's tuples, anything). Out: what orbax writes, a list of what
-was written, and back. Orbax reads such a checkpoint without autopar: names become keys, typed PRNG keys their words;
-what has no elements is not written.
+In: a pytree of arrays and numbers (a `TrainState`, optax's tuples, anything). Out: nested dicts for orbax, and a list
+of the leaves. Orbax can read such a checkpoint without autopar: names of leaves become keys, typed PRNG keys become
+integer arrays, and arrays without elements are not written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a state: where it stands in it, and what it is.
+    """The path, shape and type of one array of a state.
 
     Args:
         keys: `("params", "Dense_0", "kernel")`.
@@ -42,7 +42,7 @@ class Leaf:
 
     @property
     def path(self) -> str:
-        """`params/Dense_0/kernel`, as in a plan, without the argument's name."""
+        """The path as in a plan, without the argument's name: `params/Dense_0/kernel`."""
         return "/".join(self.keys)
 
     @property
@@ -51,12 +51,12 @@ class Leaf:
 
     @property
     def is_written(self) -> bool:
-        """Orbax takes no array without elements."""
+        """Whether orbax writes the array: it refuses arrays without elements."""
         return math.prod(self.shape) > 0
 
 
 def leaves_of(state: Any) -> tuple[Leaf, ...]:
-    """What a state holds, in the order of its leaves.
+    """The leaves of a state, in order.
 
     Raises:
         CheckpointError: two leaves have one name, or a leaf is no array.
@@ -79,10 +79,10 @@ def leaves_of(state: Any) -> tuple[Leaf, ...]:
 
 
 def stored(state: Any) -> dict[str, Any]:
-    """What is written: nested dicts of arrays. Nothing is copied but a PRNG key's words.
+    """The nested dicts of arrays to write. Only PRNG keys are copied.
 
     Raises:
-        CheckpointError: the state's buffers are gone, for a step was given them.
+        CheckpointError: the state's buffers were donated to a step.
     """
     values = jax.tree.leaves(state)
     leaves = leaves_of(state)
@@ -95,7 +95,7 @@ def stored(state: Any) -> dict[str, Any]:
 
 
 def wanted(state: Any) -> dict[str, Any]:
-    """What to read into: the same of a state of `jax.ShapeDtypeStruct`s with shardings."""
+    """Like `stored`, for a state of `jax.ShapeDtypeStruct`s with shardings: what to restore."""
     values = [
         jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=struct.sharding)
         for struct in jax.tree.leaves(state)
@@ -105,7 +105,8 @@ def wanted(state: Any) -> dict[str, Any]:
 
 
 def restored(read: dict[str, Any], state: Any) -> list[Any]:
-    """The leaves of a state, from what was read, typed and laid out as in `state`, the one given to `wanted`."""
+    """The leaves of a state from the arrays that were read, with the types and shardings of `state`, the argument of
+    `wanted`."""
     structs = jax.tree.leaves(state)
     values = [_found(read, leaf) if leaf.is_written else None for leaf in leaves_of(state)]
 
@@ -132,29 +133,29 @@ ByKeys = Mapping[tuple[str, ...], Mapping[Any, Any]]
 
 
 def parts_started(tree: Mapping[str, Any], leaves: Sequence[Leaf], *, once: bool) -> ByKeys:
-    """Start to take the digests of arrays of `stored`, or of what was read: of their parts in this process.
+    """Start to digest the local shards of the arrays that are written or were read.
 
     Args:
-        once: each part in one process alone.
+        once: digest each shard in one process only.
     """
     digests = import_module("autopar.api.checkpoint.array_digest")  # what it needs takes most of a second to import
     return {leaf.keys: digests.parts_of(_found(tree, leaf), once=once) for leaf in leaves if leaf.is_written}
 
 
 def sums_to_json(parts: ByKeys) -> list[Any]:
-    """What a process says of the arrays that it saved, once the devices have computed it."""
+    """Wait for the digests of the saved arrays, and convert them to JSON types."""
     return [[list(keys), sum(map(int, of_one.values()))] for keys, of_one in parts.items() if of_one]
 
 
 def changed(said: Sequence[Any], found: Sequence[Sequence[Any]]) -> list[list[str]]:
-    """Keys of the arrays that were read otherwise than they were written.
+    """Keys of the arrays whose digest differs from the one that was written.
 
     Args:
-        said: `sums_to_json` of all processes that wrote them.
-        found: `parts_to_json` of all that read them. Where several read the same part, it has to be the same.
+        said: `sums_to_json` of all processes that wrote.
+        found: `parts_to_json` of all processes that read. If several read the same shard, their digests must be equal.
 
     Raises:
-        TypeError, ValueError: what was said is damaged.
+        TypeError, ValueError: `said` is damaged.
     """
     written: dict[tuple[str, ...], int] = defaultdict(int)
     for keys, number in said:
@@ -172,12 +173,12 @@ def changed(said: Sequence[Any], found: Sequence[Sequence[Any]]) -> list[list[st
 
 
 def parts_to_json(parts: ByKeys) -> list[Any]:
-    """What a process says of the arrays that it read."""
+    """The digests of the arrays that this process read, as JSON types."""
     return [[list(keys), box, int(part)] for keys, of_one in parts.items() for box, part in of_one.items()]
 
 
 def _retyped(values: Sequence[Any], structs: Sequence[Any]) -> list[Any]:
-    """Arrays on the same devices as what they are said to be; None is one without elements."""
+    """Convert arrays to the types of their leaves, on the same devices; None stands for an array without elements."""
     if not structs[0].sharding.addressable_devices:
         return [without_shards(one.shape, one.dtype, one.sharding) for one in structs]
 
@@ -189,7 +190,7 @@ def _retyped(values: Sequence[Any], structs: Sequence[Any]) -> list[Any]:
 
 
 def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
-    """What sets a checkpoint's state apart from the one at hand, in words; None where they hold the same."""
+    """Describe how a checkpoint's state differs from the expected one; None if they match."""
     there, now = {leaf.path: leaf for leaf in saved}, {leaf.path: leaf for leaf in here}
     missing = [f"`{path}`, {leaf.type}" for path, leaf in now.items() if path not in there]
     extra = [f"`{path}`, {leaf.type}" for path, leaf in there.items() if path not in now]
@@ -209,8 +210,8 @@ def difference(saved: Sequence[Leaf], here: Sequence[Leaf]) -> str | None:
 
 
 def arguments_of(plan: Placement, state: Any) -> tuple[str, ...] | None:
-    """The arguments of a planned step that a state is: one that has its leaves, or several in order where the state is
-    a tuple of them; None where there are none."""
+    """The arguments of a planned step that a state corresponds to: one with the same leaves, or several in order if the
+    state is a tuple; None if there are none."""
     if plan.in_tree is None:
         return None
     given: list[tuple[str, list[tuple[str, tuple[int, ...], str]]]] = []
@@ -244,10 +245,10 @@ def _types(state: Any) -> list[tuple[str, tuple[int, ...], str]]:
 
 
 def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
-    """Values under their keys. A state that is a single array is called `value`.
+    """Nest values under their keys. A state that is a single array gets the key `value`.
 
     Raises:
-        CheckpointError: there is nothing to write.
+        CheckpointError: the state has no arrays.
     """
     tree: dict[str, Any] = {}
     for leaf, value in zip(leaves, values, strict=True):
@@ -264,14 +265,14 @@ def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An array that orbax takes."""
+    """Convert a leaf to an array that orbax accepts."""
     if isinstance(value, jax.Array):
         return _words(value) if _is_key(value.dtype) else value
     return np.asarray(value, shape_and_dtype(value)[1])
 
 
 def _words(keys: jax.Array) -> jax.Array:
-    """Of PRNG keys. They may lie in other processes alone."""
+    """The integer array of PRNG keys, which may have shards in other processes only."""
     if keys.sharding.addressable_devices:
         return jax.jit(jax.random.key_data)(keys)
     raw = jax_compat.raw_struct(keys)
@@ -283,26 +284,26 @@ def _is_key(dtype: Any) -> bool:
 
 
 def _is_odd(value: Any, struct: Any) -> bool:
-    """Whether what was read has yet to become what it was: a PRNG key, or weakly typed."""
+    """Whether a leaf must be converted after it was read: it is a PRNG key or weakly typed."""
     return _is_key(struct.dtype) or bool(getattr(struct, "weak_type", False)) != bool(value.weak_type)
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+    """The first names, and the number of the others."""
     more = f", and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 
 
 def to_json(leaves: Sequence[Leaf]) -> list[Any]:
-    """What a checkpoint says of its leaves."""
+    """The leaves of a state as JSON types."""
     return [[list(leaf.keys), list(leaf.shape), leaf.dtype] for leaf in leaves]
 
 
 def from_json(data: Any) -> Iterator[Leaf]:
-    """The inverse.
+    """The inverse of `to_json`.
 
     Raises:
-        ValueError, TypeError: it is damaged.
+        ValueError, TypeError: the JSON is damaged.
     """
     for keys, shape, dtype in data:
         yield Leaf(tuple(map(str, keys)), tuple(map(int, shape)), str(dtype))

@@ -1,4 +1,4 @@
-"""A tensor as a block for each of its dims, in the colours of the mesh axes that split it.
+"""Draw a tensor as a block for each of its dims, in the colours of the mesh axes that shard it.
 
 In: shapes and shardings. Out: elements; the page's script draws the tensor's shards from what they carry.
 """
@@ -26,14 +26,14 @@ def axis_legend(mesh: MeshShape) -> Element:
         el("li", el("span", class_=f"swatch {axis_class(axis, mesh)}"), f"{axis} ({size})")
         for axis, size in mesh.size_of.items()
     ]
-    return el("ul", *items, el("li", el("span", class_="swatch whole"), "whole on each device"), class_="legend")
+    return el("ul", *items, el("li", el("span", class_="swatch whole"), "replicated"), class_="legend")
 
 
 def blocks(shape: tuple[int, ...], sharding: TensorSharding, mesh: MeshShape, name: str) -> Element:
     """A tensor's dims side by side.
 
     Args:
-        name: what the drawing of its shards is to be called.
+        name: the accessible name of the drawing of its shards.
     """
     dims = [_dim(size, axes, mesh) for size, axes in zip(shape, sharding.dims, strict=True)] or [
         el("span", "scalar", class_="dim")

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import PlotError
 from autopar.pipeline.plan import AnyPlan
-from autopar.report.breakdown import efficiency_text, replicated_text, simulated_text, tie_text
+from autopar.report.breakdown import efficiency_text, replicated_text, tie_text
 from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
@@ -36,14 +36,14 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
     """Write the report of a plan as an HTML page, which a browser opens without a network.
 
     Args:
-        plan: of one program, or of stages.
-        path: where the page goes. It appears whole or not at all; an older one stays until then.
+        plan: a plan of one program or of stages.
+        path: the file of the page. It is written atomically.
         verification: the result of `verify` for this plan, or the file that `autopar verify --json` wrote. It is shown next to
             the predictions.
 
     Raises:
-        PlotError: where it cannot be written.
-        VerifyError: where the verification cannot be read, or is of another plan.
+        PlotError: the page cannot be written.
+         VerifyError: the verification cannot be read, or is of another plan.
     """
     check_can_write(path)
     if verification is None:
@@ -60,10 +60,10 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
-    """Refuse a path now that could not be written to when all is done.
+    """Check before planning that the page can be written.
 
     Raises:
-        PlotError: naming what is wrong with it.
+        PlotError: the page cannot be written; the text says why.
     """
     target = Path(path)
     folder = target.resolve().parent
@@ -82,7 +82,7 @@ def _cannot(path: str | os.PathLike[str], why: str) -> PlotError:
 
 
 def page(explained: Explanation | StagesExplanation, compiled: Sequence[Compiled] = ()) -> str:
-    """The page's text."""
+    """The HTML text of the page."""
     known: dict[str, Any] = {}
     body = (
         _stages_body(explained, known) if isinstance(explained, StagesExplanation) else _program_body(explained, known)
@@ -145,13 +145,14 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
     else:
         shape = f"mesh {explained.plan.mesh.describe()}"
         exposed = sum(one.exposed_s for one in explained.time.collectives)
-        third = ("communication", share_text(exposed, explained.time.step_time_s) or "0 %", "of the step is exposed")
-    simulated = "" if isinstance(explained, StagesExplanation) else simulated_text(explained.plan)
+        third = ("exposed communication", share_text(exposed, explained.time.step_time_s) or "0 %", "of the step time")
+    estimate_s = None if isinstance(explained, StagesExplanation) else explained.plan.prediction.xla_step_time_s
+    estimate = "" if estimate_s is None else f"XLA's estimator would predict {human_seconds(estimate_s)}"
     figures = (
         (
             "step time",
             human_seconds(plan.prediction.step_time_s),
-            "; ".join(filter(None, ("predicted, not measured on a GPU", simulated))),
+            "; ".join(filter(None, ("by the cost model, not measured", estimate))),
         ),
         ("peak memory", human_bytes(peak), f"per device, {share}"),
         third,
@@ -174,7 +175,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
 
 
 def _replicated(explained: Explanation | StagesExplanation) -> list[str]:
-    """What runs replicated for lack of a sharding rule."""
+    """The operations that run replicated for lack of a sharding rule."""
     if isinstance(explained, Explanation):
         return list(filter(None, [replicated_text(explained.plan)]))
     return stages_replicated(explained.plan)
@@ -198,7 +199,7 @@ def _certainty(explained: Explanation | StagesExplanation) -> tuple[str, str]:
     if _replicated(explained):
         what += ", among the strategies of the known sharding rules"
     if outcome.gap <= 1e-6:
-        return "optimal", f"proven to one part in a million, {what}"
+        return "optimal", f"proven to a relative gap of one in a million, {what}"
     if math.isfinite(outcome.gap):
         return f"within {100 * outcome.gap:.2g} %", f"of the best, {what}"
     return "not bounded", str(outcome.status)
@@ -232,7 +233,8 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
     """The sections of one program.
 
     Args:
-        key: a suffix of their names, in a page of several programs. first_device: the number of the mesh's first device.
+        key: a suffix of the sections' names, in a page of several programs. first_device: the number of the mesh's
+            first device.
     """
     mesh, sections = explained.plan.mesh, list[Child]()
     known[f"mesh{key}"] = {"axes": mesh.axis_names, "sizes": mesh.axis_sizes, "first": first_device}
@@ -242,7 +244,9 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
         sections.append(_section(f"trace{key}", "Timeline of one device", tracks))
     model = el("div", module_view(explained.modules, mesh), data_mesh=f"mesh{key}")
     sections.append(_section(f"modules{key}", "The model, as it is sharded", model))
-    about = "The runner-up is the next best sharding of a tensor, with all others kept, and the time that it would add."
+    about = (
+        "The runner-up is the next best sharding of a tensor, and the time that it would add if all others are kept."
+    )
     sections.append(
         _section(
             f"decisions{key}",

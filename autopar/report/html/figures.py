@@ -44,7 +44,7 @@ def time_bar(time: StepTime) -> Element:
         _time_row("compute", "compute", time.compute_s, 0.0, whole),
         *(_time_row(one.kind, kind_class(one.kind), one.exposed_s, one.hidden_s, whole) for one in time.collectives),
     ]
-    heads = [el("th", text, scope="col") for text in ("", "in the step", "", "hidden")]
+    heads = [el("th", text, scope="col") for text in ("", "exposed", "", "hidden")]
     return el(
         "div",
         el("div", *exposed, class_="bar", role="img", aria_label=_spoken(time)),
@@ -143,7 +143,7 @@ def loop_marks(loops: Sequence[tuple[int, int, int]], whole: float, remark: str 
 
 
 def _bands(use: MemoryUse, top: float) -> Iterable[Element]:
-    """What is live throughout, stacked, and on it the temporaries."""
+    """The bytes that are live throughout, stacked, and above them the temporaries."""
     sizes, count = dict(use.parts), len(use.over_step)
     floor = 0.0
     for name in _STEADY:
@@ -183,7 +183,7 @@ def _tick(value: float, top: float) -> Element:
 
 
 def _round_values(top: float) -> list[float]:
-    """Some three round numbers below the top."""
+    """About three round numbers below the top."""
     if top <= 0:
         return []
     power = 10.0 ** math.floor(math.log10(top))
@@ -195,7 +195,7 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     """The temporaries live at the peak, the largest first.
 
     Args:
-        under: the prefix to leave out of paths.
+        under: the path prefix to leave out.
     """
     if use.peak is None:
         return None
@@ -216,7 +216,11 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     place = ", ".join(filter(None, (where, short_source(one.source))))
     return el(
         "div",
-        el("p", f"{human_bytes(temporaries)} of temporaries, in the {one.phase} pass ({place}).", class_="about"),
+        el(
+            "p",
+            f"At the peak, in the {one.phase} pass ({place}), {human_bytes(temporaries)} of temporaries are live.",
+            class_="about",
+        ),
         el("div", el("table", el("tbody", *rows), class_="peak-table"), class_="scroll", tabindex="0"),
     )
 
@@ -237,7 +241,7 @@ def _live_row(one: LiveBuffer, whole: float, under: str) -> Element:
 
 
 def below(path: str, under: str) -> str:
-    """A path without what all have in front.
+    """A path without the prefix that all paths share.
 
     >>> below("Net/h_0/attn", "Net"), below("Nets", "Net"), below("", "Net")
     ('h_0/attn', 'Nets', '(outside any module)')
@@ -252,7 +256,7 @@ def _share_cell(part: float, whole: float) -> Element:
 
 
 def ticks_of_time(whole_s: float) -> Sequence[float]:
-    """Round times, some six, from 0 on."""
+    """About six round times, from 0 on."""
     if whole_s <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(whole_s / 6))

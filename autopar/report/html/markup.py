@@ -1,4 +1,4 @@
-"""Elements of a page, as trees: what is text stays text, whatever is in it. In: names, attributes, children. Out: HTML."""
+"""Build HTML elements as trees, with all text escaped. In: names, attributes, children. Out: HTML."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def add(parent: Element, *children: Child) -> Element:
 
 
 def svg(width: float, height: float, *children: Child, **attributes: str | float | bool | None) -> Element:
-    """A drawing that is stretched to its place; strokes stay as they are."""
+    """An SVG that is stretched to its container, with strokes of constant width."""
     made = el("svg", *children, preserveAspectRatio="none", aria_hidden="true", **attributes)
     made.set("viewBox", f"0 0 {_text(width)} {_text(height)}")
     return made
@@ -53,17 +53,17 @@ def data(name: str, value: Any) -> Element:
 
 
 def in_code(words: str) -> list[Child]:
-    """Words whose `names` are set as code."""
+    """Text with its `quoted` parts set as code."""
     return [el("code", part) if n % 2 else part for n, part in enumerate(words.split("`"))]
 
 
 def written(element: Element) -> str:
-    """As HTML."""
+    """The element as HTML text."""
     return without_controls(ElementTree.tostring(element, encoding="unicode", method="html"))
 
 
 def percent(part: float, whole: float) -> str:
-    """A CSS length.
+    """A share as a CSS length.
 
     >>> percent(1, 3), percent(0, 0)
     ('33.333%', '0%')

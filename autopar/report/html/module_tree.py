@@ -22,7 +22,7 @@ _ALL_OPEN = 80
 
 
 def module_view(tree: ModuleTree, mesh: MeshShape) -> Element:
-    """The whole tree."""
+    """The tree of all modules."""
     under = [text for text in (tree.parameters_under, tree.activations_under) if text]
     about = f"Parameters under {tree.parameters_under or 'the arguments'}"
     if tree.activations_under:

@@ -23,7 +23,7 @@ _HEIGHT = 100.0
 
 
 def submesh_times(explained: StagesExplanation) -> Element:
-    """Of each submesh, its phases and its idle time, which sum up to the step time."""
+    """Draw the phases and the idle time of each submesh, which sum up to the step time."""
     whole = explained.plan.prediction.step_time_s
     rows = []
     for number, use in enumerate(explained.submeshes):
@@ -54,7 +54,7 @@ def _part(words: str, colour: str, seconds: float, whole: float) -> Element:
 
 
 def submesh_memory(explained: StagesExplanation) -> Element:
-    """Of each submesh, what one of its devices holds over the step, all on one scale."""
+    """Draw the memory of one device of each submesh over the step, all on one scale."""
     whole = explained.plan.prediction.step_time_s
     peak, budget = explained.plan.prediction.peak_bytes, explained.plan.memory_budget_bytes
     in_sight = budget is not None and budget <= 3 * peak
@@ -185,7 +185,7 @@ def tried_table(explained: StagesExplanation) -> Element | None:
 
 
 def same_stages(explained: StagesExplanation) -> Sequence[tuple[int, ...]]:
-    """Stages whose plans say the same but for the names of their layers, in order."""
+    """Groups of stages whose plans differ only in the names of their layers, in order."""
     groups: dict[object, list[int]] = {}
     for number, one in enumerate(explained.stages):
         plan = one.plan

@@ -1,4 +1,4 @@
-"""Tables of the page: decisions with their runners-up, collectives, other meshes, predicted against compiled figures.
+"""Build the tables of the page: decisions and runners-up, collectives, other meshes, predicted and compiled figures.
 
 In: rows of an explanation. Out: elements. A column is sorted by the `data-value` of its cells.
 """
@@ -44,7 +44,7 @@ def table(heads: Sequence[str], rows: Sequence[Element], *, numbers: Sequence[st
 
 
 def cell(*children: Child, value: float | None = None, look: str | None = None) -> Element:
-    """A cell; a number is at its right."""
+    """A table cell; numbers are right-aligned."""
     shown = None if value is None or not math.isfinite(value) else value
     looks = " ".join(filter(None, ("number" if value is not None else None, look)))
     return el("td", *children, class_=looks or None, data_value=shown)
@@ -58,7 +58,7 @@ def decisions_table(explained: Explanation, mesh: MeshShape) -> Element:
     rows = [row for row in (*explained.parameters, *explained.data, *explained.activations) if row.cost_s is not None]
     rows.sort(key=lambda row: -_matters(row))
     shown = [_decision(row, explained, mesh) for row in rows[:MAX_DECISIONS]]
-    heads = ("tensor", "kind", "type", "sharding", "cost", "runner-up", "adds", "collectives caused")
+    heads = ("tensor", "kind", "type", "sharding", "cost", "runner-up", "added time", "collectives caused")
     left = len(rows) - len(shown)
     return el(
         "div",
@@ -69,7 +69,7 @@ def decisions_table(explained: Explanation, mesh: MeshShape) -> Element:
             aria_label="filter",
             class_="filter",
         ),
-        table(heads, shown, numbers=("cost", "adds"), name="Decisions"),
+        table(heads, shown, numbers=("cost", "added time"), name="Decisions"),
         el("p", f"and {left} more with a smaller difference; autopar explain --json has all", class_="under")
         if left
         else None,
@@ -126,7 +126,7 @@ def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
     """Collectives and their causes, the longest first.
 
     Args:
-        under: the prefix to leave out of paths.
+        under: the path prefix to leave out.
     """
     shown = [
         el(
@@ -153,7 +153,7 @@ def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
     return el(
         "div",
         table(heads, shown, numbers=("count", "time", "data"), name="Collectives"),
-        el("p", f"{left}{star}Times are of each alone, hidden or exposed; data is per device.", class_="under"),
+        el("p", f"{left}{star}Times include hidden and exposed parts; data is per device.", class_="under"),
     )
 
 
@@ -206,7 +206,7 @@ def compiled_view(explained: Sequence[Compiled]) -> Element:
 
 
 def _step_times(one: Compiled) -> list[Child]:
-    """The step time by model; the column of measured times only where there are any."""
+    """The step time by model, with a column of measured times if there are any."""
     if not one.step_times:
         return []
     columns = ["predicted", "replayed", "XLA's estimate"]

@@ -1,4 +1,4 @@
-"""Draw what runs when, as rows over one axis of time: a device's kernels and collectives, or the tasks of submeshes.
+"""Draw a timeline in rows: a device's kernels and collectives, or the tasks of submeshes.
 
 In: a `StepTrace`, or a `PipelineTimeline`. Out: elements, and the texts that the page's script shows for each bar.
 """
@@ -41,10 +41,10 @@ _CELLS = 480
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A stretch of a row: whole nanoseconds from the start of the step.
+    """A bar of a row; times are integer nanoseconds from the start of the step.
 
     Args:
-        look: class of its colour; or a colour. text: for whoever points at it.
+        look: the CSS class of its colour, or a colour. text: the tooltip.
     """
 
     start_ns: int
@@ -57,13 +57,13 @@ class Slice:
 
 
 def step_tracks(trace: StepTrace, step_time_s: float, name: str) -> tuple[Element, dict[str, Any]]:
-    """Kernels, and collectives in parallel with them.
+    """A row of kernels and a row of collectives.
 
     Args:
-        name: that no other figure of the page has.
+        name: the figure's name, unique on the page.
 
     Returns:
-        The figure; what the script is to know of its rows.
+        The figure, and the data of its rows for the script.
     """
     whole = max(1, round(1e9 * step_time_s))  # a file may say 0
     rows = {
@@ -97,7 +97,7 @@ def _kernels(trace: StepTrace) -> Iterable[Slice]:
 
 
 def _collectives(trace: StepTrace) -> Iterable[Slice]:
-    """Each as two stretches: what kernels hide, and what is exposed after it."""
+    """Two bars for each collective: the hidden part, then the exposed part."""
     sent = trace.collectives
     columns = (sent.kind, sent.place, sent.start_ns, sent.ns, sent.exposed_ns, sent.num_bytes, sent.count)
     for kind, place, start, ns, exposed, size, count in zip(*columns, strict=True):
@@ -116,7 +116,8 @@ def _collectives(trace: StepTrace) -> Iterable[Slice]:
 
 
 def pipeline_tracks(timeline: PipelineTimeline, name: str) -> tuple[Element, dict[str, Any]]:
-    """Submeshes as rows, tasks in the colours of their phases; arguments and results as of `step_tracks`."""
+    """A row for each submesh, with tasks in the colours of their phases; for arguments and results see
+    `step_tracks`."""
     whole = max(1, round(1e9 * timeline.makespan_s))
     rows = [list(_tasks(timeline, submesh)) for submesh in range(timeline.num_submeshes)]
     idle = [f"{100 * share:.0f} % idle" for share in timeline.bubble_fractions]
@@ -199,7 +200,7 @@ def _axis(whole_s: float) -> Element:
 
 
 def _texts(slices: Sequence[Slice], whole: int) -> Mapping[str, Any]:
-    """Texts once, and for each stretch its start, its length and the position of its text."""
+    """The distinct texts, and for each bar its start, its length and the position of its text."""
     texts = list(dict.fromkeys(one.text for one in slices))
     place = {text: n for n, text in enumerate(texts)}
     return {"whole": whole, "texts": texts, "at": [[one.start_ns, one.ns, place[one.text]] for one in slices]}
