@@ -1,6 +1,5 @@
-"""The command line: parse, call, print.
+"""Implement the command line: parse arguments, call the library, print the result.
 
-In: a user's words.
-Out: text, files, an exit status.
-Imported by: `__main__`.
+In: command-line arguments.
+Out: text, files, an exit code. Imported by: `__main__`.
 """

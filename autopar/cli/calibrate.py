@@ -1,6 +1,6 @@
-"""`autopar calibrate`: measure the devices that are here, and write a hardware profile.
+"""`autopar calibrate`: measure this machine's devices, and write a hardware profile.
 
-In: how long, and where to. Out: the profile and its samples, and what was found.
+In: a time budget and an output path. Out: files with the profile and its samples, and a summary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.cli.terminal import progress
 
 
 def add_command(added: Any) -> None:
-    """The command and its options; `added` takes parsers of commands."""
+    """Add the command to a parser's commands."""
     about = "measure the devices of this machine, and write a hardware profile that --hardware takes"
     calibrate = added.add_parser("calibrate", help=about, description=about)
     where = "the profile, .toml; its samples go next to it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"
