@@ -217,7 +217,7 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
     [
         ({"stages": 0}, ClusterError, "`stages` is 0"),
         ({"stages": "two"}, ClusterError, '"auto"'),
-        ({"stages": 1}, ClusterError, "`schedule` is of steps that are cut"),
+        ({"stages": 1}, ClusterError, "`schedule` needs pipeline stages"),
         ({"stages": 9}, ClusterError, "at most"),
         ({"mesh": "2x4"}, ClusterError, "`mesh` cannot be combined with `stages`"),
         ({"pin": {"batch/x": None}}, ClusterError, "`pin` is of"),

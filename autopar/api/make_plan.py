@@ -101,7 +101,7 @@ def plan(
         memory_budget_bytes: per device, a number or `"40GB"`; by default what the hardware profile says is usable.
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         kwargs: the step's keyword arguments.
-        static_argnames: names of arguments that are no arrays but part of what is traced, as of `jax.jit`.
+        static_argnames: names of static arguments, as in `jax.jit`.
         carry: names of arguments that the step returns updated; by default found by structure.
         donate: names of arguments whose buffers the step may reuse; by default the carried ones.
         metadata: the use of sharding metadata on the arguments (`nn.Partitioned`, logical axis names, NNX
@@ -121,7 +121,8 @@ def plan(
             step would not fit otherwise.
         dims_as_written: never split one dim into two, so that each sharding is a `PartitionSpec` of a value in the step, as
             `export` needs it.
-        solver: by default `Ilp(time_limit_s)`, which proves the optimum; where memory is short, within half a percent.
+        solver: by default `Ilp(time_limit_s)`, which proves the optimum; under a binding memory budget, to half a
+            percent.
         time_limit_s: seconds for the solver, per problem: one for each mesh, and several where memory is short.
         progress: called with a stage's name and the fraction done.
         cache: the folder of the plan cache, so that a step is not planned twice; True is the user's cache folder, which
@@ -129,7 +130,7 @@ def plan(
         dump: a folder for the output of each planner pass, as text; for plans of one program.
 
     Raises:
-        AutoparError: one of its subclasses, naming what to change.
+        AutoparError: a subclass; the text says what to change.
     """
     check_options(unknown)
     planned = planning(
@@ -183,9 +184,7 @@ def planning(
     if stages == 1:
         if schedule != "auto" or partitioner is not None:
             what = "`schedule`" if schedule != "auto" else "`partitioner`"
-            raise ClusterError(
-                f'{what} is of steps that are cut into stages: give `stages="auto"`, or a number above 1'
-            )
+            raise ClusterError(f'{what} needs pipeline stages: give `stages="auto"`, or a number above 1')
         request = PlanRequest(hardware=_only_kind(hardware), **options)
         return functools.partial(planner.plan_program, request=request)
     _refuse(options)
@@ -227,7 +226,7 @@ def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) ->
     is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
     plan = _faster(program, staged, replace(one, cache=False)) if is_open else plan_stages(program, staged)
     if isinstance(plan, PipelinePlan) and program.annotations and one.metadata != "ignore":
-        note = "metadata of the arguments, which say how to split them, are not heeded by stages"
+        note = "the sharding metadata of the arguments is ignored, because the step is planned in stages"
         plan = replace(plan, notes=(*plan.notes, note))
     if isinstance(plan, PipelinePlan) and staged.stages != "auto" and len(staged.cluster.groups) == 1:
         note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
@@ -278,8 +277,8 @@ def check_like(like: Any) -> None:
     """
     if isinstance(like, PipelinePlan):
         raise PlanMismatchError(
-            f"`{like.program.name}`, like which a step is to be laid out, runs in {len(like.stages)} stages, each on devices"
-            " of its own: give this step `stages=`, too, or leave `like` out; its state is moved then"
+            f"`like` is the plan of `{like.program.name}`, which has {len(like.stages)} stages on separate devices: give this"
+            " step `stages=`, too; or leave `like` out, and the state is moved"
         )
 
 

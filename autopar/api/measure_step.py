@@ -160,7 +160,7 @@ def _suspects(
 def of_another_machine(hardware: str, device_kind: str) -> str:
     """The advice if a plan runs on other devices than it was made for."""
     return (
-        f"the plan is for {hardware}, but runs on {device_kind!r}, which is no device of that profile: its predictions are"
+        f"the plan is for {hardware}, but runs on {device_kind!r}, which is another kind: its predictions are"
         " of another machine. Leave out `hardware`, or give the profile of these devices"
     )
 

@@ -27,11 +27,11 @@ def plan_of(
     """Plan a function without devices.
 
     Args:
-        arguments: shapes of arrays, or pytrees of these. options: of `autopar.plan`. carry: names of arguments that come back
-            updated, whose buffers are reused.
+        arguments: shapes of arrays, or pytrees of these. options: options of `autopar.plan`. carry: names of arguments
+            that come back updated, whose buffers are reused.
 
     Raises:
-        AutoparError: one of its subclasses, naming what to change.
+        AutoparError: a subclass; the text says what to change.
     """
     return _planned(function, arguments, options, carry)[1]
 
@@ -80,7 +80,7 @@ class Planned:
             carry: names of arguments that come back updated, whose buffers are reused.
 
         Raises:
-            AutoparError: one of its subclasses, naming what to change.
+            AutoparError: a subclass; the text says what to change.
         """
         program, plan = _planned(function, arguments, options, carry)
         given = options.get("mesh")

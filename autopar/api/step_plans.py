@@ -58,8 +58,8 @@ class StepPlans:
     """The plans of one step.
 
     Args:
-        called: the step. fixed: a plan to run by instead of planning.
-        options: of `autopar.plan`; `like` may be another step's plans.
+        called: the step. fixed: a given plan, which replaces planning.
+        options: options of `autopar.plan`; `like` may be another step's plans.
     """
 
     def __init__(self, called: Step, fixed: AnyPlan | None, options: Mapping[str, Any]) -> None:
@@ -79,7 +79,7 @@ class StepPlans:
             to_run: whether the plan's devices must be visible.
 
         Raises:
-            AutoparError: one of its subclasses, naming what to change.
+            AutoparError: a subclass; the text says what to change.
         """
         if call.key not in self._known:
             self._warn_of_many(call)
@@ -125,7 +125,7 @@ class StepPlans:
         if isinstance(like, StepPlans):
             if like.latest is None:
                 raise PlanMismatchError(
-                    f"`{self.called.name}` is to be laid out like `{like.called.name}`, which has no plan yet: call that"
+                    f"`{self.called.name}` has `like={like.called.name}`, which has no plan yet: call `{like.called.name}`"
                     " first, or its `init` or `plan`"
                 )
             plan_step.check_like(like.latest)
@@ -220,7 +220,7 @@ class StepPlans:
         if len(same_shapes) == _MANY:
             warnings.warn(
                 f"`{self.called.name}` is planned for the {_MANY + 1}th time with the same shapes, because"
-                f" {call.differs_in(same_shapes[-1])} has changed: a plan is made for the values of all arguments that are no arrays."
+                f" {call.differs_in(same_shapes[-1])} has changed: a plan is made for each set of values of static arguments."
                 " Leave it out of the arguments if the step does not need it, or make it an array",
                 stacklevel=5,
             )

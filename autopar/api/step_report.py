@@ -101,7 +101,7 @@ class StepReport:
         Perfetto trace.
         """
         if not self.timelines:
-            raise PlotError(f"`{self.program}` is one program: there are timelines of steps in stages alone")
+            raise PlotError(f"`{self.program}` is one program: only pipelined steps have a timeline")
         write_timelines(path, *self.timelines)
 
     def __str__(self) -> str:

@@ -133,7 +133,7 @@ def _check_rules_lead_to_axes(
             raise PinError(
                 f"the logical axis rule ({name!r}, {axes!r}) applies to {_some(paths)}, but no mesh that autopar would choose"
                 f" for {meshes[0].num_devices} devices has {_axes(wanted, known)}: the axes there are"
-                f" {', '.join(known)}. Give the mesh with the axes of the rules, in sizes of your own, e.g."
+                f" {', '.join(known)}. Give a mesh with the axes of the rules, e.g."
                 f' `mesh="{example}"`; or rules that lead to these axes; or `metadata="ignore"`'
             )
 
@@ -164,8 +164,8 @@ def plan_layouts(plan: Plan, program: Program) -> Layouts:
     if not pins:
         theirs = ", ".join(f"`{t.path}`" for group in state.values() for t in group[:1])
         raise PlanMismatchError(
-            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, whose layout it is"
-            f" to take by `like`: that carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
+            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, the plan of"
+            f" `like`, which carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
         )
     return Layouts(pins, (f"{_some(pins)} {_are(pins)} laid out as by the plan of `{plan.program.name}`",))
 

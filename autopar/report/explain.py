@@ -39,7 +39,7 @@ def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
     """Explain what a plan does and why: `print(autopar.explain(plan))`."""
     if not isinstance(plan, Plan | PipelinePlan):
         raise OptionError(
-            f"`explain` takes a plan, and {plan!r} is a {type(plan).__name__}: of a file, `autopar.load_plan(path)` is the plan"
+            f"`explain` takes a plan, and {plan!r} is a {type(plan).__name__}: load a plan file by `autopar.load_plan(path)`"
         )
     return explain_stages(plan) if isinstance(plan, PipelinePlan) else explain_program(plan)
 

@@ -168,7 +168,7 @@ def is_auto(sharding: Any) -> bool:
 
 
 def donated_arguments(plan: Plan, trace: Trace) -> dict[int, range]:
-    """By the position of each argument whose leaves are all donated, the positions of these leaves."""
+    """A map from each argument whose leaves are all donated, by position, to the positions of these leaves."""
     donated = set(plan.donated)
     found, start = dict[int, range](), 0
     for position, child in enumerate(trace.in_tree.children()):

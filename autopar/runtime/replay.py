@@ -127,7 +127,7 @@ class Replay:
                 scope.values[position] = self._at_definition(position, value, path[-1:] if n in self.manual else path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        """Run an equation, as a manual region if the plan says so."""
+        """Run an equation; if the plan has a manual region for it, under `shard_map`."""
         if n in self.manual:
             paths = [self.at_definition.get(position, ()) for position in equation.results]
             targets = [path[-1] if path else None for path in paths]

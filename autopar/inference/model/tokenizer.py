@@ -36,7 +36,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     try:
         return library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain exceptions only
-        raise ModelError(f"{path} is no tokenizer: {error}. Copy it again from where it came from") from None
+        raise ModelError(f"{path} is not a tokenizer: {error}. Copy it again from where it came from") from None
 
 
 def tokens_of(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, *, special: bool = True) -> tuple[int, ...]:

@@ -198,7 +198,7 @@ class StagePieces:
         """A piece as a program.
 
         Args:
-            arrivals: by slot that other stages fill, the sharding that the piece applies before use.
+            arrivals: the sharding that the piece applies before use to each slot that other stages fill.
             compiled: the compiled pieces of the same submesh.
         """
         piece = self.whole[key]

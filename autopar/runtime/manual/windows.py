@@ -113,7 +113,7 @@ def unpooling(part: Part, gradient: Any, operand: Any) -> Sequence[Any]:
 
 
 def _identity(name: str, dtype: Any) -> Any:
-    """What changes nothing in a sum, a maximum or a minimum."""
+    """The identity element of a sum, a maximum or a minimum."""
     if name.endswith("sum"):
         return 0
     if jnp.issubdtype(dtype, jnp.inexact):
