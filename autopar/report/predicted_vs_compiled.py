@@ -108,7 +108,7 @@ def compiled_of(document: Any, program: str, strategy: str) -> tuple[Compiled, .
         VerifyError: it is not a verification, or is one of another plan.
     """
     if not isinstance(document, dict) or document.get("format") not in (_PROGRAM, _STAGES):
-        raise VerifyError(f'it is not a verification, whose "format" is "{_PROGRAM}" or "{_STAGES}"')
+        raise VerifyError(f'it is not the JSON of a verification: its "format" must be is "{_PROGRAM}" or "{_STAGES}"')
     for what, expected in (("program", program), ("strategy", strategy)):
         if document.get(what) != expected:
             raise VerifyError(
