@@ -32,7 +32,7 @@ FORMAT = "autopar-pipeline-plan"
 
 
 def _in_stages(body: dict[str, Any], migrate: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    """Migrate the plans of the stages; what is no stage is the decoder's business."""
+    """Migrate the plans of the stages. Malformed entries stay as they are: the decoder reports them."""
     stages = body.get("stages")
     if not isinstance(stages, list):
         return body

@@ -112,7 +112,7 @@ def missing(budget: float, least: Candidate) -> str:
 
 
 def _at_the_peak(made: Candidate) -> str:
-    """When a plan's memory peaks, and what is live then."""
+    """The time of a plan's peak memory, and what is live at the peak."""
     prediction, graph = made.parts.prediction, made.formulation.graph
     instant, buffers = buffers_at_peak(made.parts.device)
     live = [

@@ -143,7 +143,8 @@ class Replay:
         return jax_compat.bind(equation.source, operands)
 
     def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
-        """An operand that depends on other values by a barrier; in a part of the step, on those that it has."""
+        """An operand behind a barrier that waits for other values; in a part of the step, for those that the part
+        computes."""
         known = [
             self._resharded(scope, position, self.scattered.get(position, ()))
             for position in values
@@ -398,8 +399,8 @@ def _context(equation: Equation) -> Any:
 
 
 def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
-    """For values with a deferred wait: the sharding that all users want, if it has more axes than the definition.
-    XLA then makes one reduce-scatter."""
+    """For values that a barrier waits for: the sharding that all users need, if it has more axes than the one at the
+    definition. XLA then makes one reduce-scatter."""
     early_reductions = {value for one in plan.early_reductions for value in one.values}
     made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
     for constraint in plan.constraints:

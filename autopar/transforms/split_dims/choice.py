@@ -170,7 +170,7 @@ def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
 
 
 def _part(graph: Graph, cuts: dict[int, int]) -> int:
-    """The part size by which the most bytes are cut."""
+    """The part size that splits the most bytes into parts."""
     gains: dict[int, float] = defaultdict(float)
     for n, part in cuts.items():
         gains[part] += _bytes_cut(graph, n)
