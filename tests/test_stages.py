@@ -220,7 +220,7 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
         ({"stages": 1}, ClusterError, "`schedule` needs pipeline stages"),
         ({"stages": 9}, ClusterError, "at most"),
         ({"mesh": "2x4"}, ClusterError, "`mesh` cannot be combined with `stages`"),
-        ({"pin": {"batch/x": None}}, ClusterError, "`pin` is of"),
+        ({"pin": {"batch/x": None}}, ClusterError, "`pin` cannot be combined"),
         ({"schedule": "gpip"}, ScheduleError, "Did you mean 'gpipe'"),
         ({"num_microbatches": 5}, MicrobatchError, "5"),
         ({"num_microbatches": 0}, MicrobatchError, "`num_microbatches` is 0"),
@@ -242,7 +242,7 @@ def test_one_program_takes_one_kind_of_device() -> None:
 
 def test_a_step_is_not_laid_out_like_stages() -> None:
     evaluate = autopar.parallelize(like=staged())(lambda state, batch: state.params["Dense_0"]["bias"].sum())
-    with pytest.raises(PlanMismatchError, match="runs in 2 stages"):
+    with pytest.raises(PlanMismatchError, match="has 2 stages on separate devices"):
         evaluate(*mlp().args())
 
 

@@ -240,7 +240,7 @@ def test_what_is_carried_goes_in_split_as_it_comes_out() -> None:
 
 def test_a_loop_of_unknown_length_is_told() -> None:
     plan = autopar.plan(step_of(until), *arguments(), mesh="8", hardware="h100-sxm")
-    assert any("8 trips" in note and "test_structure.py" in note for note in plan.notes)
+    assert any("8 iterations" in note and "test_structure.py" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
