@@ -143,8 +143,7 @@ class Replay:
         return jax_compat.bind(equation.source, operands)
 
     def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
-        """An operand behind a barrier that waits for other values; in a part of the step, for those that the part
-        computes."""
+        """An operand behind a barrier that waits for other values, if this part of the step computes them."""
         known = [
             self._resharded(scope, position, self.scattered.get(position, ()))
             for position in values

@@ -189,8 +189,8 @@ class Checkpoints:
             raise self._not_written(None, error) from error
 
     def close(self) -> None:
-        """Wait for all saves, and end the background threads. `with autopar.Checkpoints(...) as checkpoints:` calls it
-        at its end."""
+        """Wait for all saves, and end the background threads, as a `with autopar.Checkpoints(...)` block does at its
+        end."""
         self.wait()
         if self._writer is not None:
             self._writer.close()
@@ -210,8 +210,7 @@ class Checkpoints:
         Each device reads its own shards: the state is never whole on one host, unless the plan replicates it.
 
         Args:
-            create_state: see `step.init`; only the shapes of its result are used. Or the state, as arrays or
-                `jax.ShapeDtypeStruct`s.
+            create_state: see `step.init`; only its shapes are used. Or the state, as arrays or their structs.
             create_args: its arguments.
             at: the number of a checkpoint; by default the latest.
             step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
@@ -220,8 +219,7 @@ class Checkpoints:
             The state, bit by bit as it was saved, in the pytree of `create_state`.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it holds another program's state; the text says
-                what differs.
+            CheckpointError: there is no checkpoint, it is damaged, or it holds another program's state.
         """
         number = self._existing(at)
         target = self._step.abstract_state(create_state, *create_args, **step_args)
