@@ -232,7 +232,7 @@ def test_what_was_compiled_stands_beside() -> None:
             "it is of another plan: its program is 'other_step', that of this plan 'train_step'",
         ),
         ({"strategy": "none"}, "it is of another plan: its strategy is 'none'"),
-        ({"format": "autopar-plan"}, 'it is not a verification, whose "format" is'),
+        ({"format": "autopar-plan"}, 'it is not the JSON of a verification: its "format" must be'),
         ({"memory": [{"name": "peak"}]}, "is missing"),
         ({"off": 3}, "must be a list"),
         ({"step_times": {"rows": [["step time", 1.0]]}}, "must have 5 columns"),
