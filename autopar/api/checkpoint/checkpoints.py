@@ -189,8 +189,7 @@ class Checkpoints:
             raise self._not_written(None, error) from error
 
     def close(self) -> None:
-        """Wait for all saves, and end the background threads, as a `with autopar.Checkpoints(...)` block does at its
-        end."""
+        """Wait for all saves, and end the background threads. A `with autopar.Checkpoints(...)` block does it."""
         self.wait()
         if self._writer is not None:
             self._writer.close()
