@@ -100,6 +100,10 @@ class VerifyError(AutoparError):
     """A plan that cannot be compared with XLA's program: wheels are missing, or XLA rejects it."""
 
 
+class ProfileFileError(AutoparError):
+    """A JAX profile that cannot be read, holds no run of a program on a device, or is of another program."""
+
+
 class ProcessError(AutoparError):
     """Processes that disagree on what they must share, or a process that died or hangs."""
 

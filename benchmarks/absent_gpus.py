@@ -21,7 +21,7 @@ def absent_mesh(axes: Mapping[str, int], profile: HardwareProfile) -> Mesh:
     """A mesh of GPUs in a single host, in the compiler's order."""
     sizes = tuple(axes.values())
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target_text(profile), topology=topology_text(math.prod(sizes), 1)
+        platform="cuda", target_config=target_text(profile), topology=topology_text(profile, math.prod(sizes), 1)
     )
     types = (AxisType.Auto,) * len(sizes)
     return Mesh(np.array(topology.devices).reshape(sizes), tuple(axes), axis_types=types)

@@ -87,7 +87,7 @@ def key(
     parts = (
         _without_places(module),
         target_text(profile).encode(),
-        topology_text(num_devices, num_hosts).encode(),
+        topology_text(profile, num_devices, num_hosts).encode(),
         " ".join((*sorted(own), *FLAGS, *(["partition_size"] if num_hosts > 1 else []))).encode(),
         *([json.dumps(dict(options), sort_keys=True).encode()] if options else []),
         f"{version('jax')} {version('jaxlib')}".encode(),

@@ -1,5 +1,9 @@
 """The example in the README: a pure function, a plan that can be read, a sharded step."""
 
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")  # eight devices where there is no GPU
+
 import jax
 import jax.numpy as jnp
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 118
-PICTURES = {"docs/collectives.md": "docs/images/all-reduce.png"}  # drawn by the page's own command
+PICTURES = {"docs/collectives.md": "docs/images/all-reduce.png"}  # drawn by the page's own command, with `--plot`
+DRAWN = {"docs/pipelines.md": ("step.svg", "docs/images/measured-pipeline.svg")}  # a file that a page's program writes
 _FENCE = re.compile(r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
 _OUTPUT = re.compile(
     r"^<!-- output(?:: (?P<command>[^\n]*?))?(?P<options>(?: \| [^|\n]*?)*) -->\n+"
@@ -155,6 +157,9 @@ def main() -> None:
             if name in PICTURES:
                 block = next(b for b in _FENCE.finditer(path.read_text(encoding="utf-8")) if b["language"] == "sh")
                 run(f"{block['text'].strip()} --plot {ROOT / PICTURES[name]}", Path(folder))
+            if name in DRAWN:
+                file, picture = DRAWN[name]
+                shutil.copyfile(Path(folder, file), ROOT / picture)
         print(f"refreshed {name}")
 
 

@@ -18,7 +18,7 @@ from autopar.cost.all_reduce import (
 )
 from autopar.cost.all_reduce_steps import SCHEDULES, Schedule, double_tree, double_tree_parents, run
 from autopar.cost.collective_entry import link_of
-from autopar.cost.collectives import all_reduce_choice, collective_time, workers_of
+from autopar.cost.collectives import all_reduce_choice, collective_time, groupings
 from autopar.hardware import profile as hardware
 from autopar.hardware.profile import LinkProfile
 from autopar.ir.mesh import parse_mesh
@@ -163,7 +163,7 @@ def test_levels_save_the_network() -> None:
     ],
 )
 def test_workers_are_counted_by_host(mesh: str, axes: tuple[str, ...], expected: tuple[int, int]) -> None:
-    found = workers_of(axes, parse_mesh(mesh), H100)
+    (found,) = groupings(axes, parse_mesh(mesh), H100)
     assert (found.num_local, found.num_hosts) == expected
 
 
@@ -174,7 +174,7 @@ def test_workers_agree_with_a_count_of_every_group(text: str) -> None:
     for axes in [(a,) for a in mesh.axis_names] + [mesh.axis_names[:2], mesh.axis_names]:
         places = [mesh.axis_names.index(axis) for axis in axes]
         groups = np.moveaxis(devices, places, range(len(places))).reshape(mesh.sizes(axes), -1).T
-        found = workers_of(axes, mesh, H100)
+        (found,) = groupings(axes, mesh, H100)
         counts = {tuple(sorted(Counter(group.tolist()).values())) for group in groups}
         if (found.num_local,) * found.num_hosts != (1,) * mesh.sizes(axes):
             assert counts == {(found.num_local,) * found.num_hosts}
@@ -191,7 +191,7 @@ def test_the_cost_model_takes_the_cheapest_and_says_which() -> None:
     assert all_reduce_choice(1e9, ("data",), spread, H100)[0] == "ring"
     name, load = all_reduce_choice(1e9, ("data",), two_hosts, H100)
     time = collective_time("all-reduce", 1e9, ("data",), two_hosts, H100)
-    assert time == pytest.approx(ALGORITHMS[name].load(1e9, workers_of(("data",), two_hosts, H100)).seconds + 12e-6)
+    assert time == pytest.approx(ALGORITHMS[name].load(1e9, groupings(("data",), two_hosts, H100)[0]).seconds + 12e-6)
     assert load.seconds < time
 
 

@@ -218,7 +218,7 @@ def test_a_mesh_that_cannot_be_read(mlp: programs.Program, text: str) -> None:
 
 
 def test_a_mesh_and_a_device_count_that_disagree(mlp: programs.Program) -> None:
-    with pytest.raises(errors.MeshError, match="has 8 devices, but 4 were requested"):
+    with pytest.raises(errors.MeshError, match="has 8 devices, but `num_devices` is 4"):
         plan_of(mlp, mesh="2x4", num_devices=4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from autopar.cli.old_spellings import modern
 from autopar.cli.options import parse_pin
 from autopar.cli.target import load_target
 from autopar.errors import BudgetError, PinError, TargetError
+from autopar.hardware.profile import known_names
 from autopar.pipeline.plan_files import load_plan
 from autopar.report.explain import explain
 from autopar.system.text_tables import TEXT_WIDTH
@@ -309,6 +311,17 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         out = capsys.readouterr().out
         assert "  autopar " in out, "it has examples"
         assert ("returns\n(step, args)" in out) == (argv[0] in ("plan", "explain"))
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "compare"])
+def test_help_names_every_hardware_profile(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    help_text = re.sub(r"\s+", " ", re.sub(r"-\n +", "-", capsys.readouterr().out))
+    assert ", ".join(known_names()) in help_text
+    assert {*re.findall(r"([\w-]+)=\d+[,;) ]", help_text)} <= {*known_names(), "data", "model"}, (
+        "and its examples are profiles"
+    )
 
 
 def test_program_runs_piped(folder: Path) -> None:

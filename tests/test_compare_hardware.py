@@ -360,7 +360,7 @@ def exit_code(argv: list[str]) -> Any:
         (["--hardware", "h101"], "unknown hardware 'h101'"),
         (
             ["--hardware", " ,"],
-            "there is no hardware to compare: give profiles, separated by commas, from a100-sxm-40,",
+            "there is no hardware to compare: give profiles, separated by commas, from a100-pcie-80,",
         ),
         (["--hardware", "h200=8"], "`compare` plans one kind at a time"),
         (["--hardware", "h200", "--devices", "4", "--max-devices", "8"], "give one"),

@@ -309,22 +309,23 @@ def test_collectives_that_xla_inserted_are_found_and_removed_by_constraints() ->
     """The user's program has a large permute, and the planned one has none."""
     by_hand, args = wide()
     result = autopar.diagnose(by_hand, *args, hardware="h100-sxm", share=0.5, compiler=stood_in(PERMUTED, ""))
-    (row,) = result.unmeant
+    (row,) = result.unintended
     assert (row.kind, row.axes) == ("collective-permute", ("model",))
     assert row.num_bytes == 4 * 1024**3
     assert result.changes[0].kind == "constraints"
     assert result.changes[0].gain_s == pytest.approx(result.as_is.predicted_s - result.kept.predicted_s)
     after = result.changes[0].after.compiled
     assert after is not None
-    assert after.unmeant_counts == {}
+    assert after.unintended_counts == {}
     assert "unintended: none" in " ".join(str(result).split())
-    assert result.by_xla
-    assert result.difference_s == pytest.approx(2e-3)
+    assert result.by_replay
+    assert result.difference_s == result.as_is.replayed_s > 4e9 / 450e9  # a link's rate; nothing else runs
     assert result.recovered == pytest.approx(1.0)
-    assert result.to_json()["unmeant"][0]["kind"] == "collective-permute"
+    assert result.to_json()["unintended"][0]["kind"] == "collective-permute"
 
 
-PERMUTED = """
+PERMUTED = """HloModule m, is_scheduled=true, num_partitions=8
+
 ENTRY %main (a: f32[1024,1048576]) -> f32[1024,1048576] {
   %a = f32[1024,1048576]{1,0} parameter(0)
   ROOT %p = f32[1024,1048576]{1,0} collective-permute(%a), source_target_pairs={{0,1},{1,0}}, metadata={op_name="jit(step)/jvp(M)/split"}
@@ -377,12 +378,12 @@ def gpt2(absent_gpus: Compiler) -> autopar.Diagnosis:
 
 @pytest.mark.slow
 def test_the_head_split_of_gpt2_causes_unintended_collectives(gpt2: autopar.Diagnosis) -> None:
-    kinds = {row.kind for row in gpt2.unmeant if "/attn" in row.path}
+    kinds = {row.kind for row in gpt2.unintended if "/attn" in row.path}
     assert {"all-to-all", "collective-permute"} <= kinds
-    for row in gpt2.unmeant:
+    for row in gpt2.unintended:
         assert row.num_bytes > 0
         assert row.time_s > 0
-    (place,) = {row.library_source.rpartition(":")[0] for row in gpt2.unmeant if "attn/split" in row.path}
+    (place,) = {row.library_source.rpartition(":")[0] for row in gpt2.unintended if "attn/split" in row.path}
     assert place.endswith("modeling_flax_gpt2.py")
 
 
@@ -392,12 +393,12 @@ def test_the_changes_remove_unintended_collectives(gpt2: autopar.Diagnosis) -> N
     before, after = gpt2.as_is.compiled, gpt2.changes[-1].after.compiled
     assert before is not None and after is not None
     for kind in ("all-to-all", "collective-permute"):
-        assert before.unmeant_counts[kind] > 0
-        assert not after.unmeant_counts.get(kind)
+        assert before.unintended_counts[kind] > 0
+        assert not after.unintended_counts.get(kind)
         assert after.counts.get(kind, 0) < before.counts[kind]
-    assert gpt2.by_xla
+    assert gpt2.by_replay
     assert gpt2.difference_s > 0
-    assert gpt2.recovered > 0.5  # by XLA's estimate
+    assert gpt2.recovered > 0.5  # by the replay
     assert gpt2.recovered_as_predicted >= 0.9
     assert all(change.gain_s > 0 for change in gpt2.changes)
 
@@ -410,7 +411,7 @@ def test_the_diagnosis_as_text_and_json(gpt2: autopar.Diagnosis) -> None:
     document = json.loads(json.dumps(gpt2.to_json(), allow_nan=False))
     assert document["format"] == "autopar-diagnosis"
     assert document["mesh"] == {"data": 2, "model": 4}
-    assert document["changes"][0]["after"]["compiled"]["unmeant_counts"] is not None
+    assert document["changes"][0]["after"]["compiled"]["unintended_counts"] is not None
 
 
 @pytest.mark.slow
@@ -428,7 +429,7 @@ def test_a_good_sharding_needs_no_change(
     target.write_text(GOOD)
     assert main(["diagnose", f"{target}:make", "--hardware", "h100-sxm", "--no-check", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["unmeant"] == []
+    assert document["unintended"] == []
     assert document["best"]["compiled"] is None
     assert document["compared_by"] == "prediction"
 

@@ -22,8 +22,12 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_quickstart_trains_and_explains() -> None:
-    assert "Predicted step time" in run("examples/quickstart.py")
+def test_quickstart_trains_and_explains_on_eight_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    printed = run("examples/quickstart.py")
+    assert "for 8 cpu-host devices" in printed
+    assert "Predicted step time" in printed
+    assert re.findall(r"^loss ", printed, re.M) == ["loss "] * 3
 
 
 @pytest.mark.slow

@@ -20,8 +20,10 @@ import autopar
 from autopar.cli.main import main
 from autopar.code_export.export import _table
 from autopar.code_export.name_patterns import as_patterns, inputs_as_patterns
+from autopar.code_export.value_places import places_of
 from autopar.errors import ExportError, MeshError, PlanFileError, PlanMismatchError
 from autopar.frontend.step import Step
+from autopar.frontend.tracing import trace
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan_files import load_plan
@@ -212,6 +214,28 @@ def test_an_axis_of_a_mesh_is_an_identifier(name: str, tmp_path: Path) -> None:
 
 
 # Names.
+
+
+def test_values_are_named_after_their_producer_and_operands_after_their_user() -> None:
+    """In a loop: a carry, a row, and results that the body passes on, computes or shares."""
+
+    def step(x: jax.Array, rows: jax.Array) -> Any:
+        def body(carry: jax.Array, row: jax.Array) -> Any:
+            return jnp.sin(carry), (carry, row, carry + row)
+
+        return jax.lax.scan(body, x, rows)
+
+    shapes = jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((3, 8), jnp.float32)
+    places = places_of(step, shapes, trace(step, shapes, names=["x", "rows"]))
+    made, read = [*places.made.values()], [*places.read.values()]
+    assert made[:4] == [
+        "update scan #1, jaxpr 0 takes 0",
+        "update scan #1, jaxpr 0 takes 1",
+        "update sin #1",
+        "update add #1",
+    ]
+    assert not [name for name in made if ", operand " in name or " gives " in name]
+    assert [name for name in read if " gives " in name] == [f"update scan #1, jaxpr 0 gives {n}" for n in range(3)]
 
 
 def test_a_pattern_matches_names_of_equal_value_and_no_others() -> None:

@@ -15,12 +15,18 @@ from autopar.rules.elementwise import FLOPS_PER_ELEMENT
 
 FOLDER = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
 NAMES = (
+    "a100-pcie-80",
     "a100-sxm-40",
     "a100-sxm-80",
     "b200",
+    "b300",
     "cpu-host",
+    "gb200-nvl72",
+    "gb300-nvl72",
+    "h100-nvl",
     "h100-sxm",
     "h200",
+    "l40s",
     "v100-sxm-16",
     "v100-sxm-32",
 )
@@ -45,7 +51,10 @@ def test_units_are_sane(name: str):
     p = hardware.load(name)
     assert set(p.peak_flops_per_s) == set(hardware.MATRIX_DTYPES)
     assert all(1e9 <= rate <= 1e16 for rate in p.peak_flops_per_s.values())
-    assert p.peak_flops_per_s["float64"] <= p.peak_flops_per_s["float32"] <= p.peak_flops_per_s["int8"]
+    assert p.peak_flops_per_s["float64"] <= p.peak_flops_per_s["float32"]
+    assert (
+        p.peak_flops_per_s["float32"] <= p.peak_flops_per_s["int8"] or "b300" in name
+    )  # Blackwell Ultra has few units
     assert 1e9 <= p.vector_flops_per_s <= 1e15
     assert 0.5 <= p.compute_efficiency <= 1
     assert 1e-6 <= p.kernel_launch_s <= 1e-4
@@ -62,7 +71,7 @@ def test_units_are_sane(name: str):
         assert 1e8 <= link.bytes_per_s <= p.hbm_bytes_per_s
         assert 1e-7 <= link.latency_s <= 1e-3
     assert p.network_link.bytes_per_s < p.host_link.bytes_per_s
-    assert p.devices_per_host >= 8
+    assert p.devices_per_domain >= 8 or name == "h100-nvl", "a bridge joins two GPUs"
     assert p.host_link_kind in hardware.LINK_KINDS
     assert (p.host_link_kind == "memory") == (p.platform == "cpu")
     assert 1e8 <= p.storage_write_bytes_per_s <= p.storage_read_bytes_per_s <= 1e12
@@ -73,7 +82,8 @@ def test_units_are_sane(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_block_has_a_source_and_a_date(name: str):
     sources = hardware.load(name).sources
-    assert set(sources) == {"compute", "operations", "memory", "links.host", "links.network", "storage", "collectives"}
+    blocks = {"compute", "operations", "memory", "links.host", "links.network", "storage", "collectives"}
+    assert set(sources) == blocks | ({"links.nvlink_domain"} if name.endswith("nvl72") else set())
     assert all(re.search(r"\w{4}.* \(\d{4}-\d\d-\d\d\)$", source) for source in sources.values())
 
 
@@ -121,6 +131,12 @@ def test_matrix_rates_by_dtype():
         ("nvidia h100 80gb hbm3", "cuda", "h100-sxm"),
         ("NVIDIA H200", "gpu", "h200"),
         ("NVIDIA B200", "gpu", "b200"),
+        ("NVIDIA B300 SXM6 AC", "gpu", "b300"),
+        ("NVIDIA GB200", "gpu", "gb200-nvl72"),
+        ("NVIDIA GB300", "gpu", "gb300-nvl72"),
+        ("NVIDIA H100 NVL", "gpu", "h100-nvl"),
+        ("NVIDIA L40S", "gpu", "l40s"),
+        ("NVIDIA A100 80GB PCIe", "gpu", "a100-pcie-80"),
         ("NVIDIA A100-SXM4-40GB", "gpu", "a100-sxm-40"),
         ("NVIDIA A100-SXM4-80GB", "gpu", "a100-sxm-80"),
         ("Tesla V100-SXM2-16GB", "gpu", "v100-sxm-16"),
@@ -149,10 +165,11 @@ def test_an_undetected_device_is_named_with_the_way_out():
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [
-        ("h100", " Did you mean 'h100-sxm'?"),  # by likeness alone it would be h200
+        ("h100", " Did you mean 'h100-nvl' or 'h100-sxm'?"),  # by likeness alone it would be h200
+        ("gb200", " Did you mean 'gb200-nvl72'?"),
         ("H100-SXM", " Did you mean 'h100-sxm'?"),
         ("h100-smx", " Did you mean 'h100-sxm'?"),
-        ("a100", " Did you mean 'a100-sxm-40' or 'a100-sxm-80'?"),
+        ("a100", " Did you mean 'a100-pcie-80' or 'a100-sxm-40' or 'a100-sxm-80'?"),
         ("quantum", ""),
         ("", ""),
     ],

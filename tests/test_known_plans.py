@@ -86,10 +86,10 @@ def test_of_plans_that_are_as_good_as_one_another_the_simplest_is_taken(monkeypa
     plan = planned()
     assert all(t.sharding.is_replicated for t in plan.inputs if t.role != "data")
     assert plan.strategy == "data parallel over `data`"
-    assert plan.tie is not None and "optimizer state sharded" in plan.tie.strategy
+    assert plan.tie is not None and "ZeRO-1" in plan.tie.strategy
     assert plan.tie.num_split > 2 and 0 < plan.tie.faster < 0.005
     assert 0 < plan.outcome.gap < 0.005
-    assert "of the plans within 0.5 %" in str(autopar.explain(plan))
+    assert "the simplest plan within 0.5 %" in str(autopar.explain(plan))
     for module in (mesh_search, simplest_plan):
         monkeypatch.setattr(module, "TIE", 0.5 * plan.tie.faster)
     fastest = planned()

@@ -21,7 +21,8 @@ from autopar.errors import MeshError, PinError, PlanFileError, PlanMismatchError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
-from autopar.pipeline.plan_files import load_plan
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.plan_files import load_plan, plan_from_json
 from autopar.plans.plan import Plan
 from autopar.plans.records import (
     CollectiveUse,
@@ -34,6 +35,7 @@ from autopar.plans.records import (
     Role,
     TensorPlan,
 )
+from autopar.solve.problem import Status
 
 MESH = MeshShape(("data", "model"), (2, 4))
 COLUMN = TensorSharding(((), ("model",)))
@@ -217,6 +219,16 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     assert (before["version"], after["version"]) == (int(name[-1]), 7)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
+
+
+@pytest.mark.parametrize("name", ["version_6", "stages_version_6"])
+def test_older_files_have_the_status_of_today(name: str) -> None:
+    """Of the search for stages, too, and of the plan of each stage."""
+    text = (Path(__file__).parent / "plan_files" / f"{name}.json").read_text()
+    before = "feasible, as close to the bound as was asked: lower `relative_gap` to close the gap"
+    plan = plan_from_json(json.loads(text.replace('"status": "proven optimal"', f'"status": "{before}"')))
+    plans = [plan, *(stage.plan for stage in plan.stages)] if isinstance(plan, PipelinePlan) else [plan]
+    assert {one.outcome.status for one in plans} == {Status.CLOSE.value}
 
 
 _PLAN = """\

@@ -28,7 +28,7 @@ from autopar.hardware import profile as hardware
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.cache.key import key_of
 from autopar.solve.ilp import Ilp
-from autopar.solve.problem import Problem, Solution
+from autopar.solve.problem import Problem, Solution, Status
 from autopar.system import checksummed_file as kept_file
 from autopar.transforms.program import program_of
 
@@ -119,6 +119,22 @@ def test_what_a_solver_of_the_users_own_says_is_not_kept(mlp: programs.Program, 
     plan_of(mlp, tmp_path, solver=Own())
     assert not entries(tmp_path)
     plan_of(mlp, tmp_path, solver=Ilp(seed=3))
+    assert len(entries(tmp_path)) == 1
+
+
+def test_the_plan_of_an_interrupted_solver_is_not_cached(
+    mlp: programs.Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve = Ilp.solve
+
+    def interrupted(self: Ilp, problem: Problem) -> Solution:
+        return replace(solve(self, problem), status=Status.INTERRUPTED)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Ilp, "solve", interrupted)
+        assert plan_of(mlp, tmp_path).outcome.status == Status.INTERRUPTED.value
+    assert not entries(tmp_path)
+    plan_of(mlp, tmp_path)
     assert len(entries(tmp_path)) == 1
 
 

@@ -131,8 +131,8 @@ def test_hosts_are_filled_one_after_the_other() -> None:
 
 
 def test_devices_are_counted_by_the_links_that_join_them() -> None:
-    assert device_order.devices_per_host([FakeDevice(n, process=n, domain=n // 4) for n in range(8)]) == 4
-    assert device_order.devices_per_host(jax.devices()) == 8
+    assert device_order.devices_per_domain([FakeDevice(n, process=n, domain=n // 4) for n in range(8)]) == 4
+    assert device_order.devices_per_domain(jax.devices()) == 8
     assert with_hosts("h100-sxm").devices_per_host == 8
     assert with_hosts(None).devices_per_host == 8, "of the 64 that the profile allows"
 
@@ -147,7 +147,7 @@ def test_what_is_priced_inside_a_host_stays_inside_one() -> None:
     """The planner's counting of hosts, and the mesh that is made, for every mesh of 8 and hosts of 4 and 2."""
     from dataclasses import replace
 
-    from autopar.cost.collectives import workers_of
+    from autopar.cost.collectives import groupings
     from autopar.hardware.profile import load
 
     for per_host in (2, 4):
@@ -162,7 +162,7 @@ def test_what_is_priced_inside_a_host_stays_inside_one() -> None:
             hosts = np.vectorize(lambda device: device.process_index)(grid)
             for i, axis in enumerate(shape.axis_names):
                 lines = np.moveaxis(hosts, i, -1).reshape(-1, shape.axis_sizes[i])
-                workers = workers_of((axis,), shape, profile)
+                (workers,) = groupings((axis,), shape, profile)
                 for line in lines:
                     assert len(set(line.tolist())) == workers.num_hosts, (shape, axis, per_host)
 

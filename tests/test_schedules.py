@@ -63,7 +63,7 @@ def even_timeline(schedule: Schedule, even: EvenPipeline) -> PipelineTimeline:
 def test_an_entry_is_complete(kind: ScheduleKind) -> None:
     assert SCHEDULES[kind.name] is kind
     assert find(kind.name) is kind
-    assert kind.words.endswith(".")
+    assert kind.description.endswith(".")
     assert kind.bubble, "the published formula in words"
     assert kind.bubble_s, "the published formula as code"
     assert kind.in_flight, "how many microbatches are held"
@@ -418,7 +418,7 @@ def _v_placed(shape: PipelineShape) -> Orders:
     return in_order_of_readiness(tasks, needs, most_in_flight=2 * p)
 
 
-V_PLACED = ScheduleKind(name="v", words="The program goes up and down again.", orders=_v_placed, backward="split")
+V_PLACED = ScheduleKind(name="v", description="The program goes up and down again.", orders=_v_placed, backward="split")
 
 
 def test_v_placement() -> None:
@@ -449,7 +449,7 @@ def _both_ways(shape: PipelineShape) -> Orders:
     return in_order_of_readiness(tasks, synchronous_needs(tuple(map(tuple, tasks)), chain(p)), most_in_flight=p)
 
 
-BOTH_WAYS = ScheduleKind(name="chimera", words="Half of the microbatches go the other way.", orders=_both_ways)
+BOTH_WAYS = ScheduleKind(name="chimera", description="Half of the microbatches go the other way.", orders=_both_ways)
 
 
 def test_a_stage_on_two_submeshes() -> None:
@@ -490,7 +490,9 @@ def _slice_needs(orders: Orders, edges: Edges) -> Needs:
     return needs
 
 
-TOKEN_SLICES = ScheduleKind(name="terapipe", words="By slices of tokens.", orders=_token_slices, needs=_slice_needs)
+TOKEN_SLICES = ScheduleKind(
+    name="terapipe", description="By slices of tokens.", orders=_token_slices, needs=_slice_needs
+)
 
 
 def test_token_slices() -> None:
@@ -524,7 +526,7 @@ def _own_gradient_only(orders: Orders, edges: Edges) -> Needs:
 
 
 NEVER_DRAINED = ScheduleKind(
-    name="pipedream", words="An update after each microbatch.", orders=_never_drained, needs=_own_gradient_only
+    name="pipedream", description="An update after each microbatch.", orders=_never_drained, needs=_own_gradient_only
 )
 
 

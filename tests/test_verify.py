@@ -288,6 +288,8 @@ def test_the_step_time_is_checked_where_the_estimate_is_reliable() -> None:
     times = step_times(plan, compiled_step(), "h100-sxm", 8)
     assert not step_time_figure(plan, times, believable=True).holds
     assert step_time_figure(plan, times, believable=False).holds
+    unmeasured = step_times(plan, compiled_step(), "h100-sxm", 8, has_tables=False)
+    assert unmeasured.estimate_errors == ("a GPU without measured tables",) and unmeasured.sound_xla_s is None
     wrong = replace(times, estimate_errors=("a loop",))
     figure = step_time_figure(plan, wrong, believable=True)
     assert (figure.compiled, figure.holds) == (None, True)
@@ -383,7 +385,7 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
     with pytest.raises(HardwareError, match="no \\[xla_target\\]"):
         target_text(load("cpu-host"))
     with pytest.raises(MeshError, match="8 devices do not divide evenly among 3 hosts"):
-        topology_text(8, 3)
+        topology_text(load("h100-sxm"), 8, 3)
 
 
 def test_user_flags_are_kept_except_cpu_flags_and_our_own() -> None:
@@ -434,7 +436,7 @@ def test_the_command_exits_with_1_where_a_figure_is_off(
     document = json.loads(capsys.readouterr().out)
     assert standin.compiled_for == [(2, 2)]
     assert standin.closed == 1
-    assert document["topology"] == "1x2x1"
+    assert document["topology"] == "2x1x1"
     assert not document["holds"]
     assert "peak" in document["off"]
     assert document["memory_budget"]["holds"]
@@ -503,7 +505,7 @@ def test_replanning_stops_after_two_attempts() -> None:
     assert "memory budget" in result.off
     assert len(result.attempts) in (2, 3)
     if result.attempts[-1].predicted_bytes is None:
-        assert "no plan on mesh 8 fits" in result.attempts[-1].words
+        assert "no plan on mesh 8 fits" in result.attempts[-1].description
     assert result.compiled.peak_bytes == min(one.compiled_bytes or 1e12 for one in result.attempts)
     assert "over the memory budget of 63.7 GB" in str(result)
 
@@ -526,7 +528,7 @@ def test_hosts_determine_the_devices_per_host() -> None:
     options: dict[str, Any] = {"mesh": "8", "hardware": "h100-sxm", "compiler": standin}
     one = autopar.verify(program.step, *program.abstract_args(), **options)
     two = autopar.verify(program.step, *program.abstract_args(), hosts=2, **options)
-    assert (one.topology, two.topology) == ("1x1x8", "1x2x4")
+    assert (one.topology, two.topology) == ("1x1x8", "2x1x4")
     assert two.plan.prediction.step_time_s > one.plan.prediction.step_time_s
     decorated = autopar.parallelize(mesh="8", hardware="h100-sxm")(program.step)
     same = autopar.verify(decorated, *program.abstract_args(), hosts=2, compiler=standin)
@@ -703,7 +705,7 @@ def test_a_two_layer_mlp_on_eight_absent_gpus(tmp_path: Path) -> None:
     assert json.loads(json.dumps(result.to_json()))["topology"] == "1x1x8"
     autopar.write_report(result.plan, tmp_path / "report.html", verification=result)
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "Predicted beside compiled" in page and "XLA's own program for 1x1x8 GPUs" in page
+    assert "Predicted against compiled" in page and ">replayed<" in page and "XLA's own program for 1x1x8 GPUs" in page
 
 
 @pytest.mark.slow
@@ -719,7 +721,7 @@ def test_two_hosts_have_the_device_order_of_the_mesh() -> None:
         hardware="h100-sxm",
         pin={"batch/*": P(("host", "gpu"))},
     )
-    assert result.topology == "1x2x8"
+    assert result.topology == "2x1x8"
     assert result.compiled.hosts == (0,) * 8 + (1,) * 8
     assert [match.name for match in result.collectives if match.axes is None] == []
     compiled = [match for match in result.collectives if match.compiled_count]

@@ -31,8 +31,8 @@ def test_a_parameter_costs_what_a_plan_with_it_pinned_costs() -> None:
     assert result.forced is not None
     assert result.forced.prediction == pinned.prediction
     assert result.extra_s == pytest.approx(pinned.prediction.step_time_s - result.plan.prediction.step_time_s)
-    assert f"params/up {one.sharding}" in result.words
-    assert f"forcing {one.runner_up}" in result.words
+    assert f"params/up {one.sharding}" in result.summary
+    assert f"forcing {one.runner_up}" in result.summary
 
 
 def test_the_cause_is_the_difference_of_the_two_plans() -> None:
@@ -68,7 +68,7 @@ def test_a_glob_forces_all_at_once() -> None:
     assert result.forced is not None
     lies = {tensor.path: tensor.sharding for tensor in result.forced.inputs}
     assert all(lies[one.path] == one.runner_up for one in result.decisions)
-    assert "state/params/Dense_{0..2}/kernel" in result.words
+    assert "state/params/Dense_{0..2}/kernel" in result.summary
 
 
 def test_an_unknown_path_is_an_error_that_names_similar_paths() -> None:
@@ -92,7 +92,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert text.startswith("`train_step` on mesh 2x4 (slow-gpu): ")
     assert main(["why", "params/up", "train.py:make", "--json", *planning]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["words"] in text
+    assert result["summary"] in text
     assert result["forced"]["step_time_s"] - result["plan"]["step_time_s"] == pytest.approx(result["extra_s"])
     step, args = make()
     autopar.plan(step, *args, mesh="2x4", hardware="h100-sxm").save("p.json")

@@ -97,7 +97,7 @@ def plan(
             With neither, the visible devices are counted.
         hardware: name of a profile, path of a profile file, or a profile; by default that of the
             visible devices. For stages on several kinds of device, how many there are of each, by name, in their order:
-            `{"a100-sxm4-40gb": 8, "v100-sxm2-16gb": 16}`.
+            `{"a100-sxm-40": 8, "v100-sxm-16": 16}`.
         memory_budget_bytes: per device, a number or `"40GB"`; by default what the hardware profile says is usable.
         pin: input path or glob (`"state/params/*/kernel"`) -> `PartitionSpec`.
         kwargs: the step's keyword arguments.

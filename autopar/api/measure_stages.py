@@ -48,9 +48,9 @@ def measure_stages(
     if devices[0].device_kind.lower() not in kinds:
         advice.append(of_another_machine(plan.hardware, devices[0].device_kind))
     if abs(predicted.step_time_s - step_time_s) > FAR_OFF * step_time_s:
-        words = "slower" if step_time_s > predicted.step_time_s else "faster"
+        direction = "slower" if step_time_s > predicted.step_time_s else "faster"
         advice.append(
-            f"a step is {words} than predicted by more than {100 * FAR_OFF:.0f} %: measure these devices, `autopar"
+            f"a step is {direction} than predicted by more than {100 * FAR_OFF:.0f} %: measure these devices, `autopar"
             ' calibrate -o mine.toml`, and plan with `hardware="mine.toml"`: another profile may mean other stages'
         )
     return StepReport(

@@ -142,7 +142,7 @@ def _suspects(
     rates = f"compute_efficiency = {profile.compute_efficiency:g} of peak_flops_per_s.{dtype}"
     if 2 * matrix_s < predicted.compute_s or dtype not in profile.peak_flops_per_s:
         rates = f"hbm_bytes_per_s = {profile.hbm_bytes_per_s:.3g}"
-    network = plan.mesh.num_devices > profile.devices_per_host
+    network = plan.mesh.num_devices > profile.devices_per_domain
     link, name = (profile.network_link, "network_link") if network else (profile.host_link, "host_link")
     links = f"{name}.bytes_per_s = {link.bytes_per_s:.3g}, collective_launch_s = {profile.collective_launch_s:.3g}"
     parts = [
@@ -181,14 +181,10 @@ def _advice(
         advice.append(of_another_machine(profile.name, device_kind))
     if far:
         slower = measured_s > plan.prediction.step_time_s
-        words = "slower" if slower else "faster"
-        waits = (
-            " First see that the step does not wait for its data: time the loop with one and the same batch."
-            if slower
-            else ""
-        )
+        direction = "slower" if slower else "faster"
+        first = "First check that the step does not wait for its data: time the loop with the same batch. Then measure"
         advice.append(
-            f"a step is {words} than predicted by more than {100 * FAR_OFF:.0f} %.{waits} Then measure these devices,"
+            f"a step is {direction} than predicted by more than {100 * FAR_OFF:.0f} %. {first if slower else 'Measure'} these devices,"
             ' `autopar calibrate -o mine.toml`, and plan with `hardware="mine.toml"`: another profile may mean'
             " another plan"
         )

@@ -125,10 +125,10 @@ def render_report(report: StepReport, console: Console) -> None:
     """Print a report to a console, with styles where it has them."""
     verdict = "as predicted" if report.holds else "not as predicted"
     console.print(Text.assemble(("Report on ", "bold"), (report.program, "bold"), f": {verdict}"))
-    how = "their mean, for the host was ahead of the devices" if report.host_was_ahead else "their median"
+    how = "mean, as the host ran ahead of the devices" if report.host_was_ahead else "median"
     console.print(
         Text(
-            f"{report.num_steps} steps, {how}; mesh {report.mesh}, {report.device_kind}, planned for {report.hardware}\n"
+            f"{report.num_steps} steps ({how}); mesh {report.mesh}, {report.device_kind}, planned for {report.hardware}\n"
         )
     )
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
@@ -140,7 +140,7 @@ def render_report(report: StepReport, console: Console) -> None:
     peak = "-" if report.peak_bytes is None else human_bytes(report.peak_bytes)
     memory = {"devices": "peak memory", "compiled": "peak memory, as compiled", None: "peak memory"}[report.memory_from]
     table.add_row(memory, human_bytes(report.predicted_peak_bytes), peak, _percent(report.memory_off))
-    table.add_row("model FLOPs utilisation", "", f"{100 * report.utilisation:.1f} %", "")
+    table.add_row("MFU", "", f"{100 * report.utilisation:.1f} %", "")
     console.print(Padding(table, (0, 0, 1, 2)))
     if report.suspects:
         console.print(Text("What may be off", "bold"))

@@ -105,7 +105,7 @@ def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
         "compute": _compute(calibration),
         "operations": _operations(calibration),
         "memory": _memory(calibration),
-        "links": {"host": _host_link(calibration), "network": _network_link(calibration)},
+        "links": _links(calibration),
         "storage": _storage(calibration),
         "collectives": _collectives(calibration),
     }
@@ -151,6 +151,15 @@ def _memory(calibration: Calibration) -> dict[str, Any]:
     block.add("cache_bytes", None, base.cache_bytes)
     block.add("near_cache_bytes", None, base.near_cache_bytes)
     return block.done(["memory"])
+
+
+def _links(calibration: Calibration) -> dict[str, Any]:
+    links, domain = {"host": _host_link(calibration)}, calibration.base.nvlink_domain_devices
+    if domain is not None:
+        block = _Block(calibration, "links.nvlink_domain")
+        block.add("devices", None, domain)
+        links["nvlink_domain"] = block.done([])
+    return links | {"network": _network_link(calibration)}
 
 
 def _host_link(calibration: Calibration) -> dict[str, Any]:
@@ -303,34 +312,48 @@ def to_json(calibration: Calibration, profile: Mapping[str, Any]) -> dict[str, A
 
 
 def write(calibration: Calibration, path: Path) -> tuple[Path, Path]:
-    """Write the profile to `path` (`.toml`) and the samples to `.json` in the same folder, each atomically.
+    """Write the profile to `path` (`.toml`) and the samples to `.json` in the same folder.
 
     Raises:
         HardwareError: a file cannot be written.
     """
+    write_files(profile_files(calibration, path))
+    return path, path.with_suffix(".json")
+
+
+def profile_files(calibration: Calibration, path: Path) -> dict[Path, str]:
+    """The texts of the samples and of the profile by their paths."""
     table = profile_table(calibration, path.stem)
     data = to_json(calibration, table)
     samples = data.pop("samples")
     # One sample per line keeps diffs readable.
     lines = ",\n".join(f"    {json.dumps(sample)}" for sample in samples)
     text = json.dumps(data, indent=2, allow_nan=False)[:-2] + f',\n  "samples": [\n{lines}\n  ]\n}}\n'
-    files = {path.with_suffix(".json"): text, path: toml(table)}
+    return {path.with_suffix(".json"): text, path: toml(table)}
+
+
+def write_files(files: Mapping[Path, str]) -> None:
+    """Write several files, each atomically, and none before all texts are on the disk.
+
+    Raises:
+        HardwareError: a file cannot be written.
+    """
     temporaries = {file: file.with_name(f".{file.name}.{uuid.uuid4().hex[:8]}.tmp") for file in files}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         for file, content in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
             temporaries[file].write_text(content, encoding="utf-8")
         for file, temporary in temporaries.items():
             temporary.replace(file)
     except OSError as error:
         raise HardwareError(
-            f"cannot write the calibration to {str(path)!r}: {error.strerror}. Give -o a .toml file in a writable folder."
+            f"cannot write the calibration to {str(list(files)[-1].with_suffix('.toml'))!r}: {error.strerror}. Give -o a .toml file in a"
+            " writable folder."
         ) from error
     finally:
         for temporary in temporaries.values():
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
-    return path, path.with_suffix(".json")
 
 
 def toml(table: Mapping[str, Any], prefix: str = "") -> str:

@@ -17,6 +17,7 @@ from autopar.cli.planning import how_to_plan
 from autopar.cli.target import load_target
 from autopar.cli.terminal import output, progress, use_cpu_only
 from autopar.errors import TargetError
+from autopar.hardware.profile import known_names
 
 if TYPE_CHECKING:
     from autopar.comparison.by_hardware import Compared, Comparison, GridComparison
@@ -36,7 +37,7 @@ def add_command(added: Any) -> None:
     command = shared.add_command(added, "compare", about, _EXAMPLES)
     about = "file.py:function or package.module:function; may be several"
     command.add_argument("target", nargs="+", metavar="TARGET", help=about)
-    about = "hardware profiles to compare"
+    about = f"hardware profiles to compare, of {', '.join(known_names())}, or paths of .toml files"
     command.add_argument("--hardware", required=True, metavar="NAME,NAME...", help=about)
     about = "plan each of these device counts (default: one device, and the fewest that fit)"
     command.add_argument("--devices", type=shared.device_counts, metavar="N,N...", help=about)

@@ -53,4 +53,4 @@ def run(options: argparse.Namespace) -> int:
     output(options, found.to_json, lambda console: render_diagnosis(found, console))
     if options.output is not None and not options.json:
         print(f"\nThe plan with all changes is saved to {options.output}.")
-    return 1 if found.unmeant else 0
+    return 1 if found.unintended else 0

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from autopar.cli import (
     calibrate,
     compare,
+    compare_profile,
     diagnose,
     diff,
     doctor,
@@ -36,7 +37,10 @@ from autopar.system.units import without_controls
 from autopar.version import __version__
 
 #: In the order of the help.
-_COMMANDS = (plan, explain, why, verify, replay, diagnose, compare, diff, export, estimate, calibrate, generate, doctor)
+_COMMANDS = (
+    *(plan, explain, why, verify, replay, compare_profile, diagnose, compare, diff, export),
+    *(estimate, calibrate, generate, doctor),
+)
 _DESCRIPTION = "Plan how to shard a JAX train step over many devices, and say why. No device of the target is needed."
 _EPILOG = """\
 start here:

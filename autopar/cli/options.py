@@ -10,6 +10,7 @@ import ast
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PinError, TargetError
+from autopar.hardware.profile import known_names
 from autopar.pipeline.schedule.table import SCHEDULES
 from autopar.system.units import parse_size
 
@@ -51,8 +52,8 @@ def add_mesh_options(command: argparse.ArgumentParser) -> None:
     about = "plan every mesh of at most two axes and keep the best (default: as many as are visible)"
     where.add_argument("--devices", type=device_count, metavar="N", help=about)
     where.add_argument("--mesh", metavar="MESH", help="plan this mesh alone: 8, 2x4 or data=2,model=4")
-    about = "hardware profile, e.g. h100-sxm (default: the visible devices); for pipeline stages on several kinds, the"
-    about += " number of each: a100-sxm4-40gb=8,v100-sxm2-16gb=16"
+    about = f"hardware profile: {', '.join(known_names())}, or the path of a .toml file (default: the visible devices);"
+    about += " for pipeline stages on several kinds, the number of each: a100-sxm-40=8,v100-sxm-16=16"
     group.add_argument("--hardware", metavar="NAME", help=about)
 
 
@@ -160,8 +161,8 @@ def size(text: str) -> float:
 def parse_hardware(text: str | None) -> str | dict[str, int] | None:
     """Parse a profile's name, or the number of devices of each profile.
 
-    >>> parse_hardware("a100-sxm4-40gb=8,v100-sxm2-16gb=16")
-    {'a100-sxm4-40gb': 8, 'v100-sxm2-16gb': 16}
+    >>> parse_hardware("a100-sxm-40=8,v100-sxm-16=16")
+    {'a100-sxm-40': 8, 'v100-sxm-16': 16}
     """
     if text is None or "=" not in text:
         return text

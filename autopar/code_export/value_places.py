@@ -75,8 +75,8 @@ def _match(marked: Trace, planned: Trace) -> Places:
             if not isinstance(value, int) or value not in same:  # a scalar, or a constant of the program
                 continue
             same[result] = same[value]
-            if ", operand " not in place and ", gives " not in place:
-                made.setdefault(same[value], place)
+            if ", operand " not in place:
+                made.setdefault(same[value], place)  # the producer's mark is first; that at the end of a body is later
             continue
         while n < len(planned.equations) and _of_scalars(planned.equations[n]) and not _of_scalars(equation):
             n += 1  # JAX folds this conversion when it traces the program again

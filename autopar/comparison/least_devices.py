@@ -224,17 +224,19 @@ def numbers_of_devices(profile: HardwareProfile, most: int) -> tuple[int, ...]:
 
 
 def meshes_of(number: int, profile: HardwareProfile) -> tuple[MeshShape, ...]:
-    """Candidate meshes of `number` devices: one axis; for several hosts also hosts x devices per host.
+    """Candidate meshes of `number` devices: one axis; for several NVLink domains also domains x devices per domain.
 
     >>> from autopar.hardware.profile import load
     >>> [str(mesh) for mesh in meshes_of(32, load("h100-sxm"))]
     ['4x8', '32']
     """
     flat = MeshShape(DEFAULT_AXIS_NAMES[:1], (number,))
-    host = profile.devices_per_host
-    if number <= host or host == 1:
+    domain = profile.domain_in(number)
+    if number % domain:  # the last domain is not full
+        domain = profile.devices_per_host
+    if number <= domain or domain == 1:
         return (flat,)
-    return (MeshShape(DEFAULT_AXIS_NAMES[:2], (number // host, host)), flat)
+    return (MeshShape(DEFAULT_AXIS_NAMES[:2], (number // domain, domain)), flat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ class Why:
         return _summed(added), _summed(gone)
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         """The answer in one or two sentences."""
         paths = [pattern for pattern, _ in collapse([one.path or "the step" for one in self.decisions])]
         chosen = _either([one.sharding for one in self.decisions])
@@ -134,7 +134,7 @@ class Why:
         sources = dict.fromkeys(short_source(one.source) for one in self.decisions if one.source)
         alone = sum(one.runner_up_extra_s for one in self.decisions)
         rest = f"With all other decisions as they are, the solver's price would rise by {human_seconds(alone)}."
-        return [head, f"  {self.words}.", f"  {rest} Where: {', '.join(sources)}." if sources else f"  {rest}"]
+        return [head, f"  {self.summary}.", f"  {rest} Where: {', '.join(sources)}." if sources else f"  {rest}"]
 
     def to_json(self) -> dict[str, Any]:
         """The result as JSON types."""
@@ -142,7 +142,7 @@ class Why:
         document: dict[str, Any] = {
             "format": "autopar-why",
             "version": 1,
-            "words": self.words,
+            "summary": self.summary,
             "extra_s": self.extra_s,
             "decisions": [_decision_json(one) for one in self.decisions],
             "more": [asdict(one) for one in self.more],

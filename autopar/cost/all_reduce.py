@@ -22,6 +22,9 @@ from autopar.hardware.profile import LinkProfile
 class Workers:
     """The participants: `num_hosts` hosts with `num_local` workers each.
 
+    Between NVLink domains of several machines, a host here may be one domain. Inside a domain, `network_link` is NVLink
+    as well.
+
     Args:
         num_local: number of workers per host.
         num_hosts: number of hosts; 1 if all messages stay in one host.

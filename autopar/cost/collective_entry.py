@@ -71,11 +71,13 @@ class Collective:
 def link_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> LinkProfile:
     """The slowest link that a collective over these axes crosses.
 
-    The mesh orders devices row-major and fills hosts in order. An axis therefore stays inside a host exactly if the
-    block it spans (its size times its stride) divides a host.
+    The mesh orders devices row-major and fills NVLink domains in order. An axis therefore stays inside a domain exactly
+    if the block it spans (its size times its stride) divides a domain.
     """
-    for axis in axes:
-        span = mesh.size(axis) * mesh.stride(axis)
-        if span > profile.devices_per_host or profile.devices_per_host % span:
-            return profile.network_link if mesh.num_devices > profile.devices_per_host else profile.host_link
+    domain = profile.domain_in(mesh.num_devices)
+    if mesh.num_devices > domain:
+        for axis in axes:
+            span = mesh.size(axis) * mesh.stride(axis)
+            if span > domain or domain % span:
+                return profile.network_link
     return profile.host_link

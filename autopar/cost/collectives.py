@@ -12,7 +12,8 @@ B (the largest buffer that a device starts or ends with), bandwidth b per device
 These are the costs of the bandwidth-optimal ring (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", sections 4.1 to 4.5; NCCL's ring is the same). An all-reduce takes the back end's
 cheapest algorithm for its size and devices (`all_reduce`): the ring in one host, hierarchical algorithms or trees
-between hosts. All-gather and reduce-scatter are its halves, by the flat or the hierarchical ring, whichever is cheaper.
+between hosts or NVLink domains. All-gather and reduce-scatter are its halves, by the flat or the hierarchical ring,
+whichever is cheaper.
 """
 
 from __future__ import annotations
@@ -21,30 +22,45 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Load, Workers, backend_of, cheapest_all_reduce
-from autopar.cost.collective_entry import Call, Collective
+from autopar.cost.collective_entry import Call, Collective, link_of
 from autopar.cost.user_collectives import registered, registered_for
-from autopar.hardware.profile import HardwareProfile
+from autopar.hardware.profile import HardwareProfile, LinkProfile
 from autopar.ir.mesh import MeshShape
 
 
-def workers_of(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> Workers:
-    """The devices of a collective over these axes, counted by host.
+def groupings(axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile) -> tuple[Workers, ...]:
+    """The devices of a collective over these axes, in each grouping that a hierarchical algorithm may use.
 
-    If hosts split an axis unevenly, hierarchical algorithms do not apply, and each device counts as its own host.
+    Inside one NVLink domain they are grouped by host, and NVLink connects the hosts. Otherwise they are grouped by
+    domain, and by host if a domain has several hosts. The network then connects the groups.
     """
-    num_devices, per_host = mesh.sizes(axes), profile.devices_per_host
-    if mesh.num_devices <= per_host:
-        return Workers(num_devices, 1, profile.host_link, profile.network_link)
+    near, far = profile.host_link, profile.network_link
+    host, domain = profile.devices_per_host, profile.domain_in(mesh.num_devices)
+    if domain == host:
+        return (_grouped(axes, mesh, host, near, far),)
+    if link_of(axes, mesh, profile) == near:
+        return (_grouped(axes, mesh, host, near, near),)
+    return _grouped(axes, mesh, domain, near, far), _grouped(axes, mesh, host, near, far)
+
+
+def _grouped(axes: tuple[str, ...], mesh: MeshShape, size: int, near: LinkProfile, far: LinkProfile) -> Workers:
+    """The devices of a collective, counted by groups of `size` consecutive devices of the mesh.
+
+    If groups split an axis unevenly, hierarchical algorithms do not apply, and each device counts as its own group.
+    """
+    num_devices = mesh.sizes(axes)
+    if mesh.num_devices <= size:
+        return Workers(num_devices, 1, near, far)
     num_local = 1
     for axis in axes:
         stride, span = mesh.stride(axis), mesh.size(axis) * mesh.stride(axis)
-        if per_host % span == 0:
+        if size % span == 0:
             num_local *= mesh.size(axis)
-        elif per_host % stride == 0 and span % per_host == 0:
-            num_local *= per_host // stride
-        elif stride % per_host:
-            return Workers(1, num_devices, profile.host_link, profile.network_link)
-    return Workers(num_local, num_devices // num_local, profile.host_link, profile.network_link)
+        elif size % stride == 0 and span % size == 0:
+            num_local *= size // stride
+        elif stride % size:
+            return Workers(1, num_devices, near, far)
+    return Workers(num_local, num_devices // num_local, near, far)
 
 
 def algorithms_of(profile: HardwareProfile, *, in_halves: bool = False) -> tuple[str, ...]:
@@ -57,7 +73,15 @@ def all_reduce_choice(
     num_bytes: float, axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile
 ) -> tuple[str, Load]:
     """The name and load, without a launch, of the algorithm that an unmerged all-reduce takes."""
-    return cheapest_all_reduce(num_bytes, workers_of(axes, mesh, profile), algorithms_of(profile))
+    return _cheapest(num_bytes, groupings(axes, mesh, profile), algorithms_of(profile))
+
+
+def _cheapest(
+    num_bytes: float, groupings: tuple[Workers, ...], names: tuple[str, ...], latency_share: float = 1.0
+) -> tuple[str, Load]:
+    """The name and load of the fastest algorithm in the best grouping."""
+    found = [cheapest_all_reduce(num_bytes, workers, names, latency_share=latency_share) for workers in groupings]
+    return min(found, key=lambda one: latency_share * one[1].latency_s + one[1].transfer_s)
 
 
 def collective_time(
@@ -115,8 +139,7 @@ def _by_halves(num_halves: int) -> Callable[[Call], float]:
 
     def seconds(call: Call) -> float:
         names = algorithms_of(call.profile, in_halves=num_halves == 1)
-        workers = workers_of(call.axes, call.mesh, call.profile)
-        _, load = cheapest_all_reduce(call.num_bytes, workers, names, latency_share=call.share)
+        _, load = _cheapest(call.num_bytes, groupings(call.axes, call.mesh, call.profile), names, call.share)
         return part * load.transfer_s + call.share * (part * load.latency_s + call.profile.collective_launch_s)
 
     return seconds

@@ -20,13 +20,13 @@ gpu_performance_model.cc, sol_gpu_cost_model.cc), with JAX 0.12.0.1:
 - Library calls (cuDNN convolutions and attention): 10 us each, whatever they compute. Triton's kernels (an
   attention's softmax, forward and backward), copies, sorts, and whole loops: 0.01 us. Autopar predicts these from the
   device's own rates instead.
-- Collectives in one host: bytes over a rate, from another table by the nearest power of two of bytes. A fit replaces
+- Collectives in one NVLink domain: bytes over a rate, from another table by the nearest power of two of bytes. A fit replaces
   it too. An all-reduce of one buffer of at most 32 MiB / n is one kernel: its reads and writes, a launch, and
   `(n-1) B/w + barrier` up to 2 MiB / n, `2 ((n-1)/n B/w + barrier)` above.
-- Collectives between hosts: `r (d-1)/l (B/d/w + chunks + latency) + launch` plus memory time, for `d` devices of a
-  communicator, `l` of them in one host, and `r` rounds (2 for an all-reduce). An all-to-all sends B/(d-1) to each
-  device of other hosts in turn; a permute sends its buffer once. If XLA does not know the number of devices per host
-  (`partition_size`), each takes 5 ms.
+- Collectives between domains: `r (d-1)/l (B/d/w + chunks + latency) + launch` plus memory time, for `d` devices of a
+  communicator, `l` of them in one domain, and `r` rounds (2 for an all-reduce). An all-to-all sends B/(d-1) to each
+  device of other domains in turn; a permute sends its buffer once. If XLA does not know the number of devices per
+  domain (`partition_size`), each takes 5 ms.
 - Each asynchronous collective takes 2 us of the kernels' time: 1 to start, 1 to end.
 """
 
@@ -67,7 +67,7 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
     if op.kind == "collective":
         if estimator is None or op.collective in registered():  # XLA has no estimate of a user's collective
             return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
-        return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, estimator, num_buffers=len(op.writes))
+        return collective_seconds(op.collective, op.payload_bytes, op.axes, mesh, profile, num_buffers=len(op.writes))
     if estimator is None:
         return _roofline(op, profile)
     if op.unpriced:
@@ -205,24 +205,27 @@ def collective_seconds(
     num_bytes: float,
     axes: tuple[str, ...],
     mesh: MeshShape,
-    estimator: EstimatorProfile,
+    profile: HardwareProfile,
     *,
     num_buffers: int = 1,
 ) -> float:
-    """Seconds of a collective without overlap.
+    """Seconds of a collective without overlap, by XLA's estimator.
 
     Args:
         num_bytes: payload per device by the convention of `collectives`, of all merged buffers together.
+        profile: hardware profile with an `xla_estimator`.
         num_buffers: number of merged buffers.
     """
-    devices = mesh.sizes(axes)
+    estimator, devices = profile.xla_estimator, mesh.sizes(axes)
+    assert estimator is not None
     if devices == 1 or num_bytes <= 0:
         return 0.0
+    domain = profile.domain_in(mesh.num_devices)
     small, network = estimator.small_all_reduce, estimator.network
     is_one_kernel = _is_small(kind, num_bytes, devices, num_buffers, estimator)
-    if _crosses_hosts(axes, mesh, estimator.devices_per_host):
+    if _crosses_domains(axes, mesh, domain):
         if not network.always_flat:
-            return _between_hosts(kind, num_bytes, devices, mesh.num_devices // devices, estimator)
+            return _between_domains(kind, num_bytes, devices, mesh.num_devices // devices, domain, estimator)
         if not is_one_kernel and kind != "collective-permute":
             return network.flat_s
     if is_one_kernel:
@@ -255,21 +258,23 @@ def _is_small(kind: str, num_bytes: float, devices: int, num_buffers: int, estim
     return kind == "all-reduce" and num_buffers == 1 and num_bytes * devices <= estimator.small_all_reduce.max_bytes
 
 
-def _between_hosts(kind: str, num_bytes: float, devices: int, num_groups: int, estimator: EstimatorProfile) -> float:
-    """XLA's estimate of a ring over hosts, with its own count of the participants."""
-    network, per_host = estimator.network, estimator.devices_per_host
+def _between_domains(
+    kind: str, num_bytes: float, devices: int, num_groups: int, domain: int, estimator: EstimatorProfile
+) -> float:
+    """XLA's estimate of a ring over domains, with its own count of the participants."""
+    network = estimator.network
     copies = {"all-reduce": 2.0, "all-to-all": 2.0, "collective-permute": 2.0}.get(kind, 3.0 - 1.0 / devices)
     memory = copies * num_bytes / estimator.memory_bytes_per_s
     if kind == "collective-permute":
         return memory + network.launch_s + _message(num_bytes, estimator)
-    if per_host % num_groups:
+    if domain % num_groups:
         return network.flat_s
-    # XLA counts hosts for one group; for several groups it counts each device as a host.
-    hosts = max(1, devices // per_host) if num_groups == 1 else devices
-    members = hosts * per_host // num_groups
-    local = members // hosts
+    # XLA counts domains for one group; for several groups it counts each device as a domain.
+    domains = max(1, devices // domain) if num_groups == 1 else devices
+    members = domains * domain // num_groups
+    local = members // domains
     if kind == "all-to-all":
-        peers = local * (hosts - 1)
+        peers = local * (domains - 1)
         return memory + network.launch_s + peers * _message(num_bytes // (members - 1), estimator)
     rounds = 2 if kind == "all-reduce" else 1
     steps = rounds * (members - 1) / local
@@ -282,11 +287,11 @@ def _message(num_bytes: float, estimator: EstimatorProfile) -> float:
     return num_bytes / network.bytes_per_s + chunks * network.chunk_s + network.latency_s
 
 
-def _crosses_hosts(axes: tuple[str, ...], mesh: MeshShape, per_host: int) -> bool:
-    if mesh.num_devices <= per_host:
+def _crosses_domains(axes: tuple[str, ...], mesh: MeshShape, domain: int) -> bool:
+    if mesh.num_devices <= domain:
         return False
     spans = [mesh.size(axis) * mesh.stride(axis) for axis in axes if mesh.size(axis) > 1]
-    return any(span > per_host or per_host % span for span in spans)
+    return any(span > domain or domain % span for span in spans)
 
 
 def _nearest_power(num_bytes: float) -> int:

@@ -20,8 +20,9 @@ from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.transforms.program import Program
 from autopar.verification.figures import match_collectives
+from autopar.verification.step_times import replayed
 from autopar.xla_compiler.compiler import CompiledStep, Compiler
-from autopar.xla_compiler.estimate_errors import estimate_errors
+from autopar.xla_compiler.hlo_text import parse_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,12 @@ class Compiled:
     """Figures of a compiled program. Bytes are per device and step.
 
     Args:
-        step_time_s: estimate of XLA's scheduler; None where it is unreliable (loops, a GPU before Hopper).
-        exposed_s: kind of collective -> exposed time by XLA's estimate.
+        step_time_s: replayed step time; None for a device without replay rates.
+        exposed_s: kind of collective -> exposed time in the replay.
         sent_bytes: bytes sent.
         counts: kind of collective -> executions.
-        unmeant_counts: kind of collective -> executions of unintended ones.
-        unmeant_bytes: bytes sent by unintended collectives.
+        unintended_counts: kind of collective -> executions of unintended ones.
+        unintended_bytes: bytes sent by unintended collectives.
     """
 
     step_time_s: float | None
@@ -42,8 +43,8 @@ class Compiled:
     peak_bytes: float
     sent_bytes: float
     counts: Mapping[str, int]
-    unmeant_counts: Mapping[str, int]
-    unmeant_bytes: float
+    unintended_counts: Mapping[str, int]
+    unintended_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +63,8 @@ class Cost:
     compiled: Compiled | None
 
     @property
-    def xla_s(self) -> float | None:
-        """XLA's estimate, where there is one."""
+    def replayed_s(self) -> float | None:
+        """The replayed step time of the compiled program, where there is one."""
         return None if self.compiled is None else self.compiled.step_time_s
 
 
@@ -113,9 +114,8 @@ class CompiledCosts:
         found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
         rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
-        # XLA has no matrix-unit description of V100 and A100.
-        has_units = "matrix_unit_description" in (self.profile.xla_target or {})
-        believable = has_units and not estimate_errors(compiled.hlo_text)
+        text, domain = compiled.hlo_text, self.profile.domain_in(self.hand.mesh.num_devices)
+        replay, _ = replayed(text, parse_module(text), self.profile.name, domain)
         counts: Counter[str] = Counter()
         for one in found.compiled:
             counts[one.kind] += one.num_times
@@ -124,13 +124,13 @@ class CompiledCosts:
             if not row.is_sum:
                 unintended[row.kind] += row.count
         made = Compiled(
-            step_time_s=compiled.step_time_s if believable else None,
-            exposed_s=compiled.exposed_s,
+            step_time_s=None if replay is None else replay.step_time_s,
+            exposed_s={} if replay is None else replay.exposed_s,
             peak_bytes=compiled.peak_bytes,
             sent_bytes=sum(one.num_bytes for one in found.compiled),
             counts=dict(counts),
-            unmeant_counts=dict(unintended),
-            unmeant_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
+            unintended_counts=dict(unintended),
+            unintended_bytes=sum(row.num_bytes for row in rows if not row.is_sum),
         )
         cost = Cost(
             predicted_s=predicted.step_time_s + over_s, predicted_peak_bytes=predicted.peak_bytes, compiled=made

@@ -28,7 +28,7 @@ from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
-from autopar.xla_compiler.gpu_target import target_text, topology_text
+from autopar.xla_compiler.gpu_target import gpus_per_host, target_text, topology_text
 
 #: Default fraction of the time difference to autopar's plan that the changes should recover.
 ENOUGH = 0.9
@@ -98,8 +98,7 @@ def _profile(given: str | HardwareProfile | None, mesh: MeshShape, hosts: int | 
     profile = given if isinstance(given, HardwareProfile) else load(given)
     if hosts is None:
         return profile
-    topology_text(mesh.num_devices, hosts)  # raises where the devices do not divide evenly
-    return replace(profile, devices_per_host=mesh.num_devices // hosts)
+    return replace(profile, devices_per_host=gpus_per_host(mesh.num_devices, hosts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class _Diagnosing:
             program=self.plans.program.signature.name,
             mesh=hand.mesh,
             hardware=profile.name,
-            topology=topology_text(hand.mesh.num_devices, self.compiling.num_hosts),
+            topology=topology_text(self.compiling.profile, hand.mesh.num_devices, self.compiling.num_hosts),
             budget_bytes=budget,
             as_is=as_is,
             kept=self.compiling.cost(kept, None)[0],
@@ -194,21 +193,21 @@ class _Diagnosing:
 
 def _change(
     kind: Literal["constraints", "shardings"],
-    words: str,
+    description: str,
     before: Cost,
     after: Cost,
     *,
     tensors: tuple[TensorChange, ...] = (),
     places: tuple[Place, ...] = (),
 ) -> Change:
-    known = before.xla_s is not None and after.xla_s is not None
+    known = before.replayed_s is not None and after.replayed_s is not None
     return Change(
         kind=kind,
-        words=words,
+        description=description,
         tensors=tensors,
         places=places,
         gain_s=before.predicted_s - after.predicted_s,
-        xla_gain_s=before.xla_s - after.xla_s if known else None,  # type: ignore[operator]
+        replayed_gain_s=before.replayed_s - after.replayed_s if known else None,  # type: ignore[operator]
         after=after,
     )
 

@@ -34,20 +34,20 @@ class Change:
     Args:
         kind: `constraints`: input shardings stay, and intermediate values are constrained to a plan's shardings;
             `shardings`: input shardings change.
-        words: description of the change.
+        description: what changes, in one sentence.
         tensors: changed inputs, of kind `shardings`.
         places: constrained values where it matters most, of kind `constraints`.
         gain_s: seconds saved of the predicted step time.
-        xla_gain_s: seconds saved of XLA's estimate; None where there is none.
+        replayed_gain_s: seconds saved of the replayed step; None where there is none.
         after: cost of the program with this and all earlier changes.
     """
 
     kind: Literal["constraints", "shardings"]
-    words: str
+    description: str
     tensors: tuple[TensorChange, ...]
     places: tuple[Place, ...]
     gain_s: float
-    xla_gain_s: float | None
+    replayed_gain_s: float | None
     after: Cost
 
 
@@ -56,7 +56,7 @@ class Diagnosis:
     """A hand-sharded step compared with autopar's plan for the same mesh. It prints as plain text.
 
     Args:
-        topology: XLA's `slices x hosts x GPUs per host` of the target.
+        topology: XLA's `slices x hosts per slice x GPUs per host` of the target; a slice is an NVLink domain.
         budget_bytes: memory budget per device.
         as_is: cost of the user's program.
         kept: predicted cost of the best plan with the user's input shardings.
@@ -83,7 +83,7 @@ class Diagnosis:
     flags: tuple[str, ...]
 
     @property
-    def unmeant(self) -> tuple[Extra, ...]:
+    def unintended(self) -> tuple[Extra, ...]:
         """The unintended collectives: extras that only move data, which XLA's SPMD partitioner inserted."""
         return tuple(row for row in self.extras if not row.is_sum)
 
@@ -93,14 +93,18 @@ class Diagnosis:
         return tuple(row for row in self.extras if row.is_sum)
 
     @property
-    def by_xla(self) -> bool:
-        """Whether the comparison goes by XLA's estimates; otherwise, by autopar's predictions."""
-        return None not in (self.as_is.xla_s, self.best.xla_s, *(change.after.xla_s for change in self.changes))
+    def by_replay(self) -> bool:
+        """Whether the comparison goes by the replay of the compiled programs; otherwise, by autopar's predictions."""
+        return None not in (
+            self.as_is.replayed_s,
+            self.best.replayed_s,
+            *(change.after.replayed_s for change in self.changes),
+        )
 
     def seconds(self, cost: Cost) -> float:
-        """The step time of a cost, by XLA's estimate or by prediction (`by_xla`)."""
-        xla_s = cost.xla_s
-        return xla_s if self.by_xla and xla_s is not None else cost.predicted_s
+        """The step time of a cost, by the replay or by prediction (`by_replay`)."""
+        replayed_s = cost.replayed_s
+        return replayed_s if self.by_replay and replayed_s is not None else cost.predicted_s
 
     @property
     def difference_s(self) -> float:
@@ -138,14 +142,14 @@ class Diagnosis:
             "mesh": self.mesh.size_of,
             "topology": self.topology,
             "memory_budget_bytes": self.budget_bytes,
-            "compared_by": "xla" if self.by_xla else "prediction",
+            "compared_by": "replay" if self.by_replay else "prediction",
             "as_is": asdict(self.as_is),
             "kept": asdict(self.kept),
             "best": asdict(self.best) | {"strategy": self.plan.strategy},
             "difference_s": self.difference_s,
             "recovered": self.recovered,
             "recovered_as_predicted": self.recovered_as_predicted,
-            "unmeant": [asdict(row) for row in self.unmeant],
+            "unintended": [asdict(row) for row in self.unintended],
             "sums": [asdict(row) for row in self.sums],
             "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
@@ -165,12 +169,14 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         )
     )
     console.print(_costs(diagnosis))
-    console.print(Text(f"Unintended collectives: {_total(diagnosis.unmeant)}", "bold"), _extras(diagnosis.unmeant))
+    console.print(
+        Text(f"Unintended collectives: {_total(diagnosis.unintended)}", "bold"), _extras(diagnosis.unintended)
+    )
     if diagnosis.sums:
         head = f"Reductions that other shardings of intermediate values would avoid: {_total(diagnosis.sums)}"
         console.print(Text(head, "bold"), _extras(diagnosis.sums))
     if diagnosis.changes:
-        also = f", {100 * diagnosis.recovered_as_predicted:.0f} % as predicted" if diagnosis.by_xla else ""
+        also = f", {100 * diagnosis.recovered_as_predicted:.0f} % as predicted" if diagnosis.by_replay else ""
         console.print(Text(f"Changes that recover {100 * diagnosis.recovered:.0f} % of the difference{also}", "bold"))
         console.print(_changes(diagnosis))
     for note in diagnosis.notes:
@@ -179,14 +185,15 @@ def render_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 
 def _verdict(diagnosis: Diagnosis) -> str:
     as_is, best = diagnosis.seconds(diagnosis.as_is), diagnosis.seconds(diagnosis.best)
-    whose = "by XLA's estimate" if diagnosis.by_xla else "as predicted"
+    whose = "replayed" if diagnosis.by_replay else "as predicted"
     if diagnosis.difference_s <= 0:
         return f"{human_seconds(as_is)} a step {whose}, no slower than autopar's plan ({human_seconds(best)})"
-    return f"{human_seconds(as_is)} a step {whose}, {human_seconds(best)} by autopar's plan ({as_is / best:.2f}x)"
+    ratio = f" ({as_is / best:.2f}x)" if best else ""
+    return f"{human_seconds(as_is)} a step {whose}, {human_seconds(best)} by autopar's plan{ratio}"
 
 
 def _costs(diagnosis: Diagnosis) -> RenderableType:
-    table = _table("", "step", "XLA's estimate", "sends", "peak", "collectives compiled")
+    table = _table("", "predicted", "replayed", "sends", "peak", "collectives compiled")
     rows = [("as it is", diagnosis.as_is), ("with these shardings at best", diagnosis.kept)]
     rows += [("autopar's plan", diagnosis.best)]
     for name, cost in rows:
@@ -196,7 +203,7 @@ def _costs(diagnosis: Diagnosis) -> RenderableType:
         table.add_row(
             Text(name),
             human_seconds(cost.predicted_s),
-            "-" if cost.xla_s is None else human_seconds(cost.xla_s),
+            "-" if cost.replayed_s is None else human_seconds(cost.replayed_s),
             "-" if made is None else human_bytes(made.sent_bytes),
             f"{human_bytes(peak)}{over}",
             Text("-" if made is None else _counts(made.counts)),
@@ -207,7 +214,7 @@ def _costs(diagnosis: Diagnosis) -> RenderableType:
     exposed = diagnosis.as_is.compiled.exposed_s if diagnosis.as_is.compiled else {}
     if exposed:
         each = ", ".join(f"{kind} {human_seconds(seconds)}" for kind, seconds in exposed.items())
-        grid.add_row(Text(f"as it is, exposed communication by XLA's estimate: {each}"))
+        grid.add_row(Text(f"as it is, exposed communication, replayed: {each}"))
     return Padding(grid, (0, 0, 1, 2))
 
 
@@ -230,8 +237,8 @@ def _extras(rows: Sequence[Extra]) -> RenderableType:
 def _changes(diagnosis: Diagnosis) -> RenderableType:
     grid = Table.grid(padding=(0, 0, 1, 0))
     for number, change in enumerate(diagnosis.changes, 1):
-        gain = change.xla_gain_s if diagnosis.by_xla and change.xla_gain_s is not None else change.gain_s
-        head = f"{number}. {'-' if gain >= 0 else '+'}{human_seconds(abs(gain))}: {change.words}"
+        gain = change.replayed_gain_s if diagnosis.by_replay and change.replayed_gain_s is not None else change.gain_s
+        head = f"{number}. {'-' if gain >= 0 else '+'}{human_seconds(abs(gain))}: {change.description}"
         rows = Table.grid()
         rows.add_row(Text(head))
         for one in (*_tensor_lines(change.tensors), *_place_lines(change.places), _after(change.after)):
@@ -265,10 +272,10 @@ def _after(cost: Cost) -> str:
     made = cost.compiled
     if made is None:
         return f"then {human_seconds(cost.predicted_s)} a step, predicted; not compiled"
-    xla = "" if made.step_time_s is None else f", {human_seconds(made.step_time_s)} by XLA's estimate"
-    left = _counts(made.unmeant_counts) if made.unmeant_bytes else "none"
+    replayed = "" if made.step_time_s is None else f", replayed {human_seconds(made.step_time_s)}"
+    left = _counts(made.unintended_counts) if made.unintended_bytes else "none"
     return (
-        f"then {human_seconds(cost.predicted_s)} a step{xla}; compiled: sends {human_bytes(made.sent_bytes)}, peak"
+        f"then {human_seconds(cost.predicted_s)} a step{replayed}; compiled: sends {human_bytes(made.sent_bytes)}, peak"
         f" {human_bytes(made.peak_bytes)}, unintended: {left}"
     )
 
@@ -291,6 +298,6 @@ def _counts(counts: Mapping[str, int]) -> str:
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
     for name in columns:
-        right = name in ("step", "XLA's estimate", "sends", "peak", "times", "takes")
+        right = name in ("predicted", "replayed", "sends", "peak", "times", "takes")
         table.add_column(name, justify="right" if right else "left", no_wrap=right, overflow="fold")
     return table

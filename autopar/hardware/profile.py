@@ -59,8 +59,8 @@ OPERATIONS = {
 _NEAR_BYTES_OF_CORE = 2048
 _COUNTS_AS = {"sub": "add", "add_any": "add", "threefry2x32": "random_bits"}
 
-#: Links between the devices of a host: a switch between all, links between some, the machine's bus, or its memory for
-#: virtual devices.
+#: Links inside a host or an NVLink domain: a switch between all devices, links between some, the machine's bus, or its
+#: memory for virtual devices.
 LINK_KINDS = ("nvswitch", "nvlink", "pcie", "memory")
 
 _HOW_TO_ADD = "or describe yours in a TOML file (cost_models/README.md) and pass its path"
@@ -83,6 +83,9 @@ class LinkProfile:
 class HardwareProfile:
     """One kind of device with its links. Rates and sizes are per device.
 
+    The devices form three levels: a host runs a process and has drives, an NVLink domain is one or more hosts whose
+    devices share `host_link`, and `network_link` connects domains.
+
     Args:
         name: name for users, e.g. `h100-sxm`.
         description: one-line description.
@@ -98,10 +101,10 @@ class HardwareProfile:
         usable_fraction: fraction of device memory that a program may fill.
         hbm_bytes_per_s: device memory bandwidth, reads and writes together.
         cache_bytes, near_cache_bytes: size of the device's cache and of its cores' caches together; 0 for none.
-        host_link: link between devices of one host.
-        network_link: link between devices of different hosts.
+        host_link: link between devices of one NVLink domain, which is one host by default.
+        network_link: link between devices of different domains.
         host_link_kind: one of `LINK_KINDS`.
-        devices_per_host: number of devices that `host_link` connects.
+        devices_per_host: number of devices of one host.
         storage_read_bytes_per_s, storage_write_bytes_per_s: rates of all drives of one host together.
         collective_launch_s: fixed seconds per collective.
         combine_threshold_bytes: XLA merges collectives of one kind up to this many bytes, and the merged collective
@@ -110,6 +113,8 @@ class HardwareProfile:
             buffer is still one more call.
         all_to_all_efficiency: fraction of a link's rate that an all-to-all reaches.
         sources: source and date of each block of the file.
+        nvlink_domain_devices: number of devices of one NVLink domain of several hosts; None if a domain is one host.
+            Read it through `devices_per_domain`.
         usd_per_device_hour: rental price of a device; None if the file has none.
         xla_target: XLA's target description, for compiling without such a GPU; None for a CPU.
         xla_estimator: constants of XLA's latency estimator for this GPU; None if XLA has none, as for a CPU or a GPU
@@ -141,6 +146,7 @@ class HardwareProfile:
     combined_launch_fraction: float
     all_to_all_efficiency: float
     sources: Mapping[str, str] = field(compare=False, repr=False)
+    nvlink_domain_devices: int | None = None
     usd_per_device_hour: float | None = None
     xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     xla_estimator: EstimatorProfile | None = field(default=None, compare=False, repr=False)
@@ -149,6 +155,27 @@ class HardwareProfile:
     def usable_bytes(self) -> float:
         """Device memory that a program may fill, in bytes: the default memory budget."""
         return self.hbm_bytes * self.usable_fraction
+
+    @property
+    def devices_per_domain(self) -> int:
+        """Number of devices that `host_link` connects: whole hosts.
+
+        >>> load("h100-sxm").devices_per_domain
+        8
+        """
+        host, domain = self.devices_per_host, self.nvlink_domain_devices or 0
+        return max(host, domain - domain % host)
+
+    def domain_in(self, num_devices: int) -> int:
+        """Number of devices per NVLink domain for a mesh of `num_devices`.
+
+        A mesh takes equally many whole hosts of each domain, and as many as possible: 128 GPUs on racks of 72 take 64 of
+        each of two racks. If that is impossible, it fills one domain after the other.
+        """
+        host, domain = self.devices_per_host, self.devices_per_domain
+        if num_devices <= domain:
+            return domain
+        return next((even for even in range(domain, host - 1, -host) if num_devices % even == 0), domain)
 
     def matrix_rate(self, dtype: str) -> float:
         """FLOP/s that a large GEMM of this dtype reaches.
@@ -269,7 +296,8 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _profile(read: _Reader) -> HardwareProfile:
-    blocks = ("compute", "memory", "links.host", "links.network", "storage", "collectives")
+    blocks = ["compute", "memory", "links.host", "links.network", "storage", "collectives"]
+    blocks += ["links.nvlink_domain"] if "nvlink_domain" in read.table.get("links", {}) else []
     operations, source = _operations(read)
     return HardwareProfile(
         name=read.text("name"),
@@ -297,6 +325,7 @@ def _profile(read: _Reader) -> HardwareProfile:
         combined_launch_fraction=read.fraction("collectives.combined_launch_fraction"),
         all_to_all_efficiency=read.fraction("collectives.all_to_all_efficiency"),
         sources={block: read.source(block) for block in blocks} | {"operations": source},
+        nvlink_domain_devices=_nvlink_domain(read),
         usd_per_device_hour=read.positive("price.usd_per_device_hour") if "price" in read.table else None,
         xla_target=read.table.get("xla_target"),
         xla_estimator=_estimator(read),
@@ -310,6 +339,20 @@ def _operations(read: _Reader) -> tuple[Mapping[str, float], str]:
     return OPERATIONS, "default counts of the rules: 1 per element, 4 for a division, 10 for a transcendental function"
 
 
+def _nvlink_domain(read: _Reader) -> int | None:
+    """The devices of an NVLink domain; None if the file has no such block."""
+    if "nvlink_domain" not in read.table["links"]:
+        return None
+    domain, host = read.count("links.nvlink_domain.devices"), read.count("links.host.devices_per_host")
+    if domain % host:
+        raise HardwareError(
+            f"hardware profile {read.path}: `links.nvlink_domain.devices` must be a multiple of"
+            f" `links.host.devices_per_host`, {host}, because a domain holds whole hosts; got {domain}: give"
+            f" {domain + host - domain % host}, or leave [links.nvlink_domain] out if NVLink ends at the host"
+        )
+    return domain
+
+
 def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:
     """Bytes of a cache: from the file, else from its `xla_target`, else 0."""
     if key in read.table.get("memory", {}):
@@ -320,9 +363,9 @@ def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:
 def _estimator(read: _Reader) -> EstimatorProfile | None:
     if "xla_estimator" not in read.table:
         return None
-    num_cores, per_host = read.count("xla_target.core_count"), read.count("links.host.devices_per_host")
+    num_cores = read.count("xla_target.core_count")
     try:
-        return read_estimator(read.table["xla_estimator"], num_cores, per_host)
+        return read_estimator(read.table["xla_estimator"], num_cores)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise HardwareError(
             f"hardware profile {read.path}: `xla_estimator` cannot be read ({error}); cost_models/README.md lists its keys"

@@ -33,7 +33,7 @@ class GemmFit:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """Coefficients of the time of one collective inside a host: a sum of terms above 16 KiB, constants below.
+    """Coefficients of the time of one collective inside an NVLink domain: a sum of terms above 16 KiB, constants below.
 
     Args:
         launch_s: fixed seconds.
@@ -52,7 +52,7 @@ class CollectiveFit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallAllReduce:
-    """The one-kernel all-reduce that XLA generates inside a host.
+    """The one-kernel all-reduce that XLA generates inside an NVLink domain.
 
     Args:
         bytes_per_s: rate over all links of a device.
@@ -70,7 +70,7 @@ class SmallAllReduce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimatorNetwork:
-    """The estimator's fixed network between hosts.
+    """The estimator's fixed network between NVLink domains.
 
     Args:
         bytes_per_s: rate of one device's link without headers.
@@ -80,7 +80,7 @@ class EstimatorNetwork:
         launch_s: seconds per collective.
         flat_s: seconds of a collective that the formula does not cover.
         always_flat: whether all collectives take `flat_s` except permutes and small all-reduces, which count as inside
-            a host. This is the case if XLA does not know the number of devices per host (`partition_size`).
+            a domain. This is the case if XLA does not know the number of devices per domain (`partition_size`).
     """
 
     bytes_per_s: float
@@ -128,11 +128,10 @@ class EstimatorProfile:
     collectives: Mapping[str, Mapping[int, CollectiveFit]] = field(hash=False)
     small_all_reduce: SmallAllReduce
     network: EstimatorNetwork
-    devices_per_host: int
     source: str = field(compare=False, repr=False)
 
 
-def read_estimator(table: Mapping[str, Any], num_cores: int, devices_per_host: int) -> EstimatorProfile:
+def read_estimator(table: Mapping[str, Any], num_cores: int) -> EstimatorProfile:
     """The profile in a table of a hardware file.
 
     Raises:
@@ -141,7 +140,6 @@ def read_estimator(table: Mapping[str, Any], num_cores: int, devices_per_host: i
     plain = ("source", "date", "cycles", "gemms", "collectives", "small_all_reduce", "network")
     return EstimatorProfile(
         num_cores=num_cores,
-        devices_per_host=devices_per_host,
         cycles=dict(table["cycles"]),
         gemms={dtype: GemmFit(**fit) for dtype, fit in table["gemms"].items()},
         collectives={

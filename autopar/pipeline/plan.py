@@ -23,7 +23,7 @@ from autopar.pipeline.schedule.tasks import Schedule, chain
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
-from autopar.plans.plan import Plan, renamed_in_7
+from autopar.plans.plan import Plan, sixth_to_seventh
 from autopar.plans.records import Efficiency, ProgramSignature, TensorPlan
 from autopar.plans.validate import check_plan, check_positions, check_sharding
 
@@ -51,8 +51,8 @@ def _second_to_third(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
-    """Rename fields, in the stages too."""
-    return _in_stages(renamed_in_7(body), renamed_in_7)
+    """Rename fields and reword statuses, in the stages too."""
+    return _in_stages(sixth_to_seventh(body), sixth_to_seventh)
 
 
 MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_to_seventh)
@@ -218,7 +218,7 @@ class PipelinePlan:
     @property
     def is_chain(self) -> bool:
         """Whether each stage feeds only the next."""
-        return self.schedule not in any_edges.WORDS
+        return self.schedule not in any_edges.DESCRIPTIONS
 
     @property
     def stage_of(self) -> tuple[int, ...]:
@@ -295,7 +295,7 @@ def _check(plan: PipelinePlan) -> None:
         try:
             check_plan(stage.plan)
         except WrongFieldError as wrong:
-            raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.words) from None
+            raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.problem) from None
     _check_layers(plan, layer)
     _check_sends(plan)
     for name, leaves, tensors in (

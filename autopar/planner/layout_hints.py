@@ -178,7 +178,7 @@ def check_mesh_like(plan: Plan, mesh: MeshShape) -> None:
     """
     if mesh != plan.mesh:
         raise PlanMismatchError(
-            f"`like` is planned for mesh {plan.mesh.describe()}, but mesh {mesh.describe()} was requested: state cannot"
+            f"`like` is planned for mesh {plan.mesh.describe()}, but the mesh is {mesh.describe()}: state cannot"
             " be laid out the same on both. Leave `mesh` out"
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.cost.collectives import workers_of
+from autopar.cost.collectives import groupings
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
@@ -103,7 +103,7 @@ def distinct_meshes(
     seen: dict[Any, MeshShape] = {}
     distinct, same = [], {}
     for mesh in meshes:
-        sizes = [workers_of((a,), mesh, profile) for a in mesh.axis_names]
+        sizes = [groupings((a,), mesh, profile) for a in mesh.axis_names]
         key = tuple(sorted(sizes, key=repr)) if symmetric else mesh
         if key in seen:
             same[mesh] = seen[key]

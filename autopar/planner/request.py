@@ -108,7 +108,7 @@ class PlanRequest:
             return self
         if self.mesh is None and self.num_devices not in (None, plan.mesh.num_devices):
             raise PlanMismatchError(
-                f"`like` is planned for mesh {plan.mesh.describe()}, but {self.num_devices} devices were requested: drop one"
+                f"`like` is planned for mesh {plan.mesh.describe()}, but `num_devices` is {self.num_devices}: drop one"
             )
         known = plan.hardware in hardware_profiles.known_names()
         given = self.memory_budget_bytes
@@ -142,7 +142,7 @@ def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...
         shape = mesh_of(mesh)
     if num_devices is not None and shape.num_devices != num_devices:
         raise MeshError(
-            f"mesh {shape.describe()} has {shape.num_devices} devices, but {num_devices} were requested:"
+            f"mesh {shape.describe()} has {shape.num_devices} devices, but `num_devices` is {num_devices}:"
             " give one of the two, or make them agree"
         )
     return (shape,)

@@ -70,7 +70,7 @@ def reader(decode: Callable[[Body], _T], check: Callable[[_T], None]) -> Callabl
             plan = decode(as_records(body))
             check(plan)
         except WrongFieldError as wrong:
-            raise WrongFieldError(_in_file(wrong.place) if NUMBERS in body else wrong.place, wrong.words) from None
+            raise WrongFieldError(_in_file(wrong.place) if NUMBERS in body else wrong.place, wrong.problem) from None
         return plan
 
     return read
@@ -109,7 +109,7 @@ def _stage_as_records(n: int, stage: Any) -> Any:
     try:
         return stage | {"plan": as_records(stage["plan"])}
     except WrongFieldError as wrong:
-        raise WrongFieldError(f".stages[{n}].plan{wrong.place}", wrong.words) from None
+        raise WrongFieldError(f".stages[{n}].plan{wrong.place}", wrong.problem) from None
 
 
 # -- text ------------------------------------------------------------------------------------

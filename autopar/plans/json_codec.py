@@ -36,12 +36,12 @@ _MOST_DEVICES = 10**6
 class WrongFieldError(Exception):
     """A field that cannot be read; each enclosing decoder prepends its part of the field's path to `place`."""
 
-    def __init__(self, place: str, words: str) -> None:
-        super().__init__(place, words)
-        self.place, self.words = place, words
+    def __init__(self, place: str, problem: str) -> None:
+        super().__init__(place, problem)
+        self.place, self.problem = place, problem
 
     def __str__(self) -> str:
-        return f"its field `{self.place.lstrip('.')}` {self.words}"
+        return f"its field `{self.place.lstrip('.')}` {self.problem}"
 
 
 _T = TypeVar("_T")
@@ -111,6 +111,18 @@ def without(field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
         record = body.get(of)
         if isinstance(record, dict):  # the decoder reports anything else
             return {**body, of: {name: item for name, item in record.items() if name != field}}
+        return body
+
+    return migrate
+
+
+def reworded(texts: Mapping[str, str], field: str, of: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """A migration that replaces old texts of `field` in the record in the plan's field `of` by new ones."""
+
+    def migrate(body: dict[str, Any]) -> dict[str, Any]:
+        record = body.get(of)
+        if isinstance(record, dict) and isinstance(text := record.get(field), str):
+            return {**body, of: {**record, field: texts.get(text, text)}}
         return body
 
     return migrate
@@ -235,7 +247,7 @@ def _decode_items(one: _Decoder, data: Any) -> tuple[Any, ...]:
         for item in data:
             out.append(one(item))
     except WrongFieldError as wrong:
-        raise WrongFieldError(f"[{len(out)}]{wrong.place}", wrong.words) from None
+        raise WrongFieldError(f"[{len(out)}]{wrong.place}", wrong.problem) from None
     return tuple(out)
 
 
@@ -300,7 +312,7 @@ def _record_decoder(record: Any) -> _Decoder:
             try:
                 values[name] = decoders[name](item)
             except WrongFieldError as wrong:
-                raise WrongFieldError(f".{name}{wrong.place}", wrong.words) from None
+                raise WrongFieldError(f".{name}{wrong.place}", wrong.problem) from None
         try:
             return record(**values)
         except AutoparError as error:

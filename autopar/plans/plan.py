@@ -16,7 +16,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Part, Parts
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
-from autopar.plans.json_codec import as_it_is, decoder, encode, read_document, renamed, without
+from autopar.plans.json_codec import as_it_is, decoder, encode, read_document, renamed, reworded, without
 from autopar.plans.records import (
     CollectiveUse,
     Constraint,
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 #: The `format` field of a plan file.
 FORMAT = "autopar-plan"
-#: Fields that version 7 renames, and the fields of a plan whose records have some of them.
+#: Fields that version 7 renames, and a status of the solver that it rewords.
 _RENAMED = {
     "words": "strategy",
     "awaited": "early_reductions",
@@ -55,11 +55,25 @@ _RENAMED = {
     "renewed": "regathered",
     "recomputes": "rematerializes",
 }
-renamed_in_7 = renamed(_RENAMED, of=("rejected", "tie", "recomputed", "microbatches"))
+_REWORDED = {
+    "feasible, as close to the bound as was asked: lower `relative_gap` to close the gap": (
+        "feasible, gap within the requested tolerance: lower `relative_gap` to close the gap"
+    )
+}
+_rename_fields = renamed(_RENAMED, of=("rejected", "tie", "recomputed", "microbatches"))
+_reword_status = reworded(_REWORDED, "status", of="outcome")
+
+
+def sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
+    """Rename fields, and reword the solver's status."""
+    return _reword_status(_rename_fields(body))
+
+
 #: Migrations from each version to the next. Version 2 adds `trace` and `memory`; 3 drops the solve time, so that two runs
-#: write the same file; 4 moves numbers from records to columns; 6 adds `replicated` and `tie`; 7 renames fields and adds
-#: `efficiency`. A change of a field adds a migration here and a file of the previous version to `tests/plan_files/`.
-MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is, renamed_in_7)
+#: write the same file; 4 moves numbers from records to columns; 6 adds `replicated` and `tie`; 7 renames fields, rewords
+#: a status and adds `efficiency`. A change of a field adds a migration here and a file of the previous version to
+#: `tests/plan_files/`.
+MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is, sixth_to_seventh)
 VERSION = len(MIGRATIONS) + 1
 
 

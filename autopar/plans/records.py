@@ -186,7 +186,7 @@ class Tie:
     """The fastest plan found, if a simpler and hardly slower plan replaced it.
 
     Args:
-        mesh, words: mesh and description of the fastest plan.
+        mesh, strategy: mesh and strategy of the fastest plan.
         num_split: number of arguments that it splits.
         faster: relative time that it saves compared with the chosen plan.
     """

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Workers, available, backend_of
 from autopar.cost.all_reduce_steps import seconds_by_messages
-from autopar.cost.collectives import all_reduce_choice, workers_of
+from autopar.cost.collectives import all_reduce_choice, groupings
 from autopar.errors import PlotError
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
@@ -56,10 +56,15 @@ class AlgorithmRow:
 
 @dataclass(frozen=True, slots=True)
 class AxisPrices:
-    """All algorithms over one axis, and for each size the name of the chosen one."""
+    """All algorithms over one axis, and for each size the name of the chosen one.
+
+    Args:
+        group: what the workers of one `host` share: a host, or an NVLink domain of several hosts.
+    """
 
     axis: str
     backend: str
+    group: str
     workers: Workers
     sizes_bytes: tuple[float, ...]
     rows: tuple[AlgorithmRow, ...]
@@ -86,21 +91,25 @@ def price_all_reduce(
 def _axis(
     axis: str, mesh: MeshShape, profile: HardwareProfile, sizes: tuple[float, ...], by_messages: bool
 ) -> AxisPrices:
-    workers, backend = workers_of((axis,), mesh, profile), backend_of(profile.platform)
+    grouped, backend = groupings((axis,), mesh, profile), backend_of(profile.platform)
+    able = {name: [w for w in grouped if name in available((name,), w)] for name in ALGORITHMS}
+    launch_s = profile.collective_launch_s
     rows = [
         AlgorithmRow(
             name=name,
             title=ALGORITHMS[name].title,
             in_backend=name in BACKENDS[backend],
-            seconds=tuple(ALGORITHMS[name].load(s, workers).seconds + profile.collective_launch_s for s in sizes),
+            seconds=tuple(min(ALGORITHMS[name].load(s, w).seconds for w in among) + launch_s for s in sizes),
             by_messages_s=tuple(
-                seconds_by_messages(name, s, workers) + profile.collective_launch_s for s in sizes if by_messages
+                min(seconds_by_messages(name, s, w) for w in among) + launch_s for s in sizes if by_messages
             ),
         )
-        for name in available(tuple(ALGORITHMS), workers)
+        for name, among in able.items()
+        if among
     ]
     chosen = tuple(all_reduce_choice(size, (axis,), mesh, profile)[0] for size in sizes)
-    return AxisPrices(axis, backend, workers, sizes, tuple(rows), chosen)
+    group = "host" if len(grouped) == 1 else "NVLink domain"
+    return AxisPrices(axis, backend, group, grouped[0], sizes, tuple(rows), chosen)
 
 
 # As a table.
@@ -137,13 +146,14 @@ def render_all_reduce(
 def _heading(axis: AxisPrices) -> str:
     link = axis.workers.slowest_link
     speed = f"{human_bytes(link.bytes_per_s)}/s, {human_seconds(link.latency_s)} a step"
-    return f"Axis `{axis.axis}`: {_place(axis.workers)}; slowest link {speed}"
+    return f"Axis `{axis.axis}`: {_place(axis)}; slowest link {speed}"
 
 
-def _place(workers: Workers) -> str:
+def _place(axis: AxisPrices) -> str:
+    workers, group = axis.workers, axis.group
     if workers.num_hosts == 1:
-        return f"{workers.num_workers} devices in one host"
-    return f"{workers.num_workers} devices on {workers.num_hosts} hosts, {workers.num_local} in each"
+        return f"{workers.num_workers} devices in one {group}"
+    return f"{workers.num_workers} devices on {workers.num_hosts} {group}s, {workers.num_local} in each"
 
 
 def _table(axis: AxisPrices, *, by_messages: bool = False) -> Table:
@@ -226,6 +236,6 @@ def _draw(axis: AxisPrices, panel: Any) -> dict[str, Any]:
         label = f"{row.title} ({_BACKEND_NAMES[axis.backend]})" if row.in_backend else row.title
         (lines[label],) = panel.plot(axis.sizes_bytes, row.seconds, **style)
     panel.set(xscale="log", yscale="log", xlabel="bytes of the buffer")
-    panel.set_title(f"axis {axis.axis}: {_place(axis.workers)}", fontsize="medium")
+    panel.set_title(f"axis {axis.axis}: {_place(axis)}", fontsize="medium")
     panel.grid(alpha=0.3)
     return lines

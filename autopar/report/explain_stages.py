@@ -147,7 +147,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
         sure = f"not bounded; {outcome.status}"
     order = " among stages in the order of the devices" if len(plan.stages) > 1 else ""
     searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
-    descriptions = {**any_edges.WORDS, **{name: kind.words for name, kind in SCHEDULES.items()}}
+    descriptions = {**any_edges.DESCRIPTIONS, **{name: kind.description for name, kind in SCHEDULES.items()}}
     what = descriptions.get(plan.schedule, "")
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [

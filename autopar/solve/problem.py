@@ -85,7 +85,7 @@ class Status(Enum):
     OPTIMAL = "proven optimal"
     FEASIBLE = "feasible, stopped by the time limit: raise `time_limit_s` to close the gap"
     STEPPED = "feasible, stopped by the step limit: raise `step_limit` to close the gap"
-    CLOSE = "feasible, as close to the bound as was asked: lower `relative_gap` to close the gap"
+    CLOSE = "feasible, gap within the requested tolerance: lower `relative_gap` to close the gap"
     INTERRUPTED = "feasible, stopped by Ctrl-C: let it run on to close the gap"
     UNPROVEN = "feasible, by a method that proves nothing"
     INFEASIBLE = "no assignment fits the memory budget: raise the budget or use more devices"

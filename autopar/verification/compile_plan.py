@@ -18,7 +18,7 @@ from autopar.verification.figures import match_collectives, memory_figures, step
 from autopar.verification.step_times import step_times
 from autopar.verification.verification import Attempt, Verification
 from autopar.xla_compiler.compiler import Arguments, CompiledStep, Compiler
-from autopar.xla_compiler.gpu_target import target_text, topology_text
+from autopar.xla_compiler.gpu_target import gpus_per_slice, target_text, topology_text
 
 
 def compile_plan(
@@ -43,7 +43,9 @@ def compile_plan(
         MeshError: the devices do not divide evenly among the hosts.
         HardwareError: the profile has no description of the GPU for XLA.
     """
-    topology_text(plan.mesh.num_devices, num_hosts)  # raise errors of the topology and the profile before lowering
+    topology_text(
+        profile, plan.mesh.num_devices, num_hosts
+    )  # raise errors of the topology and the profile before lowering
     target_text(profile)
     report("lower", 1.0)
     jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
@@ -67,16 +69,16 @@ def compare_with_compiled(
     overhead_s: float,
 ) -> Verification:
     """Compare a plan with the compiled step; see `Verification`."""
-    times = step_times(plan, compiled, profile.name, min(profile.devices_per_host, plan.mesh.num_devices))
-    # XLA's description of V100 and A100 has no matrix units, so its time estimates for them are unreliable.
-    believable = "matrix_unit_description" in (profile.xla_target or {})
+    num_devices, has_tables = plan.mesh.num_devices, profile.xla_estimator is not None
+    per_slice = gpus_per_slice(profile, num_devices, num_hosts)
+    times = step_times(plan, compiled, profile.name, per_slice, has_tables=has_tables)
     return Verification(
         plan=plan,
-        topology=topology_text(plan.mesh.num_devices, num_hosts),
+        topology=topology_text(profile, num_devices, num_hosts),
         memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
         matched=match_collectives(plan, compiled.hlo_text, compiled.hosts),
         times=times,
-        step_time=step_time_figure(plan, times, believable),
+        step_time=step_time_figure(plan, times, has_tables),
         compiled=compiled,
         budget_bytes=budget_bytes,
         attempts=tuple(attempts),

@@ -181,7 +181,7 @@ def step_time_figure(plan: Plan, times: StepTimes, believable: bool) -> Figure:
     """Compare the plan's simulation of XLA's estimate with that estimate, or without one, its own step time.
 
     The simulation has the estimate's errors but for loops, so it is compared where the estimate is wrong about the device,
-    too. It is checked only where XLA's description of the device has matrix units (`believable`).
+    too. It is checked only where XLA has measured tables of the device (`believable`).
     """
     tolerance = STEP_TIME_TOLERANCE if believable else None
     prediction, ran = plan.prediction, times.measured_s

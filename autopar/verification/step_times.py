@@ -16,7 +16,7 @@ from autopar.plans.plan import Plan
 from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_compiler.estimate_errors import estimate_errors
 from autopar.xla_compiler.hlo_metadata import read_sources
-from autopar.xla_compiler.hlo_text import parse_module
+from autopar.xla_compiler.hlo_text import Module, parse_module
 from autopar.xla_replay import rates
 from autopar.xla_replay.device_prices import DevicePrices
 from autopar.xla_replay.program import replay_module
@@ -34,7 +34,7 @@ class StepTimes:
         predicted_s: the planner's prediction; `predicted_exposed_s` its exposed communication by kind.
         replay: the replay of the compiled program; None where `no_replay` says why.
         xla_s: the estimate of XLA's scheduler, right or wrong; None where it made none.
-        estimate_errors: why XLA's estimate is wrong for this program; empty where it is sound.
+        estimate_errors: why XLA's estimate is wrong for this program or device; empty where it is sound.
         measured_s: median of measured runs; None where the step was not run.
     """
 
@@ -77,20 +77,18 @@ class StepTimes:
         }
 
 
-def step_times(plan: Plan, compiled: CompiledStep, hardware: str, devices_per_domain: int) -> StepTimes:
+def step_times(
+    plan: Plan, compiled: CompiledStep, hardware: str, devices_per_domain: int, *, has_tables: bool = True
+) -> StepTimes:
     """Gather the step time of a plan and its compiled step.
 
     Args:
         hardware: name of the hardware profile.
         devices_per_domain: devices that NVLink connects.
+        has_tables: whether XLA has measured tables of the device, from which it estimates times.
     """
     module = parse_module(compiled.hlo_text)
-    replay, no_replay = None, ""
-    try:
-        prices = DevicePrices(rates.load(hardware), devices_per_domain, read_sources(compiled.hlo_text))
-        replay = replay_module(module, prices)
-    except (HardwareError, VerifyError) as error:
-        no_replay = str(error)
+    replay, no_replay = replayed(compiled.hlo_text, module, hardware, devices_per_domain)
     prediction = plan.prediction
     return StepTimes(
         predicted_s=prediction.step_time_s,
@@ -99,6 +97,15 @@ def step_times(plan: Plan, compiled: CompiledStep, hardware: str, devices_per_do
         no_replay=no_replay,
         xla_s=compiled.step_time_s,
         xla_exposed_s=compiled.exposed_s,
-        estimate_errors=estimate_errors(module),
+        estimate_errors=(*([] if has_tables else ["a GPU without measured tables"]), *estimate_errors(module)),
         measured_s=compiled.measured.step_time_s if compiled.measured else None,
     )
+
+
+def replayed(hlo_text: str, module: Module, hardware: str, devices_per_domain: int) -> tuple[Replay | None, str]:
+    """The replay of a compiled program, or None and the reason."""
+    try:
+        prices = DevicePrices(rates.load(hardware), devices_per_domain, read_sources(hlo_text))
+        return replay_module(module, prices), ""
+    except (HardwareError, VerifyError) as error:
+        return None, str(error)

@@ -48,14 +48,14 @@ class Attempt:
             compiled program exceeded the budget.
         predicted_bytes, compiled_bytes: peak memory; None where no plan fits.
         step_time_s: predicted step time.
-        words: description of the plan, or the reason why there is none.
+        description: the strategy and mesh of the plan, or the reason why there is none.
     """
 
     planned_for_bytes: float
     predicted_bytes: float | None
     compiled_bytes: float | None
     step_time_s: float | None
-    words: str
+    description: str
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -64,7 +64,7 @@ class Verification:
 
     Args:
         plan: the verified plan.
-        topology: XLA's `slices x hosts x GPUs per host` of the target.
+        topology: XLA's `slices x hosts per slice x GPUs per host` of the target; a slice is an NVLink domain.
         memory: bytes per device of arguments, temporaries, outputs, donated outputs, and the peak.
         matched: all collectives: by kind and mesh axes, and one by one with the decisions that predicted them.
         times: the step time by three models: predicted, replayed, XLA's estimate; and measured.
@@ -252,7 +252,7 @@ def _budget(verification: Verification) -> RenderableType:
         sizes = [one.planned_for_bytes, one.predicted_bytes, one.compiled_bytes]
         shown = ["-" if size is None else human_bytes(size) for size in sizes]
         step_time = "-" if one.step_time_s is None else human_seconds(one.step_time_s)
-        table.add_row(str(number), *shown, step_time, Text(one.words))
+        table.add_row(str(number), *shown, step_time, Text(one.description))
     over = f"the compiled peak is over the memory budget of {human_bytes(verification.budget_bytes)}"
     ways = "give a larger budget or more devices, a smaller batch or model"
     if not verification.fits and len(verification.attempts) == 1:  # a given plan

@@ -30,7 +30,7 @@ from autopar.verification.compile_plan import compare_with_compiled, compile_pla
 from autopar.verification.verification import Attempt, Verification
 from autopar.verification.verify_stages import StagesVerification, verify_stages
 from autopar.xla_compiler.compiler import CompiledStep, Compiler
-from autopar.xla_compiler.gpu_target import topology_text
+from autopar.xla_compiler.gpu_target import gpus_per_host
 
 #: The most replanning attempts for a plan whose compiled program exceeds the memory budget.
 MOST_REPLANS = 2
@@ -184,7 +184,7 @@ class _Verifier:
                     predicted_bytes=None,
                     compiled_bytes=None,
                     step_time_s=None,
-                    words=str(error).split(". Ways out")[0],
+                    description=str(error).split(". Ways out")[0],
                 )
             )
             return None
@@ -203,7 +203,7 @@ class _Verifier:
                 predicted_bytes=made.plan.prediction.peak_bytes,
                 compiled_bytes=made.compiled.peak_bytes,
                 step_time_s=made.plan.prediction.step_time_s,
-                words=f"{made.plan.strategy}; mesh {made.plan.mesh}",
+                description=f"{made.plan.strategy}; mesh {made.plan.mesh}",
             )
         )
 
@@ -217,13 +217,13 @@ def _spread(options: Mapping[str, Any], hosts: int) -> HardwareProfile:
         num_devices = mesh.num_devices
     else:
         num_devices = parse_mesh(mesh).num_devices if isinstance(mesh, str) else mesh.devices.size
-    topology_text(num_devices, hosts)
+    per_host = gpus_per_host(num_devices, hosts)
     given = options.get("hardware")
     if given is None:
         device = jax.devices()[0]
         given = detect(device.device_kind, device.platform)
     profile = given if isinstance(given, HardwareProfile) else load(given)
-    return replace(profile, devices_per_host=num_devices // hosts)
+    return replace(profile, devices_per_host=per_host)
 
 
 def _profile(given: Any, plan: Plan) -> HardwareProfile:

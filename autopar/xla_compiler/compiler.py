@@ -25,7 +25,7 @@ from typing import Any, Self
 from autopar.errors import VerifyError
 from autopar.hardware.profile import HardwareProfile
 from autopar.system.source_paths import PACKAGE
-from autopar.xla_compiler.gpu_target import require_wheels, target_text, topology_text
+from autopar.xla_compiler.gpu_target import gpus_per_slice, require_wheels, target_text, topology_text
 
 #: XLA flags of every compile, besides the user's XLA_FLAGS: the latency-hiding scheduler with its analytical estimator.
 SCHEDULER_FLAGS = (
@@ -35,9 +35,10 @@ SCHEDULER_FLAGS = (
 #: XLA flags of a compile for absent GPUs. Autotuning is off because it runs kernels. Split-K is off because autotuning
 #: seldom chooses it and the estimator prices it far too high.
 FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_experimental_force_split_k=1", *SCHEDULER_FLAGS)
-#: Without this flag the estimator charges every collective between hosts 5 ms; with it, a time by bytes and latency.
-_GPUS_PER_HOST_FLAG = "--xla_gpu_analytical_latency_estimator_options=partition_size="
-_GPUS_PER_HOST = 8
+#: The GPUs of an NVLink domain. Where neither `partition_size` nor the topology says it, the estimator charges every
+#: collective between domains 5 ms. XLA counts the GPUs of a ring by `gpus_per_node`, by default 8.
+_ESTIMATOR_FLAG = "--xla_gpu_analytical_latency_estimator_options"
+_GPUS_PER_SLICE = 8
 
 #: XLA runs a small all-reduce by its own one-shot kernel, and fails to compile that for 64 GPUs (JAX 0.12.0.1). The log
 #: then names the kernel, and the flag makes XLA call NCCL instead.
@@ -133,7 +134,7 @@ class Compiler:
     def __init__(self, platform: str | None = "") -> None:
         require_wheels()
         self._jobs = 0
-        self._per_host = _GPUS_PER_HOST
+        self._per_slice = _GPUS_PER_SLICE
         self._own_kernel = True
         self._read = 0  # bytes of the log that have been read
         self._here: dict[str, Any] | None = None
@@ -149,10 +150,10 @@ class Compiler:
     def flags(self) -> tuple[str, ...]:
         """XLA_FLAGS of the worker. Autotuning stays on for local GPUs."""
         own = own_flags(os.environ.get("XLA_FLAGS", ""))
-        if any(flag.startswith(_GPUS_PER_HOST_FLAG.split("=")[0]) for flag in own):
-            own_options: tuple[str, ...] = ()
-        else:
-            own_options = (f"{_GPUS_PER_HOST_FLAG}{self._per_host}",)
+        size, own_options = self._per_slice, tuple[str, ...]()
+        if not any(flag.startswith(_ESTIMATOR_FLAG) for flag in own):
+            per_node = "" if size == _GPUS_PER_SLICE else f",gpus_per_node={size}"
+            own_options = (f"{_ESTIMATOR_FLAG}=partition_size={size}{per_node}",)
         own_options += () if self._own_kernel else (_NO_OWN_KERNEL_FLAG,)
         return (*own, *(FLAGS if self._platform is None else SCHEDULER_FLAGS), *own_options)
 
@@ -206,8 +207,10 @@ class Compiler:
             HardwareError: the profile has no description of the GPU for XLA.
             MeshError: the devices do not divide evenly among the hosts.
         """
-        if num_hosts > 1 and num_devices // num_hosts != self._per_host:  # XLA reads this flag at startup only
-            self._per_host = num_devices // num_hosts
+        per_slice = gpus_per_slice(profile, num_devices, num_hosts)
+        is_one = per_slice == num_devices <= self._per_slice  # one domain, whatever the flag has above that
+        if per_slice != self._per_slice and not is_one:  # XLA reads this flag at startup only
+            self._per_slice = per_slice
             self._restart()
         job = Path(self._folder.name, str(self._jobs))
         self._jobs += 1
@@ -226,7 +229,7 @@ class Compiler:
             )
         else:
             (job / "target").write_text(target_text(profile), encoding="utf-8")
-            (job / "topology").write_text(topology_text(num_devices, num_hosts), encoding="utf-8")
+            (job / "topology").write_text(topology_text(profile, num_devices, num_hosts), encoding="utf-8")
         try:
             log = self._done(job.name)
         except _OwnKernelError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -41,18 +42,42 @@ def require_wheels() -> None:
     )
 
 
-def topology_text(num_devices: int, num_hosts: int) -> str:
-    """XLA's topology `slices x hosts x GPUs per host`.
+def gpus_per_host(num_devices: int, num_hosts: int) -> int:
+    """The number of GPUs of each host.
+
+    Raises:
+        MeshError: the devices do not divide evenly among the hosts.
+    """
+    if num_hosts < 1 or num_devices % num_hosts:
+        raise MeshError(f"{num_devices} devices do not divide evenly among {num_hosts} hosts: change --hosts or --mesh")
+    return num_devices // num_hosts
+
+
+def gpus_per_slice(profile: HardwareProfile, num_devices: int, num_hosts: int) -> int:
+    """The number of GPUs of each slice, XLA's word for an NVLink domain.
+
+    Raises:
+        MeshError: the devices do not divide evenly among the hosts.
+    """
+    per_host = gpus_per_host(num_devices, num_hosts)
+    return min(num_devices, replace(profile, devices_per_host=per_host).domain_in(num_devices))
+
+
+def topology_text(profile: HardwareProfile, num_devices: int, num_hosts: int) -> str:
+    """XLA's topology `slices x hosts per slice x GPUs per host`.
+
+    XLA takes the GPUs of a slice for peers over NVLink: it generates its own all-reduce kernels for them, which do not
+    run between domains.
 
     Raises:
         MeshError: the devices do not divide evenly among the hosts.
 
-    >>> topology_text(16, 2)
-    '1x2x8'
+    >>> from autopar.hardware.profile import load
+    >>> topology_text(load("h100-sxm"), 16, 2), topology_text(load("gb200-nvl72"), 16, 4)
+    ('2x1x8', '1x4x4')
     """
-    if num_hosts < 1 or num_devices % num_hosts:
-        raise MeshError(f"{num_devices} devices do not divide evenly among {num_hosts} hosts: change --hosts or --mesh")
-    return f"1x{num_hosts}x{num_devices // num_hosts}"
+    per_host, per_slice = gpus_per_host(num_devices, num_hosts), gpus_per_slice(profile, num_devices, num_hosts)
+    return f"{num_devices // per_slice}x{per_slice // per_host}x{per_host}"
 
 
 def target_text(profile: HardwareProfile) -> str:

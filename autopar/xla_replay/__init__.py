@@ -2,5 +2,5 @@
 
 In: the optimized, scheduled HLO; the rates of a device.
 Out: step time, exposed communication by kind, time per operation, a timeline.
-Imported by: verification, cli.
+Imported by: verification, calibration, cli.
 """

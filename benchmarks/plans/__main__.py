@@ -20,7 +20,7 @@ COMMITTED = Path(__file__).parents[1] / "results" / "plans.jsonl"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
     parser.add_argument(
-        "model", choices=list(MODELS), help="; ".join(f"{name}: {one.words}" for name, one in MODELS.items())
+        "model", choices=list(MODELS), help="; ".join(f"{name}: {one.description}" for name, one in MODELS.items())
     )
     parser.add_argument("--setting", choices=list(SETTINGS), default=next(iter(SETTINGS)))
     options = parser.parse_args()

@@ -34,11 +34,11 @@ class Model:
     """A model for any batch.
 
     Args:
-        words: description of the model.
+        description: its name and size.
         per_gpu: examples per GPU if only the batch is sharded.
     """
 
-    words: str
+    description: str
     per_gpu: int
     training: Callable[[int], Training]
 

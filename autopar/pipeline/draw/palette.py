@@ -25,7 +25,7 @@ class Look:
 
     letter: str
     colour: str
-    words: str
+    name: str
 
 
 LOOKS: Mapping[Phase, Look] = MappingProxyType(

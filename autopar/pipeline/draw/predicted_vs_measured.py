@@ -77,7 +77,7 @@ def differences(simulated: PipelineTimeline, measured: PipelineTimeline) -> tupl
     slowest, fastest = (pick(stages, key=lambda one: one.factor) for pick in (max, min))
     took = f"{human_seconds(slowest.measured_s)} instead of {human_seconds(slowest.predicted_s)}"
     phase = slowest.slowest_phase
-    most = f"most of all {LOOKS[phase].words}, {_times(_factor(*slowest.phases[phase]))}"
+    most = f"most of all {LOOKS[phase].name}, {_times(_factor(*slowest.phases[phase]))}"
     if slowest.factor > _WORTH_NAMING * fastest.factor:
         sentences.append(
             f"stage {slowest.stage} is slowest against its prediction: its tasks take {took},"

@@ -98,16 +98,16 @@ def _task(span: Span, timeline: PipelineTimeline, stages: tuple[int, ...], y: fl
 
 def _legend(timelines: Sequence[PipelineTimeline], top: float) -> list[str]:
     """A swatch and a name for each phase that occurs, and a note on shades if a submesh has several stages."""
-    entries = [(LOOKS[phase].colour, LOOKS[phase].words) for phase in phases_of(*timelines)]
+    entries = [(LOOKS[phase].colour, LOOKS[phase].name) for phase in phases_of(*timelines)]
     entries.append((BUBBLE_COLOUR, "idle"))
     parts: list[str] = []
     x = float(_LEFT)
-    for colour, words in entries:
+    for colour, name in entries:
         parts += [
             f'<rect x="{x:g}" y="{top:g}" width="14" height="14" fill="{colour}"/>',
-            f'<text class="key" x="{x + 19:g}" y="{top + 11.5:g}">{words}</text>',
+            f'<text class="key" x="{x + 19:g}" y="{top + 11.5:g}">{name}</text>',
         ]
-        x += 19 + 6.6 * len(words) + 18
+        x += 19 + 6.6 * len(name) + 18
     if any(len(t.stages_on(submesh)) > 1 for t in timelines for submesh in range(t.num_submeshes)):
         parts.append(f'<text class="key" x="{x:g}" y="{top + 11.5:g}">lighter: a submesh\'s later stages</text>')
     return parts

@@ -92,7 +92,7 @@ def _append_row(text: Text, timeline: PipelineTimeline, submesh: int, owners: Se
 
 
 def _legend(timelines: Sequence[PipelineTimeline]) -> str:
-    looks = [f"{LOOKS[phase].letter} {LOOKS[phase].words}" for phase in phases_of(*timelines)]
+    looks = [f"{LOOKS[phase].letter} {LOOKS[phase].name}" for phase in phases_of(*timelines)]
     several = any(len(t.stages_on(submesh)) > 1 for t in timelines for submesh in range(t.num_submeshes))
     letters = "; a, b, …: the submesh's stages in order" if several else ""
     return f"{', '.join(looks)}; number: the microbatch{letters}; . idle; right: the idle share"

@@ -21,7 +21,7 @@ NAMES: Mapping[Backward, str] = MappingProxyType(
     {"whole": "as they come", "split": "parts as they come", "none": "forward, as they come"}
 )
 #: The description of each schedule, by name.
-WORDS: Mapping[str, str] = MappingProxyType(
+DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
     {
         NAMES["whole"]: "A submesh that is free runs a backward pass if one is ready, else the earliest forward pass.",
         NAMES[

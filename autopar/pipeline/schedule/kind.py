@@ -71,7 +71,7 @@ class ScheduleKind:
 
     Args:
         name: the schedule's name in the API.
-        words: a description of one sentence.
+        description: one sentence.
         orders: a function that orders the tasks of each submesh. Updates are appended, unless the orders contain them.
         needs: a function from those orders and the edges between stages to the dependencies of tasks.
         backward: "whole", "split" into input and weight parts, or "none".
@@ -86,7 +86,7 @@ class ScheduleKind:
     """
 
     name: str
-    words: str
+    description: str
     orders: Callable[[PipelineShape], Orders]
     needs: Callable[[Orders, Edges], Needs] = synchronous_needs
     backward: Literal["whole", "split", "none"] = "whole"

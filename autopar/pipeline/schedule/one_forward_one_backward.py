@@ -72,7 +72,7 @@ def _whole_rounds(shape: PipelineShape) -> str | None:
 
 ONE_F_ONE_B = ScheduleKind(
     name="1f1b",
-    words="Forward and backward by turns: as quick as gpipe, with only as many microbatches held as there are stages.",
+    description="Forward and backward by turns: as quick as gpipe, with only as many microbatches held as there are stages.",
     orders=_one_stage_each,
     requires=one_stage_each,
     bubble="(p - 1)(F + B)",
@@ -83,7 +83,7 @@ ONE_F_ONE_B = ScheduleKind(
 )
 INTERLEAVED = ScheduleKind(
     name="interleaved",
-    words="1f1b with several stages on each submesh: idle time shrinks as often, for more transfers and more memory.",
+    description="1f1b with several stages on each submesh: idle time shrinks as often, for more transfers and more memory.",
     orders=_several_stages_each,
     requires=_whole_rounds,
     bubble="(p - 1)(F + B) / v",

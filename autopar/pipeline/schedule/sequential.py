@@ -39,7 +39,7 @@ def _of_each(number: int, shape: PipelineShape) -> tuple[int, ...]:
 
 NONE = ScheduleKind(
     name="none",
-    words="One microbatch after another through all stages: one submesh works at a time.",
+    description="One microbatch after another through all stages: one submesh works at a time.",
     orders=_one_after_another,
     requires=one_stage_each,
     bubble="m(p - 1)(F + B)",
@@ -48,7 +48,7 @@ NONE = ScheduleKind(
 )
 INFERENCE = ScheduleKind(
     name="inference",
-    words="Forward passes only, one microbatch behind the other.",
+    description="Forward passes only, one microbatch behind the other.",
     orders=_forward_only,
     backward="none",
     requires=one_stage_each,
@@ -58,7 +58,7 @@ INFERENCE = ScheduleKind(
 )
 GPIPE = ScheduleKind(
     name="gpipe",
-    words="All forward passes, then all backward passes: every microbatch is held at once.",
+    description="All forward passes, then all backward passes: every microbatch is held at once.",
     orders=_forward_then_backward,
     requires=one_stage_each,
     bubble="(p - 1)(F + B)",

@@ -41,7 +41,7 @@ def _holds(even: EvenPipeline) -> bool:
 
 ZB_H1 = ScheduleKind(
     name="zb-h1",
-    words="1f1b with the backward pass split: weight gradients are put off to where the pipeline would idle.",
+    description="1f1b with the backward pass split: weight gradients are put off to where the pipeline would idle.",
     orders=_delayed_weight_parts,
     backward="split",
     requires=one_stage_each,

@@ -84,7 +84,7 @@ class BranchSearch:
         made = self.layers.made_bytes
 
         def to_and_fro_s(layer: int, part: SubmeshShape, same_host: bool) -> float:
-            return 2 * sent_s(made[layer] / count, part, part, same_host, self.profiles)
+            return 2 * sent_s(made[layer] / count, part, part, same_host, self.cluster, self.profiles)
 
         branches = Branches(problem, self.layers.edges, to_and_fro_s)
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
@@ -148,7 +148,7 @@ class BranchSearch:
         ]
 
         def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-            return 2 * sent_s(across[boundary], source, target, same_host, self.profiles)
+            return 2 * sent_s(across[boundary], source, target, same_host, self.cluster, self.profiles)
 
         return transfer_s
 
@@ -174,7 +174,7 @@ class BranchSearch:
 
     def _sends(self, sizes: Mapping[tuple[int, int], float], stages: Sequence[Stage]) -> tuple[Send, ...]:
         return tuple(
-            sent(a, b, size, stages[a].submesh, stages[b].submesh, self.profiles)
+            sent(a, b, size, stages[a].submesh, stages[b].submesh, self.cluster, self.profiles)
             for (a, b), size in sorted(sizes.items())
         )
 

@@ -206,13 +206,14 @@ class StageSearch:
 
     def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
         """Seconds to transfer one microbatch's activations and gradients."""
-        return 2 * sent_s(self.boundary_bytes[boundary], source, target, same_host, self.profiles)
+        return 2 * sent_s(self.boundary_bytes[boundary], source, target, same_host, self.cluster, self.profiles)
 
     def sends(self, stages: Sequence[Stage]) -> tuple[Send, ...]:
         """The transfers of one microbatch between consecutive stages."""
         sizes = [self.boundary_bytes[stage.first] for stage in stages[1:]]
         ends = enumerate(pairwise(stage.submesh for stage in stages))
-        return tuple(sent(n, n + 1, size, *pair, self.profiles) for (n, pair), size in zip(ends, sizes, strict=True))
+        links = self.cluster, self.profiles
+        return tuple(sent(n, n + 1, size, *pair, *links) for (n, pair), size in zip(ends, sizes, strict=True))
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -297,12 +298,13 @@ def sent(
     num_bytes: float,
     here: Submesh,
     there: Submesh,
+    cluster: Cluster,
     profiles: Mapping[str, HardwareProfile],
 ) -> Send:
     """The transfer between two stages for one microbatch; nothing if both are on the same devices."""
     if here.devices == there.devices:
         return Send(source, target, 0.0, 0.0)
-    seconds = sent_s(num_bytes, here.shape, there.shape, here.shares_host(there), profiles)
+    seconds = sent_s(num_bytes, here.shape, there.shape, here.shares_host(there), cluster, profiles)
     return Send(source, target, num_bytes, seconds)
 
 
@@ -311,18 +313,27 @@ def sent_s(
     source: SubmeshShape,
     target: SubmeshShape,
     same_host: bool,
+    cluster: Cluster,
     profiles: Mapping[str, HardwareProfile],
 ) -> float:
-    """Seconds between two submeshes. Inside a host, each device of the smaller side sends its share; between hosts, the
-    devices of the smaller side share the host's whole network bandwidth."""
+    """Seconds between two submeshes. Inside a host or an NVLink domain, each device of the smaller side sends its share;
+    over the network, the devices of the smaller side share the host's whole network bandwidth. Where the devices of a
+    kind fill several domains, every transfer between hosts counts as one over the network."""
     ends = (profiles[source.kind], profiles[target.kind])
-    links = [end.host_link if same_host else end.network_link for end in ends]
+    in_domain = same_host or (source.kind == target.kind and _is_one_domain(source.kind, cluster, ends[0]))
+    links = [end.host_link if in_domain else end.network_link for end in ends]
     rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
     senders = min(source.num_devices, target.num_devices)
-    if not same_host:
+    if not in_domain:
         hosts = min(source.num_hosts, target.num_hosts)
         senders = max(senders, hosts * min(end.devices_per_host for end in ends))
     return num_bytes / senders / rate + latency
+
+
+def _is_one_domain(kind: str, cluster: Cluster, profile: HardwareProfile) -> bool:
+    """Whether all devices of a kind lie in one NVLink domain of several hosts."""
+    domain = profile.nvlink_domain_devices
+    return domain is not None and sum(g.num_devices for g in cluster.groups if g.kind == kind) <= domain
 
 
 def _first_place(cluster: Cluster, shape: SubmeshShape, shapes: Sequence[SubmeshShape]) -> Submesh | None:

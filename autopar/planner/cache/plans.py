@@ -22,6 +22,7 @@ from autopar.errors import PlanFileError
 from autopar.planner.cache.key import PlanKey, UnkeyedError, key_of
 from autopar.plans.json_codec import decoder, encode
 from autopar.plans.records import Placement
+from autopar.solve.problem import Status
 from autopar.system.checksummed_file import last_used, read_kept, write_kept
 from autopar.transforms.program import Program
 
@@ -110,8 +111,8 @@ class PlanEntry(Generic[P]):
         return found
 
     def keep(self, plan: P) -> None:
-        """Cache a plan, unless the user interrupted its planning."""
-        if self.path is not None and self.key is not None and plan.outcome.status != "interrupted":
+        """Write a plan to the cache, unless the user interrupted the solver, which then returned its best so far."""
+        if self.path is not None and self.key is not None and plan.outcome.status != Status.INTERRUPTED.value:
             _write(self.path, plan, self.program, self.key)
 
 

@@ -165,7 +165,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
     return el(
         "header",
         el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
-        el("p", *in_code(plan.strategy), class_="words"),
+        el("p", *in_code(plan.strategy), class_="strategy"),
         *(el("p", *in_code(text), class_="replicated") for text in _replicated(explained)),
         *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(explained)),
         el("p", shape, class_="about"),

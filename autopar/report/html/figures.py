@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from autopar.plans.records import type_text
 from autopar.plans.step_trace import LiveBuffer
 from autopar.report.breakdown import MemoryUse, StepTime
-from autopar.report.html.markup import Child, Element, el, percent, svg
+from autopar.report.html.markup import Child, Element, el, fitting, percent, svg
 from autopar.system.text_tables import share_text, short_source
 from autopar.system.units import human_bytes, human_seconds
 
@@ -91,7 +91,7 @@ def memory_curve(use: MemoryUse, time: StepTime) -> Element:
     for phase, parts in use.phases:
         wide = parts >= 0.09 * num_parts
         style = f"left:{percent(start, num_parts)};width:{percent(parts, num_parts)}"
-        phases.append(el("span", phase if wide else "", class_=f"phase {phase}", style=style, title=phase))
+        phases.append(el("span", fitting(phase) if wide else "", class_=f"phase {phase}", style=style, title=phase))
         start += parts
     loops = loop_marks(use.loops, num_parts)
     at = use.over_step.index(max(use.over_step)) + 0.5
@@ -134,7 +134,7 @@ def loop_marks(loops: Sequence[tuple[int, int, int]], whole: float, remark: str 
     return [
         el(
             "span",
-            f"x{count} iterations{remark}",
+            fitting(f"x{count} iterations{remark}"),
             class_="loop",
             style=f"left:{percent(start, whole)};width:{percent(end - start, whole)}",
         )
@@ -206,7 +206,7 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     if rest > 0.001 * max(known, 1.0):
         cells = [
             el("td", "all else"),
-            el("td"),
+            el("td", class_="type"),
             el("td", human_bytes(rest), class_="number"),
             _share_cell(rest, temporaries),
         ]

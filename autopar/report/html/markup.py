@@ -52,9 +52,14 @@ def data(name: str, value: Any) -> Element:
     return el("script", text.replace("<", "\\u003c"), type="application/json", id=name)
 
 
-def in_code(words: str) -> list[Child]:
+def fitting(text: str) -> Element:
+    """A label of a bar, which is hidden where the bar is too narrow for it."""
+    return el("span", text, class_="fits")
+
+
+def in_code(text: str) -> list[Child]:
     """Text with its `quoted` parts set as code."""
-    return [el("code", part) if n % 2 else part for n, part in enumerate(words.split("`"))]
+    return [el("code", part) if n % 2 else part for n, part in enumerate(text.split("`"))]
 
 
 def written(element: Element) -> str:

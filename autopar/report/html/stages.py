@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from autopar.pipeline.draw.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
 from autopar.report.explain_stages import StagesExplanation, range_text
-from autopar.report.html.markup import Child, Element, el, in_code, percent, svg
+from autopar.report.html.markup import Child, Element, el, fitting, in_code, percent, svg
 from autopar.report.html.tables import cell, table
 from autopar.report.submeshes import SubmeshUse
 from autopar.system.text_tables import share_text
@@ -27,7 +27,7 @@ def submesh_times(explained: StagesExplanation) -> Element:
     whole = explained.plan.prediction.step_time_s
     rows = []
     for number, use in enumerate(explained.submeshes):
-        parts = [_part(LOOKS[phase].words, LOOKS[phase].colour, seconds, whole) for phase, seconds in use.phases]
+        parts = [_part(LOOKS[phase].name, LOOKS[phase].colour, seconds, whole) for phase, seconds in use.phases]
         parts.append(_part("idle", "", use.idle_s, whole))
         rows.append(
             el(
@@ -38,17 +38,17 @@ def submesh_times(explained: StagesExplanation) -> Element:
             )
         )
     looks = [LOOKS[phase] for phase in phases_of(explained.timeline)]
-    legend = [el("li", el("span", class_="swatch", style=f"background:{look.colour}"), look.words) for look in looks]
+    legend = [el("li", el("span", class_="swatch", style=f"background:{look.colour}"), look.name) for look in looks]
     legend.append(el("li", el("span", class_="swatch idle"), "idle"))
     return el("div", *rows, el("ul", *legend, class_="legend"), class_="figure")
 
 
-def _part(words: str, colour: str, seconds: float, whole: float) -> Element:
+def _part(label: str, colour: str, seconds: float, whole: float) -> Element:
     return el(
         "span",
-        share_text(seconds, whole) if seconds > 0.08 * whole else "",
+        fitting(share_text(seconds, whole)) if seconds > 0.08 * whole else "",
         style=f"width:{percent(seconds, whole)}" + (f";--own:{colour}" if colour else ""),
-        title=f"{words}: {human_seconds(seconds)}",
+        title=f"{label}: {human_seconds(seconds)}",
         class_="inked" if colour else "inked idle",
     )
 
@@ -64,10 +64,10 @@ def submesh_memory(explained: StagesExplanation) -> Element:
         for number, use in enumerate(explained.submeshes)
     ]
     legend = [
-        el("li", el("span", class_=f"swatch memory-{name}"), words)
-        for name, words in (
+        el("li", el("span", class_=f"swatch memory-{name}"), label)
+        for name, label in (
             ("parameters", "parameters, optimizer state, gradients"),
-            ("optimizer", "room to work on one microbatch"),
+            ("optimizer", "temporaries of one microbatch"),
             ("temporaries", "microbatches in flight"),
         )
     ]

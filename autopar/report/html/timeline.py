@@ -129,7 +129,7 @@ def pipeline_tracks(timeline: PipelineTimeline, name: str) -> tuple[Element, dic
         el(
             "li",
             el("span", class_="swatch", style=f"background:{LOOKS[phase].colour}"),
-            f"{LOOKS[phase].letter} {LOOKS[phase].words}",
+            f"{LOOKS[phase].letter} {LOOKS[phase].name}",
         )
         for phase in phases_of(timeline)
     ]
@@ -157,7 +157,7 @@ def _tasks(timeline: PipelineTimeline, submesh: int) -> Iterable[Slice]:
         length = len(list(cells))
         if task is not None:
             look = shade(task[1], stages, LOOKS[task[0]].colour)
-            yield Slice(round(at * cell), round(length * cell), look, f"mostly {LOOKS[task[0]].words}")
+            yield Slice(round(at * cell), round(length * cell), look, f"mostly {LOOKS[task[0]].name}")
         at += length
 
 

@@ -21,8 +21,8 @@ def in_host_order(devices: Sequence[Any]) -> list[Any]:
     return sorted(devices, key=lambda device: (_fast_domain(device), device.process_index, device.id))
 
 
-def devices_per_host(devices: Sequence[Any]) -> int:
-    """The number of devices connected by fast links on the smallest host. For CPUs it is the devices of a process."""
+def devices_per_domain(devices: Sequence[Any]) -> int:
+    """The number of devices that fast links connect in the smallest domain: an NVLink domain, or the process of CPUs."""
     is_cpu = devices[0].platform == "cpu"
     return min(Counter(device.process_index if is_cpu else _fast_domain(device) for device in devices).values())
 

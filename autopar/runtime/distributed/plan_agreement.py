@@ -23,7 +23,7 @@ from autopar.frontend.equations import LiteralOperand
 from autopar.hardware.profile import HardwareProfile, detect, load
 from autopar.plans.json_codec import decoder, encode
 from autopar.plans.records import Placement, ProgramSignature
-from autopar.runtime.distributed.device_order import devices_per_host
+from autopar.runtime.distributed.device_order import devices_per_domain
 from autopar.runtime.distributed.exchange import Exchange, Given, Member, named
 from autopar.transforms.program import Program
 from autopar.version import __version__
@@ -86,7 +86,12 @@ def with_hosts(hardware: Any) -> HardwareProfile:
     if hardware is None:
         hardware = detect(devices[0].device_kind, devices[0].platform)
     profile = hardware if isinstance(hardware, HardwareProfile) else load(hardware)
-    return replace(profile, devices_per_host=min(profile.devices_per_host, devices_per_host(devices)))
+    here, domain = devices_per_domain(devices), profile.nvlink_domain_devices
+    return replace(
+        profile,
+        devices_per_host=min(profile.devices_per_host, here),
+        nvlink_domain_devices=None if domain is None else min(domain, here),
+    )
 
 
 # -- the description of a process ------------------------------------------------------------

@@ -87,7 +87,7 @@ class _Classifier:
         self.trace, self.graph, self.places, self.own_statistics = trace, graph, places, own_statistics
         self.alone = alone
         self.batch = _batch_or_none(places) if alone else places.batch()
-        self.words = Refusals(graph, places, self.batch, own_statistics)
+        self.refusals = Refusals(graph, places, self.batch, own_statistics)
         self.items = list(units_of(trace, graph))
         self.producer = {value: i for i, item in enumerate(self.items) for value in item.results}
         self.sides: dict[str, set[int]] = {"before": set(), "inside": set(), "after": set()}
@@ -136,7 +136,7 @@ class _Classifier:
             if self.alone:
                 self._bring(item.results)
             elif not self._compute_before(item.results, i):
-                raise MicrobatchError(f"{_REFUSED}: {self.words.of(blocked.node)}: {blocked}") from None
+                raise MicrobatchError(f"{_REFUSED}: {self.refusals.of(blocked.node)}: {blocked}") from None
             return
         self.sides["inside"].add(i)
         self.kinds.update(found)
@@ -192,7 +192,7 @@ class _Classifier:
         if self.own_statistics and not has_batch:
             self._take_own(node, value)
             return
-        raise _BlockedError(node, self.words.feedback(node, value))
+        raise _BlockedError(node, self.refusals.feedback(node, value))
 
     def _is_summand(self, node: int, value: int) -> bool:
         """Whether a node is a scatter that adds to a partial sum."""
@@ -233,7 +233,7 @@ class _Classifier:
         i = self.producer[value]
         item = self.items[i]
         if self._has_batch(item) or item.region is not None:
-            raise _BlockedError(node, self.words.feedback(node, value))
+            raise _BlockedError(node, self.refusals.feedback(node, value))
         for operand in item.operands:
             if operand not in self.early and self.kinds.get(operand) not in ("same", "zero", "own"):
                 self._take_own(node, operand)
@@ -322,7 +322,7 @@ class _Classifier:
             if equation.piece is not None:
                 return _either_kind(n, kinds)
             if not adds_up(equation, kinds):
-                raise _BlockedError(n, self.words.feedback(n, self._value(n, partial[0])))
+                raise _BlockedError(n, self.refusals.feedback(n, self._value(n, partial[0])))
             return "sum"
         if all(kind == "zero" for kind in kinds) and kinds and passes_zero(equation):
             return "zero"
@@ -331,7 +331,7 @@ class _Classifier:
     def _kind_with_batch(self, n: int, kinds: Sequence[Kind]) -> Kind:
         factor = self.places.factor(n, self.batch)
         if factor is None:
-            raise _BlockedError(n, self.words.meeting(n))
+            raise _BlockedError(n, self.refusals.meeting(n))
         self.factors[n] = factor
         node = self.graph.nodes[n]
         reduction = self.places.reduction(n, factor)
@@ -340,7 +340,7 @@ class _Classifier:
             if begins and kind != "zero" and kind != reduction:
                 raise _BlockedError(n, "it adds to a value that is not zero, which would count once per microbatch")
             if kind in PARTIAL and not begins:
-                raise _BlockedError(n, self.words.feedback(n, self._value(n, i)))
+                raise _BlockedError(n, self.refusals.feedback(n, self._value(n, i)))
         return reduction or "rows"  # type: ignore[return-value]
 
     def _value(self, n: int, index: int) -> int:
