@@ -125,7 +125,7 @@ class IndexFileError(AutoparError):
 
 
 class InferenceError(AutoparError):
-    """A request, a cache or an engine's options that cannot be served."""
+    """A request or engine options that an inference engine cannot serve, or a KV cache that does not fit."""
 
 
 class ModelError(AutoparError):

@@ -340,7 +340,7 @@ def test_a_step_that_is_no_function() -> None:
 def test_init_with_the_state_itself(mlp: programs.Program) -> None:
     step = autopar.parallelize(mesh="8", hardware="cpu-host")(mlp.step)
     state: Any = {"w": jnp.ones(2)}
-    with pytest.raises(errors.StepSignatureError, match="not the state: it got a dict"):
+    with pytest.raises(errors.StepSignatureError, match="not the state itself: it got a dict"):
         step.init(state, batch=jnp.ones(2))
 
 

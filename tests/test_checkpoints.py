@@ -481,7 +481,7 @@ def test_saving_what_is_no_state_is_refused(saved: Saved, tmp_path: Path) -> Non
             checkpoints.save(*args, **options)
         return str(error.value)
 
-    assert "is no argument of `train_step`" in refusal(0, saved.state.params)
+    assert "is neither an argument of `train_step`" in refusal(0, saved.state.params)
     assert "whole number" in refusal(-1, saved.state)
     assert "whole number" in refusal(saved.state, 3)
     assert "what JSON takes" in refusal(0, saved.state, extra={"array": saved.state.params})

@@ -375,9 +375,9 @@ def test_size(text: str, num_bytes: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "40XB", "-1GB", "0", "forty", "1e", "1 G B", "inf", "nan"])
 def test_wrong_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"is no size: write e\.g\. 40GB \(10\^9 bytes\)"):
+    with pytest.raises(ValueError, match=r"is not a size: write e\.g\. 40GB \(10\^9 bytes\)"):
         parse_size(text)
-    assert "is no size" in refuses(capsys, "plan", "train.py:make", f"--memory-budget={text}")
+    assert "is not a size" in refuses(capsys, "plan", "train.py:make", f"--memory-budget={text}")
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,9 @@ def test_an_axis_of_a_mesh_is_an_identifier(name: str, tmp_path: Path) -> None:
     plan, _, _ = pinned()
     written = json.dumps(plan.to_json()).replace('"data"', json.dumps(name))
     (tmp_path / "p.json").write_text(written)
-    with pytest.raises(PlanFileError, match=r"cannot use the plan file .* its field `mesh` is no mesh: a mesh axis is"):
+    with pytest.raises(
+        PlanFileError, match=r"cannot use the plan file .* its field `mesh` is not a mesh: a mesh axis is"
+    ):
         load_plan(tmp_path / "p.json")
 
 

@@ -192,7 +192,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
 def test_damaged_toml_names_file_and_line(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text('name = "mine"\n[compute\n')
-    with pytest.raises(HardwareError, match=rf"hardware profile {re.escape(str(path))} is no valid TOML: .*line 2"):
+    with pytest.raises(HardwareError, match=rf"hardware profile {re.escape(str(path))} is not valid TOML: .*line 2"):
         hardware.load(path)
 
 

@@ -505,7 +505,7 @@ def test_invalid_corpus_and_search_are_rejected(kind: str) -> None:
     for wrong, k, options, message in searched:
         with pytest.raises(SearchError, match=message):
             index.search(wrong, k, **options)
-    with pytest.raises(SearchError, match="this index is exact"):
+    with pytest.raises(SearchError, match="an exact index has no `effort` option"):
         build(corpus, index="exact").search(queries, 1, effort=3)
 
 

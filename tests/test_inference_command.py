@@ -62,7 +62,7 @@ def test_it_prints_the_output_of_the_engine(model: str, capsys: pytest.CaptureFi
         (("--prompt", "ab", "--top-p", "0"), "top_p is 0.0"),
         (("--prompt", "ab", "--temperature", "-1"), "temperature is -1.0"),
         (("--prompt", "ab", "--dtype", "float8"), "'float8' is none of float32"),
-        (("--tokens", "1,x"), "'1,x' is no list of tokens"),
+        (("--tokens", "1,x"), "'1,x' is not a list of token ids"),
         (("--tokens", "1,900"), "token 900, but the model's tokens are 0 to 299"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "",

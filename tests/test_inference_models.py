@@ -382,7 +382,7 @@ def test_damaged_folders_name_the_tensor_and_the_file(folders: dict[str, Path], 
     for size, message in (
         (len(whole) - 1, "truncated within `.*weight`"),
         (100, "within its header"),
-        (0, "no safetensors"),
+        (0, "not a safetensors"),
     ):
         file.write_bytes(whole[:size])
         refused(message)
@@ -396,7 +396,7 @@ def test_damaged_folders_name_the_tensor_and_the_file(folders: dict[str, Path], 
     with pytest.raises(ModelError, match=rf"dtype of `{key}` is I8"):
         Checkpoint.open(tmp_path).load()
     (tmp_path / "config.json").write_text("{")
-    refused("is no JSON")
+    refused("is not JSON")
 
 
 def test_files_that_contradict_their_index_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -455,5 +455,5 @@ def test_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ModelError, match=r"autopar\[inference\]"):
             load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="is no tokenizer"):
+    with pytest.raises(ModelError, match="is not a tokenizer"):
         load_tokenizer(tmp_path)

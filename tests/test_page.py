@@ -86,7 +86,7 @@ def test_the_head_says_what_runs_replicated_and_names_both_step_times() -> None:
         "A tie: the simplest plan within 0.5 % of the fastest, with 13 sharded arguments. 0.12 % faster, with 9 sharded"
         in head
     )
-    assert "predicted, not measured on a GPU; XLA's estimate, simulated: 2.50 ms" in head.replace(
+    assert "by the cost model, not measured; XLA's estimator would predict 2.50 ms" in head.replace(
         "&#x27;", "'"
     ).replace("&apos;", "'")
     plain = page(autopar.explain(make_plan())).split("<nav")[0]

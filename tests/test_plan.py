@@ -342,7 +342,7 @@ def change(data: dict[str, Any], place: str, value: Any) -> None:
         ("constraints.1.shardings.0", ["x"], "its field `constraints[1].shardings` names the axis 'x'"),
         ("collectives.0.axes", ["pod"], "its field `collectives[0].axes` names the axis 'pod'"),
         ("prediction.step_time_s", "soon", 'its field `prediction.step_time_s` must be a number, not "soon"'),
-        ("mesh", [["data", 0]], "its field `mesh` is no mesh: mesh axis sizes must be at least 1"),
+        ("mesh", [["data", 0]], "its field `mesh` is not a mesh: mesh axis sizes must be at least 1"),
         ("mesh.0", ["data"], "its field `mesh[0]` must be a list of 2, not"),
         ("numbers.donated.0", 99, "its field `numbers.donated` points at position 99 of a list of 15"),
         (

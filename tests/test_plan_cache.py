@@ -472,7 +472,7 @@ def test_a_compiled_step_that_others_may_have_written_is_not_run(
         return
     assert CACHE_HITS not in compiled_events
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert said and all("what is in it is not run" in one for one in said)
+    assert said and all("its content is not run" in one for one in said)
     assert all("`chmod go-w`" in one or "another user" in one for one in said)
 
 
@@ -503,7 +503,7 @@ def test_who_may_have_written_a_program(tmp_path: Path, monkeypatch: pytest.Monk
     if file.stat().st_uid == 0:  # root's are trusted, as the system's own programs are
         kept_file.refuse_of_others(file)
         os.chown(tmp_path / "cache", 12345, -1)
-    with pytest.raises(ValueError, match=r"belongs to another user, \d+, and what is in it is not run"):
+    with pytest.raises(ValueError, match=r"belongs to another user, \d+, so its content is not run"):
         kept_file.refuse_of_others(file)
 
 

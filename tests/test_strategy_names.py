@@ -100,7 +100,7 @@ def test_the_summary_has_mfu_and_throughput() -> None:
     text = str(autopar.explain(plan))
     assert " MFU (" in text
     assert " examples/s" in text
-    assert "bound by " in text
+    assert "main bottleneck: " in text
 
 
 def test_tokens_are_counted() -> None:

@@ -240,7 +240,7 @@ def test_what_is_carried_goes_in_split_as_it_comes_out() -> None:
 
 def test_a_loop_of_unknown_length_is_told() -> None:
     plan = autopar.plan(step_of(until), *arguments(), mesh="8", hardware="h100-sxm")
-    assert any("8 trips" in note and "test_structure.py" in note for note in plan.notes)
+    assert any("8 iterations" in note and "test_structure.py" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
@@ -310,5 +310,5 @@ def test_what_the_program_splits_itself_stays_so(loss: Callable[..., jax.Array])
 @pytest.mark.parametrize(("mesh", "loss"), [("8", constrained), ("2x4", mapped), ("dp=4,tp=2", mapped)])
 def test_axes_that_the_mesh_lacks_are_named_with_the_line(mesh: str, loss: Callable[..., jax.Array]) -> None:
     shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    with pytest.raises(PinError, match=r"splits a value over .*test_structure.py:\d+.*mesh=\"dp=2,tp=4\""):
+    with pytest.raises(PinError, match=r"shards a value over .*test_structure.py:\d+.*mesh=\"dp=2,tp=4\""):
         autopar.plan(loss, *shapes, mesh=mesh, hardware="h100-sxm")

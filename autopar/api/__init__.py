@@ -1,6 +1,6 @@
-"""What users call: `parallelize`, `plan`, measured step reports.
+"""Provide the public functions: `parallelize`, `plan`, measured step reports.
 
 In: a user's step and options.
-Out: a step that runs by its plan; plans; reports.
+Out: a step that runs sharded by its plan; plans; reports.
 Imported by: inference, vector_search, verification, comparison, cli.
 """

@@ -232,7 +232,7 @@ def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) ->
     is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
     plan = _faster(program, staged, replace(one, cache=False)) if is_open else plan_stages(program, staged)
     if isinstance(plan, PipelinePlan) and program.annotations and one.metadata != "ignore":
-        note = "metadata of the arguments, which say how to split them, are not heeded by stages"
+        note = "the sharding metadata of the arguments is ignored, because the step is planned in stages"
         plan = replace(plan, notes=(*plan.notes, note))
     if isinstance(plan, PipelinePlan) and staged.stages != "auto" and len(staged.cluster.groups) == 1:
         note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
@@ -244,7 +244,7 @@ def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) ->
 def cluster_of(
     hardware: Hardware | None, num_devices: int | None, mesh: Any = None
 ) -> tuple[Cluster, dict[str, HardwareProfile]]:
-    """The devices to cut stages for, and the profile of each kind.
+    """The cluster to plan stages for, and the hardware profile of each device kind.
 
     Args:
         hardware: the argument of `plan`.
@@ -310,7 +310,7 @@ def check_options(unknown: Iterable[str], *first: str) -> None:
     """Refuse unknown options.
 
     Args:
-        first: further options that the caller takes.
+        first: further options of the caller.
 
     Raises:
         OptionError: an option is unknown; the text names it and its replacement.

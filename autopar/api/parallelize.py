@@ -1,6 +1,6 @@
 """`parallelize`: a decorator that plans a step at its first call and dispatches like `jit` from then on.
 
-In: a user's step. Out: a callable.
+In: a user's step. Out: a `ParallelStep`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def parallelize(
 def parallelize(
     step: Callable[..., Any] | None = None, /, *, plan: AnyPlan | str | Path | None = None, **options: Any
 ) -> Any:
-    """Run a step sharded over devices, by a plan that autopar finds.
+    """Run a step sharded over devices, with shardings that autopar plans.
 
     Use it bare, `@autopar.parallelize`, for every visible device; or with options,
     `@autopar.parallelize(mesh="2x4", memory_budget_bytes=40e9)`.
@@ -119,17 +119,17 @@ class ParallelStep(Generic[P]):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it runs by a given plan, and makes none."""
+        """Whether the step runs by a given plan and never plans."""
         return self._plans.fixed is not None
 
     @property
     def latest_plan(self) -> P | None:
-        """The plan that was made or used last; None before the first."""
+        """The plan that was made or used last; None before the first call."""
         return cast("P | None", self._plans.latest)
 
     @property
     def plans(self) -> tuple[P, ...]:
-        """The plans that it has run by or laid a state out by, one for each shape of its arguments, the last used one last."""
+        """The plans of this step, one for each set of argument shapes, the least recently used first."""
         return tuple(cast("P", prepared.plan) for prepared in self._known.values())
 
     def planning_options(self) -> dict[str, Any]:
@@ -174,7 +174,7 @@ class ParallelStep(Generic[P]):
         return self.planned(*args, **kwargs)[0]
 
     def planned(self, *args: Any, **kwargs: Any) -> tuple[P, Program]:
-        """The plan, and the traced program that it was made for or compared with."""
+        """The plan, and the traced program that it was made for or checked against."""
         with opened(self.called, args, kwargs) as call:
             planned = self._plans.of(call)
             return cast("P", planned.plan), planned.program
@@ -219,8 +219,8 @@ class ParallelStep(Generic[P]):
         Orbax restores into it, as `ocp.args.StandardRestore(abstract_state)`.
 
         Args:
-            create_state: as for `init`, or the state itself, as arrays or `jax.ShapeDtypeStruct`s.
-            create_args, step_args: as for `init`.
+            create_state: see `init`; or the state itself, as arrays or `jax.ShapeDtypeStruct`s.
+            create_args, step_args: see `init`.
 
         Raises:
             StepSignatureError: it is ambiguous which arguments of the step the state is.
@@ -298,7 +298,7 @@ class ParallelStep(Generic[P]):
         return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """As an attribute of a class the step is a method: `self` is its first argument."""
+        """Bind the step as a method if it is an attribute of a class: `self` is its first argument."""
         return self if instance is None else BoundStep(self, instance)
 
     # -- inside ------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class ParallelStep(Generic[P]):
 
     @property
     def _may_take(self) -> bool:
-        """Whether arrays that the user made may be donated: the user has given `donate`."""
+        """Whether arrays that the user made may be donated: only if the user has given `donate`."""
         return self._plans.options.get("donate") is not None
 
     def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -347,12 +347,12 @@ class ParallelStep(Generic[P]):
             return call.finish(prepared.results, arrays), arrays
 
     def _measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """As `_dispatch`."""
+        """Like `_dispatch`, and measure the tasks."""
         with opened(self.called, args, kwargs) as call:
             prepared = self._prepare(call)
             if not isinstance(prepared.run, PipelinedStep):
                 raise StepSignatureError(
-                    f"`{self.name}` is one program, whose time `report()` tells: `measured` is of steps in stages"
+                    f"`{self.name}` is one program: `measured` is for pipelines. `report()` has its time"
                 )
             if not prepared.is_compiled or prepared is not self._last:
                 raise StepSignatureError(
@@ -376,12 +376,12 @@ class ParallelStep(Generic[P]):
         return announced(f"{doing} `{self.name}`", shown=self._plans.options.get("progress") is None)
 
     def _probed(self, dispatched: tuple[Any, Any]) -> Any:
-        """An array of a call's result to wait for."""
+        """The array of a call's result to wait for."""
         position = None if self._last is None else self._last.probe
         return None if position is None else jax.tree.leaves(dispatched[1])[position]
 
     def _opened_for(self, caller: str, state: Any, step_args: Mapping[str, Any]) -> AbstractContextManager[Call]:
-        """A call with a state and the other arguments by name."""
+        """Open a call with a state, and the other arguments by name."""
         args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args, caller))
         return opened(self.called, args, kwargs)
 

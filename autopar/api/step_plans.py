@@ -77,10 +77,10 @@ class StepPlans:
         """The plan of a call.
 
         Args:
-            to_run: whether its devices must be visible.
+            to_run: whether the plan's devices must be visible.
 
         Raises:
-            AutoparError: one of its subclasses, naming what to change.
+            AutoparError: a subclass; the text says what to change.
         """
         if call.key not in self._known:
             self._warn_of_many(call)
@@ -134,7 +134,7 @@ class StepPlans:
         return options
 
     def compiled_kept(self, plan: AnyPlan) -> AbstractContextManager[None]:
-        """While entered, programs compiled for a plan are read from and written to its cache folder."""
+        """A context in which compiled programs are read from and written to the plan's cache folder."""
         folder = plan_cache.folder_of(self.options.get("cache", True))
         return compiled_kept_in(folder and folder / "compiled" / plan.program.fingerprint)
 
@@ -146,14 +146,14 @@ class StepPlans:
         return program_of_call(call, carry=self.options.get("carry"), donate=self.options.get("donate"))
 
     def _shown_options(self) -> dict[str, Any]:
-        """The planning options, with progress on the terminal unless the user shows it."""
+        """The planning options, with progress on the terminal unless the user gives `progress`."""
         options = self.planning_options()
         if options.get("progress") is None:
             options["progress"] = announced_by_progress(f"planning `{self.called.name}`")
         return options
 
     def _agreed(self, exchange: Exchange, call: Call, to_run: bool) -> tuple[AnyPlan, Program]:
-        """One plan for all processes, made on the first."""
+        """The plan of process 0, sent to all processes."""
 
         def planned(program: Program) -> AnyPlan:
             options = self._shown_options()

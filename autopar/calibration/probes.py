@@ -200,9 +200,10 @@ def wide_matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfi
 
 
 def _wide_products(count: int, x: Any, weights: Any) -> Any:
-    """Matmuls in a chain: each depends on the previous one by one row, which is written in place.
+    """A chain of matmuls: the last row of each result is cast to bfloat16 and written into the next left operand in
+    place.
 
-    Without the optimization barrier XLA would compute that row only, in bfloat16.
+    Without the optimization barrier XLA would compute only that row, with a bfloat16 result.
     """
     for _ in range(count):
         result = lax.optimization_barrier(lax.dot(x, weights, preferred_element_type=jnp.float32))

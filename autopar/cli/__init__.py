@@ -1,6 +1,6 @@
-"""The command line: parse, call, print.
+"""Implement the command line: parse arguments, call the library, print the result.
 
-In: a user's command line.
-Out: text, files, an exit status.
+In: command-line arguments.
+Out: text, files, an exit code.
 Imported by: `__main__`.
 """

@@ -1,6 +1,6 @@
 """`autopar calibrate`: measure the devices of this machine, or read a JAX profile, and write a hardware profile.
 
-In: how long, and where to; or a profile. Out: the hardware profile and its samples, and what was found.
+In: a time budget and an output path, or a JAX profile. Out: files with the hardware profile and its samples, and a summary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.cli.terminal import given, progress, refuse, use_cpu_only
 
 
 def add_command(added: Any) -> None:
-    """The command and its options; `added` takes parsers of commands."""
+    """Add the command to a parser's commands."""
     about = "measure the devices of this machine, or read a profile of a run, and write a profile for --hardware"
     calibrate = added.add_parser("calibrate", help=about, description=about)
     where = "the profile, .toml; its samples go next to it as .json (default: calibrated/DEVICE-jaxVERSION.toml)"

@@ -1,7 +1,7 @@
 """`autopar compare`: compare hardware for a step: the fewest devices that fit, or time, memory and price by device count.
 
-In: targets, hardware profiles, device counts. Out: tables, JSON or a plot; exit code 2 where a target could not be planned,
-130 where the user interrupted.
+In: targets, hardware profiles, device counts. Out: tables, JSON or a plot; exit code 2 if a target could not be
+planned, 130 if the user interrupted.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 2 where a target could not be planned, 130 where the user interrupted.
+    """Run the command. The exit code is 2 if a target could not be planned, 130 if the user interrupted.
 
     Raises:
-        TargetError: options that exclude each other.
+        TargetError: some options exclude each other.
     """
     if "=" in options.hardware:
         raise TargetError(f"--hardware {options.hardware!r}: `compare` plans one kind at a time: give NAME,NAME,...")
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_fewest(options: argparse.Namespace) -> int:
-    """On one device, and on the fewest that fit."""
+    """Compare the plans on one device and on the fewest devices that fit."""
     from autopar.comparison.by_hardware import MAX_DEVICES, compare, profiles_of
     from autopar.comparison.by_hardware_text import comparison_json, render_comparison
 
@@ -78,7 +78,7 @@ def _run_fewest(options: argparse.Namespace) -> int:
 
 
 def _run_grid(options: argparse.Namespace) -> int:
-    """Every kind of device, at every device count."""
+    """Compare every kind of device at every device count."""
     from autopar.comparison.by_hardware import compare_grid, profiles_of
     from autopar.comparison.by_hardware_plot import plot_grid
     from autopar.comparison.by_hardware_text import grid_json, render_grid

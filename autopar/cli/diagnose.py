@@ -1,6 +1,6 @@
 """`autopar diagnose`: find the unintended collectives of a step sharded by hand, and the changes that help most.
 
-In: a target whose step is jitted with shardings. Out: what it costs and what to change; exit code 1 where it has unintended
+In: a target whose step is jitted with shardings. Out: its cost and the changes; exit code 1 if it has unintended
 collectives.
 """
 
@@ -32,7 +32,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 1 where the step has unintended collectives."""
+    """Run the command. The exit code is 1 if the step has unintended collectives."""
     check_output(options)
     from autopar.xla_compiler.compiler import Compiler
 

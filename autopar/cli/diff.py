@@ -1,6 +1,6 @@
-"""`autopar diff`: compare two saved plans, or a saved plan with the code as it is now.
+"""`autopar diff`: compare two saved plans, or a saved plan with the current code.
 
-In: plans or checkpoints, or a plan and a target. Out: what differs; with `--check` an exit code for CI.
+In: plans or checkpoints, or a plan and a target. Out: the differences; with `--check` an exit code for CI.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.errors import TargetError
 
 
 def add_command(added: Any) -> None:
-    """The command and its options; `added` takes parsers of commands."""
+    """Add the command to a parser's commands."""
     about = (
         "compare two saved plans: which shardings differ, and what each device must fetch to go from one to the other"
     )
@@ -38,7 +38,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Compare two plans; with `--check`, exit code 1 where the code is not as planned."""
+    """Compare two plans. With `--check`, the exit code is 1 if the code differs from its plan."""
     if options.check:
         return _run_check(options)
     useless = given(options, ("memory", "time", "hardware"), empty=True)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    """Exit code 1 where the code is not as planned."""
+    """Check the code against its plan. The exit code is 1 if they differ."""
     from autopar.pipeline.plan_files import load_plan
 
     saved = load_plan(plan_within(options.before))
@@ -84,7 +84,7 @@ def _more_time(text: str) -> tuple[float, float]:
 
 
 def _more(text: str, amount: Callable[[str], float]) -> tuple[float, float]:
-    """How much more something may be: a fraction of it, or an amount."""
+    """Parse a tolerated increase: a fraction or an amount."""
     percent = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", text)
     if percent is not None:
         return float(percent[1]) / 100, 0.0

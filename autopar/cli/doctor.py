@@ -1,6 +1,6 @@
-"""`autopar doctor`: report what is installed, which devices and compilers there are, and what to install for what.
+"""`autopar doctor`: report packages, devices and compilers, and what to install for which feature.
 
-In: this machine. Out: a table or JSON; exit code 1 where autopar cannot run here.
+In: this machine. Out: a table or JSON; exit code 1 if autopar cannot run here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was examined.
+    """The result of one check, such as whether a package is installed.
 
     Args:
-        state: `missing` is what only some commands need; `broken` keeps autopar from running.
-        advice: what to do about it; empty where nothing.
+        state: `missing` if only some commands need it; `broken` if autopar cannot run without it.
+        advice: how to repair it; empty if nothing is to be done.
     """
 
     name: str
@@ -55,7 +55,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 1 where something that autopar needs is missing or broken."""
+    """Run the command. The exit code is 1 if a requirement of autopar is missing or broken."""
     found = [*examine()]
     output(options, lambda: [asdict(one) for one in found], lambda console: _render(found, console))
     return 1 if any(one.state == "broken" for one in found) else 0
@@ -104,7 +104,7 @@ def _devices() -> Finding:
 
 
 def _gpu_compiler() -> Finding:
-    """Without it, plans are made for GPUs that are not here, but not verified."""
+    """Check XLA's GPU compiler. Without it, plans for absent GPUs can be made but not verified."""
     from autopar.xla_compiler.gpu_target import require_wheels
 
     try:
@@ -127,7 +127,7 @@ def _render(found: list[Finding], console: Console) -> None:
 
 
 def _requirements() -> dict[str, dict[str, str]]:
-    """By extra, "" for none: the packages that it requires, with their version ranges."""
+    """The required packages with their version ranges, by extra; "" stands for the package itself."""
     found: dict[str, dict[str, str]] = {}
     for text in requires("autopar") or ():
         requirement, _, marker = text.partition(";")

@@ -1,4 +1,4 @@
-"""`autopar export`: a plan as a Python file that needs JAX alone.
+"""`autopar export`: write a plan as a Python file that needs only JAX.
 
 In: a saved plan and its target. Out: the file, or its text on standard output.
 """
@@ -14,7 +14,7 @@ from autopar.cli.terminal import use_cpu_only
 
 
 def add_command(added: Any) -> None:
-    """The command and its options; `added` takes parsers of commands."""
+    """Add the command to a parser's commands."""
     about = "write a plan as plain JAX: a Python file that shards the step and needs no autopar"
     export = added.add_parser("export", help=about, description=about)
     export.add_argument("plan", metavar="PLAN.json", help="a saved plan")

@@ -1,6 +1,6 @@
-"""Read saved plans, and refuse a path that cannot be written before the work begins.
+"""Read saved plans, and check output paths before the work begins.
 
-In: paths as a user gave them. Out: plans, pages, or an error.
+In: the user's paths. Out: plans, pages, or an error.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _DECIDED = ("devices", "mesh", "hardware", *OF_PROGRAM)
 
 
 def is_plan_file(target: str) -> bool:
-    """Whether it is a saved plan, and no target."""
+    """Whether the argument is a saved plan rather than a target."""
     return target.endswith(".json") or (Path(target).is_file() and not target.endswith(".py"))
 
 
 def plan_within(path: str) -> str:
-    """A plan file; of a checkpoint's folder, the plan that its state was laid out by."""
+    """The plan file; for a checkpoint's folder, the plan under which it was saved."""
     within = Path(path) / "plan" / "metadata"
     return str(within) if within.is_file() else path
 
 
 def load_saved(options: argparse.Namespace, option: str = "target", allowed: Sequence[str] = ()) -> AnyPlan:
-    """The plan in the file that an option names.
+    """Load the plan from the file given by an option.
 
     Args:
-        allowed: planning options that may be given nevertheless.
+        allowed: planning options that may be combined with a saved plan.
 
     Raises:
-        TargetError: other planning options were given, which the plan has decided.
+        TargetError: other planning options were given, although the plan is fixed.
     """
     path = getattr(options, option)
     useless = given(options, [name for name in _DECIDED if name not in allowed], empty=True)
@@ -71,7 +71,7 @@ def check_html(options: argparse.Namespace) -> None:
 
 
 def write_html(plan: AnyPlan, path: str, verification: Any = None) -> None:
-    """The page, and on standard error where it is."""
+    """Write the page, and print its path on standard error."""
     from autopar.report.html.document import write_report
 
     write_report(plan, path, verification=verification)

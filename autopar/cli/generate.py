@@ -1,6 +1,6 @@
-"""`autopar generate`: text from a model's folder, printed as it comes.
+"""`autopar generate`: generate text with the model in a folder, and stream it to the terminal.
 
-In: a folder, prompts, options. Out: text on standard output; what it took, on standard error.
+In: a folder, prompts, options. Out: text on standard output; throughput and latency on standard error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOST_TOKENS = 128
 
 
 def add_command(added: Any) -> None:
-    """The command and its options; `added` takes parsers of commands."""
+    """Add the command to a parser's commands."""
     about = "generate text from a model's folder, on the devices that are here"
     generate = added.add_parser("generate", help=about, description=about)
     about = "a model as Hugging Face writes it: config.json, *.safetensors, tokenizer.json"
@@ -103,7 +103,7 @@ def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
 
 
 def _most_tokens(options: argparse.Namespace, prompts: list[str | list[int]], longest: int) -> list[int]:
-    """How many tokens to generate from each prompt. What can be refused is, before the model is opened."""
+    """The number of tokens to generate for each prompt. All options are checked before the model is loaded."""
     from autopar.inference.model.config import DecoderConfig
     from autopar.inference.model.tokenizer import load_tokenizer, tokens_of
     from autopar.inference.schedule.stop_strings import TextUntilStop
@@ -131,7 +131,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InferenceError(f"--tokens {text!r} is no list of tokens: write numbers with commas between") from None
+        raise InferenceError(f"--tokens {text!r} is not a list of token ids: write comma-separated integers") from None
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _dtype(name: str | None) -> Any:
 def _results(
     engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, requests: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """What comes of each prompt, printed on the way unless JSON is wanted."""
+    """Yield the completion of each prompt. Without `--json` its text is printed as it is generated."""
     if options.best_of > 1:
         from autopar.inference import best_of
 

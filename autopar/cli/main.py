@@ -1,9 +1,9 @@
-"""The command line: one command for each job.
+"""Parse the command line and run its command.
 
 In: arguments. Out: text, tables or JSON on standard output; progress, warnings and errors on standard error; an exit code:
-0 done, 1 a verification or a check fails or a diagnosis finds unintended collectives, 2 a mistake of the user's, 130
-interrupted. A command parses and prints; every decision is the planner's. What it needs is imported when it runs: help, and
-a saved plan explained, wait for no JAX.
+0 for success, 1 if a verification or check fails or a diagnosis finds unintended collectives, 2 for a user error, 130
+if interrupted. Commands only parse and print. They import what they need when they run, so that `--help` and `explain`
+of a saved plan do not import JAX.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Print the log of the package, such as that a plan came from the cache."""
+    """Print the package's log on standard error, for example cache hits."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("autopar")
     handler.setFormatter(logging.Formatter("autopar: %(message)s"))
     before = logger.level, logger.propagate

@@ -1,6 +1,6 @@
 """Translate the command lines of version 0 that were renamed, for one release.
 
-In: arguments. Out: the same in today's spelling, and the new command line to show in a warning.
+In: arguments. Out: the current spelling, and the new command line to show in a warning.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ _Arguments = list[str]
 
 
 def modern(argv: Sequence[str]) -> tuple[_Arguments, str | None]:
-    """Today's spelling of a command line.
+    """The current spelling of a command line.
 
     Returns:
-        The arguments, and the command line to name in a warning; None where nothing was renamed.
+        The arguments, and the command line to name in a warning; None if nothing was renamed.
 
     >>> modern(["plan", "--for", "search", "--corpus", "1e9x100:int8"])
     (['estimate', 'search', '--corpus', '1e9x100:int8'], 'autopar estimate search --corpus 1e9x100:int8')

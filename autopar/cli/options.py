@@ -38,7 +38,7 @@ OF_PROGRAM = (
 
 
 def add_command(added: Any, name: str, about: str, examples: str = "") -> argparse.ArgumentParser:
-    """A command whose help ends with examples, one command line each."""
+    """Add a command whose help ends with example command lines."""
     lines = "".join(f"  autopar {line}\n" for line in examples.strip().splitlines())
     epilog = (f"examples:\n{lines}" if lines else "") + (f"\n{TARGET_IS}" if "TARGET" in about else "")
     raw = argparse.RawDescriptionHelpFormatter
@@ -46,7 +46,7 @@ def add_command(added: Any, name: str, about: str, examples: str = "") -> argpar
 
 
 def add_mesh_options(command: argparse.ArgumentParser) -> None:
-    """Which devices: how many or in what mesh, and of what kind."""
+    """Add the options for devices: their number or mesh, and the hardware profile."""
     group = command.add_argument_group("devices")
     where = group.add_mutually_exclusive_group()
     about = "plan every mesh of at most two axes and keep the best (default: as many as are visible)"
@@ -58,7 +58,7 @@ def add_mesh_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_solver_options(command: argparse.ArgumentParser, *, keeps_plans: bool = True) -> None:
-    """The memory budget, the solver's time, and the plan cache."""
+    """Add the options for the memory budget, the solver's time limit, and the plan cache."""
     group = command.add_argument_group("solver")
     about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
     group.add_argument("--memory-budget", type=size, metavar="SIZE", help=about)
@@ -71,7 +71,7 @@ def add_solver_options(command: argparse.ArgumentParser, *, keeps_plans: bool = 
 
 
 def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = False) -> None:
-    """How a program may be rewritten: rematerialization, gradient accumulation, pipeline stages, pins.
+    """Add the options for rematerialization, gradient accumulation, pipeline stages and pins.
 
     Args:
         any_mesh: leave out pins and pipelines, which are for one mesh.
@@ -104,7 +104,7 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 
 def whole_number(text: str) -> int | None:
-    """`1.4e9` as a whole number; None where it is none."""
+    """Parse an integer such as `1.4e9`; None if the text is not an integer."""
     try:
         number = float(text)
     except ValueError:
@@ -127,7 +127,7 @@ def device_count(text: str) -> int:
 
 
 def device_counts(text: str) -> tuple[int, ...]:
-    """Numbers of devices, with commas between."""
+    """Parse comma-separated numbers of devices."""
     return tuple(dict.fromkeys(device_count(part) for part in text.split(",")))
 
 
@@ -159,7 +159,7 @@ def size(text: str) -> float:
 
 
 def parse_hardware(text: str | None) -> str | dict[str, int] | None:
-    """A profile's name, or how many devices there are of each.
+    """Parse a profile's name, or the number of devices of each profile.
 
     >>> parse_hardware("a100-sxm-40=8,v100-sxm-16=16")
     {'a100-sxm-40': 8, 'v100-sxm-16': 16}
@@ -179,7 +179,7 @@ def parse_pin(text: str) -> tuple[str, PartitionSpec]:
     """Read `PATH=P(...)`; the spec is parsed, never run.
 
     Raises:
-        PinError: where it cannot be read.
+        PinError: it cannot be parsed.
 
     >>> parse_pin("state/params/*/kernel=P(None, ('data', 'model'))")
     ('state/params/*/kernel', P(None, ('data', 'model')))

@@ -1,6 +1,6 @@
 """Turn parsed options into the planner's keyword arguments.
 
-In: what `argparse` has parsed. Out: keyword arguments of `autopar.plan`, or the plan of the target.
+In: the options parsed by `argparse`. Out: keyword arguments of `autopar.plan`, or the plan of the target.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def refuse_several_kinds(options: argparse.Namespace, command: str) -> None:
 
 
 def how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """Those that hold on any mesh and hardware; a command has some of them."""
+    """The keyword arguments that do not depend on mesh and hardware; each command has some of them."""
     given = {name: getattr(options, option, None) for option, name in _ARGUMENTS.items()}
     more = {name: value for name, value in given.items() if value not in (None, False)}
     return more | ({"rematerialize": False} if getattr(options, "no_rematerialize", False) else {})

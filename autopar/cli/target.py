@@ -1,6 +1,6 @@
-"""A command line's TARGET: `path/file.py:function` or `package.module:function`, imported and called.
+"""Load a TARGET of the command line: import `path/file.py:function` or `package.module:function` and call it.
 
-In: the text. Out: the step and its arguments, or a `TargetError` that says what is wrong and where.
+In: the text. Out: the step and its arguments, or a `TargetError` with the cause and the source line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.frontend.step import Step
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Import a target's module, call its function, and return its step and arguments.
 
-    A step made by `parallelize` is unwrapped: the command line's options hold. Keyword arguments, and which arguments
-    are static, are part of the step that is returned.
+    A step made by `parallelize` is unwrapped, and the options of the command line replace its own. The returned step
+    includes keyword arguments and the names of static arguments.
 
     Raises:
-        TargetError: naming what is wrong, and the file and line of it where there is one.
+        TargetError: it fails; the text has the cause and, if known, the source line.
     """
     place, _, name = target.rpartition(":")
     if not place or not name.isidentifier():
@@ -73,7 +73,7 @@ def _import_module(name: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _blaming(what: str, file: str) -> Iterator[None]:
-    """Turn any failure of the target's code into a `TargetError` that says where it was."""
+    """Convert any exception of the target's code to a `TargetError` with the source line."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -23,7 +23,7 @@ _SPELLED = {"target": "TARGET", "block_bytes": "--block", "run_step": "--run"}
 
 
 def show(draw: Callable[[Console], None]) -> None:
-    """Tables in a terminal, as wide as it is; plain text of a fixed width where it is piped."""
+    """Print tables in the width of the terminal, or plain text of a fixed width if the output is piped."""
     from autopar.system.text_tables import new_console, plain_text
 
     console = new_console(highlight=False)
@@ -34,12 +34,12 @@ def show(draw: Callable[[Console], None]) -> None:
 
 
 def print_json(data: Any) -> None:
-    """All rows and plain numbers, for programs; none is infinite."""
+    """Print all rows as JSON with plain, finite numbers."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 def print_result(options: argparse.Namespace, result: Any) -> None:
-    """As JSON with `--json`, else as text."""
+    """Print a result as JSON with `--json`, else as text."""
     if options.json:
         print_json(result.to_json())
     else:
@@ -47,7 +47,7 @@ def print_result(options: argparse.Namespace, result: Any) -> None:
 
 
 def output(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callable[[Console], None]) -> None:
-    """As JSON with `--json`, else as tables."""
+    """Print a result as JSON with `--json`, else as tables."""
     if options.json:
         print_json(to_json())
     else:
@@ -56,7 +56,7 @@ def output(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callab
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float], None] | None]:
-    """A progress bar on standard error while planning, removed afterwards; none where it is piped."""
+    """A progress bar on standard error during planning, removed afterwards; none if standard error is piped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -71,13 +71,13 @@ def progress() -> Iterator[Callable[[str, float], None] | None]:
 
 
 def given(options: argparse.Namespace, names: Iterable[str], *, empty: bool = False) -> list[str]:
-    """Which of these options a user gave; with `empty`, also those given as an empty text."""
+    """The options among these that the user gave; with `empty`, also those given as an empty text."""
     unset = (None, False, []) if empty else (None, False, [], "")
     return [name for name in names if getattr(options, name) not in unset]
 
 
 def flags(names: Iterable[str]) -> str:
-    """Options as a user writes them.
+    """Format options as on the command line.
 
     >>> flags(["target", "memory_budget"])
     'TARGET, --memory-budget'
@@ -89,16 +89,15 @@ def refuse(useless: list[str], why: str, or_else: str = "") -> None:
     """Refuse options that have no effect here.
 
     Raises:
-        TargetError: `why`, and which to drop, where there are any.
+        TargetError: there are such options; the text is `why` and names them.
     """
     if useless:
         raise TargetError(f"{why}: drop {flags(useless)}{or_else}")
 
 
 def use_cpu_only() -> None:
-    """Keep JAX off the accelerators, where the options describe the target machine in full.
-
-    Where the devices or their kind are left to this machine, JAX may use its accelerators.
+    """Keep JAX off the accelerators if the options describe the target machine completely. If the number or kind of
+    devices is that of this machine, JAX may use its accelerators.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if "jax" in sys.modules:  # it has read the environment already

@@ -1,6 +1,6 @@
 """`autopar verify`: compare a plan's predictions with the program that XLA compiles from it.
 
-In: a target. Out: predicted against compiled; exit code 1 where they differ.
+In: a target. Out: predicted and compiled figures; exit code 1 if they differ.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Exit code 1 where the plan does not hold."""
+    """Run the command. The exit code is 1 if predicted and compiled figures differ."""
     check_output(options)
     check_html(options)
     plan = None if options.plan is None else load_saved(options, "plan", allowed=("hardware",))

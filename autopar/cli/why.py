@@ -1,6 +1,6 @@
-"""`autopar why`: plan again with the runner-up sharding of one tensor, and show what the step loses.
+"""`autopar why`: plan again with the runner-up sharding of one tensor forced, and show the time that it costs.
 
-In: the path of an array or a module, a target, and its saved plan if there is one. Out: the two plans compared.
+In: the path of an array or a module, a target, and optionally its saved plan. Out: a comparison of the two plans.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class Prices:
     def _add_sent(self, costs: Sequence[np.ndarray]) -> None:
         """Add the groups' own communication to `costs`.
 
-        Nodes that read the same halo split its cost, as if all of them had the same sharding: a convolution and the
-        gradient with respect to its kernel.
+        Nodes that read the same halo, such as a convolution and its kernel gradient, share its cost equally, as if they
+        had the same sharding.
         """
         sent: list[tuple[int, int, Sent]] = []
         users: dict[HaloSlice, set[int]] = defaultdict(set)

@@ -43,7 +43,7 @@ class Results:
 
     Args:
         result: the static part of what it returns.
-        updated: by argument whose objects it mutates, the static part of their new values.
+        updated: the static part of the new values of mutated objects, by argument.
         graph: the graph of the objects of the arguments and of the result; None without objects.
     """
 
@@ -293,8 +293,8 @@ def _static(name: str, value: Any) -> Static:
     except TypeError:
         kind = type(value).__name__
         raise StepSignatureError(
-            f"the static argument `{name}` is a {kind}, which cannot be hashed, but its value is part of what a plan is"
-            " made for. Give a tuple or a frozen dataclass; or, if it holds arrays, leave it out of `static_argnames`"
+            f"the static argument `{name}` is a {kind}, which cannot be hashed, but its value is part of the key of a"
+            " plan. Give a tuple or a frozen dataclass; or, if it holds arrays, leave it out of `static_argnames`"
         ) from None
     return Static(value)
 

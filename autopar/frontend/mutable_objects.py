@@ -68,8 +68,8 @@ class Objects:
         except TypeError as error:
             kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in objects))
             raise StepSignatureError(
-                f"an attribute of the modules given ({kinds}) is no array and cannot be hashed ({error}), but is part of"
-                " what a plan is made for. Make it a tuple or a frozen dataclass, or wrap arrays in `nnx.data`"
+                f"an attribute of the modules given ({kinds}) is not an array and cannot be hashed ({error}), but is part of"
+                " the key of a plan. Make it a tuple or a frozen dataclass, or wrap arrays in `nnx.data`"
             ) from None
         return values
 

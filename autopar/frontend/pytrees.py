@@ -198,9 +198,9 @@ def _check(leaf: Any, path: Any) -> None:
         hash(leaf)
     except TypeError:
         raise StepSignatureError(
-            f"`{path()}` is a {kind}, which is no array and cannot be hashed. A step takes arrays, numbers, and pytrees of"
-            " them; what else it is given (a text, a function, a setting) is part of what a plan is made for, and so"
-            " must be hashable. Convert it, e.g. to a dict or a tuple; close over it in the step; or leave it out"
+            f"`{path()}` is a {kind}, which is not an array and cannot be hashed. A step takes arrays, numbers, and pytrees of"
+            " them. Other leaves (a text, a function, a setting) are part of the key of a plan, and so must be"
+            " hashable. Convert it, e.g. to a dict or a tuple; close over it in the step; or leave it out"
         ) from None
 
 

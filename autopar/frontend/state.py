@@ -55,7 +55,7 @@ def new_state(create_state: Callable[..., Any], create_args: Sequence[Any]) -> I
     """
     if not callable(create_state):
         raise StepSignatureError(
-            f"`init` takes the function that makes the state, and what that is called with, not the state: it got a"
+            f"`init` takes the function that creates the state, and its arguments, not the state itself: it got a"
             f" {type(create_state).__name__}. Write step.init(create_state, rng, batch=batch)"
         )
     with building(), opened(Step.of(create_state), create_args, {}) as call:

@@ -292,7 +292,7 @@ def _parse(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise HardwareError(f"cannot read hardware profile {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise HardwareError(f"hardware profile {path} is no valid TOML: {error}") from error
+        raise HardwareError(f"hardware profile {path} is not valid TOML: {error}") from error
 
 
 def _profile(read: _Reader) -> HardwareProfile:

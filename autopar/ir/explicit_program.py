@@ -100,7 +100,7 @@ class Extend:
 
     @property
     def num_bytes(self) -> float:
-        """Bytes that the device then reads."""
+        """Bytes of the extended operand, which the device reads."""
         return math.prod(self.shape) * self.itemsize
 
 

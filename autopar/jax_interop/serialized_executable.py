@@ -34,7 +34,7 @@ def deserialized(data: bytes, devices: Sequence[Any]) -> jax.stages.Compiled:
     """Load a program on the devices that it was compiled for.
 
     Raises:
-        ValueError: the bytes are no valid program.
+        ValueError: the bytes are not a valid program.
     """
     try:
         payload, in_tree, out_tree = pickle.load(io.BytesIO(data))

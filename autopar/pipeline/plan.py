@@ -282,7 +282,7 @@ def _check(plan: PipelinePlan) -> None:
     """Refuse fields that are well typed but inconsistent."""
     check_positions(plan)
     if not plan.stages or len(plan.stages) % plan.virtual:
-        raise WrongFieldError("stages", f"has {len(plan.stages)} entries, which is no multiple of {plan.virtual}")
+        raise WrongFieldError("stages", f"has {len(plan.stages)} entries, which is not a multiple of {plan.virtual}")
     layer = 0
     for number, stage in enumerate(plan.stages):
         if stage.first_layer != layer or stage.last_layer < layer:

@@ -1,6 +1,7 @@
-"""A candidate for the plan: a program, an assignment of strategies, and what they lead to on a device.
+"""Represent a candidate plan: a program, an assignment of strategies, and the predicted program of one device.
 
-In: a program, a formulation and its solution. Out: `Candidate`, by which plans are compared; `Planning`, which makes them.
+In: a program, a formulation and its solution. Out: `Candidate`, with the figures by which plans are compared;
+`Planning`, which makes candidates.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from autopar.transforms.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan's parts, and the program that they are of.
+    """A program, and the parts of its plan.
 
     Args:
-        recomputed: what the program computes again, of the program that it was made of.
+        rematerialized: the values of the original program that this one computes again.
     """
 
     program: Program
@@ -40,10 +41,10 @@ class Candidate:
 
     @property
     def compared_s(self) -> float:
-        """By what plans are compared: the geometric mean of both opinions of the step time, where there are two. Each
-        knows something that the other does not of what hides what. XLA's estimator takes a loop for one short operation; and it
-        has one price for a convolution and for attention in a library whatever their size, so what these take beyond that by
-        the device's own rates is added."""
+        """The seconds by which plans are compared: the geometric mean of two step times, by the device's own rates and
+        by XLA's estimator. Their errors about overlap differ. XLA's estimator prices a loop as one short operation, so
+        programs with loops use the first alone. It has one price for any convolution or library attention: their time
+        beyond it, by the device's own rates, is added."""
         prediction = self.parts.prediction
         if prediction.xla_step_time_s is None or self.program.graph.loops:
             return prediction.step_time_s
@@ -56,12 +57,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """What all plans on one mesh share.
+    """Make candidates on one mesh.
 
     Args:
-        limited: solver of problems with a limit of memory.
-        groups_of: the groups of a graph.
-        held: values of the graph as it is before anything is computed again, and how they must be made.
+        limited: the solver for problems with a memory limit.
+        groups_of: returns the groups of a graph.
+        held: the required shardings of values; positions are those of the graph before rematerialization.
     """
 
     pins: dict[int, TensorSharding]
@@ -77,13 +78,13 @@ class Planning:
         recomputed: tuple[Rematerialization, ...],
         seconds_per_byte: float = 0.0,
     ) -> Candidate:
-        """The plan of a program without a budget.
+        """The candidate of a program without a memory budget.
 
         Args:
-            seconds_per_byte: what it costs to hold arguments.
+            seconds_per_byte: the price of storing arguments.
 
         Raises:
-            TimeLimitError: the solver found none.
+            TimeLimitError: the solver found no assignment.
         """
         graph = program.graph
         groups = like.groups if graph is like.graph else self.groups_of(graph)
@@ -97,10 +98,10 @@ class Planning:
     def made(
         self, program: Program, f: Formulation, solution: Solution, recomputed: tuple[Rematerialization, ...] = ()
     ) -> Candidate:
-        """The plan of a solution.
+        """The candidate of a solution.
 
         Raises:
-            TimeLimitError: it has no choices.
+            TimeLimitError: the solution has no assignment.
         """
         if len(solution.choices) != len(f.decisions):
             raise TimeLimitError(f"planning for mesh {f.mesh} ended with: {solution.status.value}")

@@ -1,6 +1,6 @@
-"""The collectives of a plan, each with what it is for.
+"""List the collectives of a plan with the cause of each.
 
-In: an `ExplicitProgram`. Out: `CollectiveUse`s, and of each decision those that follow from it.
+In: an `ExplicitProgram`. Out: `CollectiveUse`s, and for each decision the collectives that it causes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MERGED = ("region", "program")
 def collective_uses(
     f: Formulation, explicit: ExplicitProgram
 ) -> tuple[tuple[CollectiveUse, ...], dict[int, tuple[int, ...]]]:
-    """All collectives, and the positions of those that each decision causes by its flows and halos."""
+    """All collectives, and for each decision the positions of those that its flows and halos cause."""
     causes = _Causes(f, explicit)
     uses: list[CollectiveUse] = []
     caused: dict[int, list[int]] = defaultdict(list)
@@ -58,7 +58,7 @@ def _place(op: Communicate) -> tuple[int, int, int]:
 
 
 class _Causes:
-    """Describe what each communication is for."""
+    """Describe the cause of each communication."""
 
     def __init__(self, f: Formulation, explicit: ExplicitProgram) -> None:
         self.f, self.graph, self.explicit = f, f.graph, explicit

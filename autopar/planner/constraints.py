@@ -1,8 +1,8 @@
 """Derive the sharding constraints that make XLA's SPMD partitioner communicate as the explicit program does.
 
-In: an `ExplicitProgram`, and pins. Out: `Constraint`s. The partitioner is left no choice: a value that leaves its group is
-constrained at its definition, after any pending reduction (fused with a reshard, XLA would gather the operands instead); and each
-operand that its user reads in another sharding, one reshard at a time.
+In: an `ExplicitProgram`, and pins. Out: `Constraint`s, which leave the partitioner no choice. A value that other groups
+of nodes read is constrained at its definition, after any pending reduction: fused with a reshard, XLA would gather the
+operands instead. An operand that its user reads in another sharding is constrained once for each reshard.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ _Path = tuple[TensorSharding, ...]
 def constraints_of(
     f: Formulation, explicit: ExplicitProgram, pins: Mapping[int, TensorSharding]
 ) -> tuple[Constraint, ...]:
-    """All constraints, by the names of their places."""
+    """All constraints, sorted by the names of the values and uses that they apply to."""
     moved = {value: readings for value, readings in _moved(f.graph, explicit).items() if value in f.value_made}
     defined = _at_definitions(f, explicit, moved)
     at_operands = _at_operands(f, explicit, defined, moved)
     return _by_name(f.graph, (*defined.values(), *at_operands, *_small_pins(f, pins), *_small_places(f)))
 
 
-#: A reading: node and operand (of an output, the number of nodes and its position), and the moves that lead to it.
+#: A use of a value: node and operand (for an output, the number of nodes and its position), and the collectives from
+#: the definition to this use.
 _Reading = tuple[int, int, tuple[Communicate, ...]]
 
 
 def _moved(graph: Graph, explicit: ExplicitProgram) -> dict[int, list[_Reading]]:
-    """Of each value, how it gets to its readers."""
+    """For each value, its uses with the collectives that lead to them."""
     found: dict[int, list[_Reading]] = defaultdict(list)
     outputs = (((len(graph.nodes), i), array) for i, array in enumerate(explicit.outputs) if array is not None)
     for (node, operand), array in (*explicit.reads.items(), *outputs):
@@ -49,7 +50,7 @@ def _moved(graph: Graph, explicit: ExplicitProgram) -> dict[int, list[_Reading]]
 
 
 def _moves_to(explicit: ExplicitProgram, array: int) -> tuple[Communicate, ...]:
-    """From where a value is made."""
+    """The collectives that lead from a value's definition to an array, in order."""
     moves: list[Communicate] = []
     while (op := explicit.sent_as.get(array)) is not None and op.operand is not None:
         moves.append(op)
@@ -58,14 +59,14 @@ def _moves_to(explicit: ExplicitProgram, array: int) -> tuple[Communicate, ...]:
 
 
 def _results(explicit: ExplicitProgram, moves: Sequence[Communicate]) -> _Path:
-    """Where moves lead, with all that is pending reduced."""
+    """The sharding after each collective, with pending reductions done."""
     return tuple(explicit.arrays[op.result].sharding.resolved() for op in moves if op.result is not None)
 
 
 def _at_definitions(
     f: Formulation, explicit: ExplicitProgram, moved: Mapping[int, Sequence[_Reading]]
 ) -> dict[int, Constraint]:
-    """By value."""
+    """The constraints at definitions, by value."""
     arguments, primitives = set(f.graph.inputs), {*BORDERS, *PINNED}
     borders = {v for node in f.graph.nodes if node.primitive in primitives for v in node.results}
     found: dict[int, Constraint] = {}
@@ -104,10 +105,10 @@ def _at_operands(
 
 
 def _at_operand(value: int, reading: tuple[int, int], path: Sequence[TensorSharding], by: Sequence[str]) -> Constraint:
-    """A constraint for one reader: what a registered collective starts from is part of it.
+    """A constraint for one use. If a registered collective comes first, its input sharding is part of the constraint.
 
     Args:
-        path: from how the value is made; `by`: what leads to each.
+        path: the shardings from the definition to the use. by: the registered collective that leads to each, or "".
     """
     node, operand = reading
     first = 0 if by[1] else 1
@@ -116,16 +117,16 @@ def _at_operand(value: int, reading: tuple[int, int], path: Sequence[TensorShard
 
 
 def _scattered(explicit: ExplicitProgram, readings: Sequence[_Reading]) -> _Path:
-    """The steps of a sum that is pending over several axes, where all readers want the same of it split; else nothing. Told to
-    sum all of it first, XLA would, and then cut; told the split of each step, it scatters."""
+    """The reduce-scatter steps of a sum that is pending over several axes, if all users need the same steps; else
+    empty. With a constraint per step XLA scatters; with one for the whole sum it would all-reduce and then slice."""
     steps = {_results(explicit, [op for op in moves if op.kind == "reduce-scatter"]) for _, _, moves in readings}
     return steps.pop() if len(steps) == 1 else ()
 
 
 def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:
-    """Whether XLA would sum a value whole over several axes and let each reader cut out its part, where the plan has it
-    scattered along some of these and then summed over the rest. Products and convolutions it scatters at once; of any
-    other sum it makes two steps only if one operation reads it."""
+    """Whether XLA would all-reduce a value over several axes and let each user slice it, although the plan
+    reduce-scatters it over some of these axes and all-reduces it over the rest. XLA scatters matmuls and convolutions
+    at once. It splits any other sum in two steps only if a single operation reads it."""
     scattered = {axis for axes in split.dims for axis in axes} & set(made.unreduced)
     if not scattered or scattered.issuperset(made.unreduced):
         return False
@@ -135,7 +136,7 @@ def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, spl
 
 
 def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:
-    """Constraints with their places in words, sorted by these; of one place, the last as it was."""
+    """Constraints with the names of the places that they apply to, sorted by place."""
     names = NodeNames(graph)
 
     def named(one: Constraint) -> Constraint:
@@ -147,8 +148,8 @@ def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constrain
 
 
 def _small_places(f: Formulation) -> Iterator[Constraint]:
-    """Where a gather looks, or a scatter writes, is whole if too few to plan for. Left open, XLA splits the places as it
-    splits what is made of them, and on meshes of several axes its partitioner may then fail."""
+    """Replicate the indices of a gather or scatter if they are too small to plan for. Without a constraint XLA shards
+    them like the result, and on meshes of several axes its partitioner may then fail."""
     for n, node in enumerate(f.graph.nodes):
         places = node.operands[1] if node.primitive in INDEXING else None
         if places is not None and f.graph.values[places].size <= SMALL_SIZE:
@@ -157,8 +158,8 @@ def _small_places(f: Formulation) -> Iterator[Constraint]:
 
 
 def _small_pins(f: Formulation, pins: Mapping[int, TensorSharding]) -> Iterator[Constraint]:
-    """A value too small to plan for that is pinned to be split is whole where it is used: else the
-    partitioner would carry the split on to large values. So is the output that renews it, until it leaves."""
+    """Replicate a pinned input at its uses if it is too small to plan for: else the partitioner would propagate its
+    sharding to large values. The output that updates it is replicated, too, and resharded when it is returned."""
     renewed = dict(f.graph.carried)
     small = {position for position, sharding in pins.items() if any(sharding.dims)} - set(f.input_decision)
     whole = {f.graph.inputs[p]: (replicated(len(pins[p].dims)),) for p in small}

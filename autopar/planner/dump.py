@@ -1,7 +1,7 @@
-"""What each pass made of a step, as text that can be compared with `diff`.
+"""Write the output of each planner pass as text files that can be compared with `diff`.
 
-In: a plan and the candidate that it was made of. Out: a folder with one file for each pass, in their order; see
-`docs/how-a-plan-is-made.md`. No time of planning and no address in memory stands in them, so equal plans have equal files.
+In: a plan and its candidate. Out: a folder with one file per pass, numbered in order; see `docs/how-a-plan-is-made.md`.
+Files have no planning times and no memory addresses, so equal plans have equal files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.system.units import human_bytes, human_seconds, printable
 
 @dataclass(frozen=True, slots=True)
 class _Passes:
-    """What the files are written from."""
+    """The plan and the candidate that the files describe."""
 
     request: PlanRequest
     plan: Plan
@@ -38,10 +38,10 @@ class _Passes:
 
 
 def make_folder(folder: str | os.PathLike[str]) -> Path:
-    """The folder of a dump, before the time that it takes to plan.
+    """Make the folder of a dump. It is called before planning, so that an error costs no planning time.
 
     Raises:
-        OptionError: it has no name, or cannot be made.
+        OptionError: the name is empty, or the folder cannot be made.
     """
     if not os.fspath(folder):
         raise OptionError("`dump` is empty: give a folder, or leave it out")
@@ -51,7 +51,7 @@ def make_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def dump(folder: str | os.PathLike[str], request: PlanRequest, found: Found) -> None:
-    """Write all files; those of a plan dumped before are replaced.
+    """Write all files. Files of an earlier dump are replaced.
 
     Raises:
         OptionError: the folder cannot be written.
@@ -65,7 +65,7 @@ def dump(folder: str | os.PathLike[str], request: PlanRequest, found: Found) -> 
 
 @contextlib.contextmanager
 def _refused(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """What the system says of a folder, as an error of ours."""
+    """Convert an `OSError` about the folder to an `OptionError`."""
     try:
         yield
     except OSError as error:

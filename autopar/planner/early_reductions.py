@@ -148,8 +148,8 @@ def _buckets(
 
 
 def _matmuls(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]]:
-    """Matmuls and convolutions that read a computed value from memory: operation, node, operand. Of two computed operands the
-    later one."""
+    """Matmuls and convolutions that read a computed value from memory: operation, node, operand. If both operands are
+    computed, the operand is the later one."""
     written: set[int] = set()
     found = []
     for i, op in enumerate(program.ops):

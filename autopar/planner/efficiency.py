@@ -1,6 +1,6 @@
-"""Record what MFU, throughput and the bound of a step are computed from.
+"""Compute the inputs of MFU, throughput and the bottleneck of a step.
 
-In: the graph of a step, its inputs, devices, seconds by what limits them. Out: `Efficiency`.
+In: the graph of a step, its inputs, the devices, and seconds by bottleneck. Out: `Efficiency`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def efficiency_of(
     devices: Sequence[tuple[int, HardwareProfile]],
     bound_s: Mapping[str, float],
 ) -> Efficiency:
-    """The record.
+    """Compute the efficiency record of a step.
 
     Args:
-        graph: of the step as its user wrote it.
+        graph: the graph of the step as written by the user.
         devices: the number of each kind.
-        bound_s: seconds of a step by what limits them.
+        bound_s: seconds of a step by bottleneck, such as memory bandwidth.
     """
     flops = model_flops(graph)
     peaks = {dtype: sum(number * profile.peak_rate(dtype) for number, profile in devices) for dtype in flops}
@@ -41,7 +41,7 @@ def efficiency_of(
 
 def _batch_size(inputs: Sequence[TensorPlan]) -> tuple[int, int]:
     """Examples and tokens of the batch: dim 0 of its largest array, and the elements of its largest integer matrix
-    `(examples, positions)`; each 0 where there is none."""
+    `(examples, positions)`; 0 if there is no such array."""
     batch = [tensor for tensor in inputs if tensor.role == "data" and tensor.shape]
     if not batch:
         return 0, 0

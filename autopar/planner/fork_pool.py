@@ -55,7 +55,8 @@ class Least:
         return float(_DOUBLE.unpack_from(self._shared)[0])
 
     def lower(self, value: float) -> None:
-        """Lower the number. Of two concurrent updates one may be lost: the number only saves work."""
+        """Lower the number. One of two concurrent updates may be lost, which is harmless: the number only saves
+        work."""
         _DOUBLE.pack_into(self._shared, 0, min(value, self.value))
 
 
@@ -88,11 +89,11 @@ def _num_processes() -> int:
 class Workers(Generic[Request, Answer]):
     """This process, which is worker 0, and its forks.
 
-    The caller iterates over the requests that this process has to answer, and notes each answer. Meanwhile the forks answer the
-    others; at the end come those that a fork has lost.
+    The caller iterates over the requests that this process answers, and notes each answer. The forks answer the others
+    concurrently. At the end this process answers requests that a fork lost.
 
     Attributes:
-        answers: to the last requests, each with its worker.
+        answers: the answers to the last requests, each with its worker.
     """
 
     def __init__(self, forks: Sequence[_Fork[Request, Answer]]) -> None:

@@ -21,7 +21,7 @@ from autopar.transforms.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Layouts of inputs by path, and what a user should know of them."""
+    """Shardings of inputs by path, and notes about them for the user."""
 
     pins: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -29,11 +29,11 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class LayoutHints:
-    """Layouts that a plan is to have.
+    """Shardings that are known before planning.
 
     Args:
-        metadata: those on the arguments. is_hint: they need not be held to.
-        like: those of another plan.
+        metadata: shardings from the arguments' metadata. is_hint: the plan may differ from the metadata.
+        like: shardings from another plan.
     """
 
     metadata: Layouts
@@ -42,7 +42,7 @@ class LayoutHints:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """All, by path; those of another plan go first."""
+        """All shardings by path. Those from another plan take precedence."""
         return {**self.metadata.pins, **self.like.pins}
 
     @property
@@ -51,16 +51,16 @@ class LayoutHints:
 
     @property
     def without_metadata(self) -> LayoutHints:
-        """Without layouts that need not be held to."""
+        """A copy without the shardings from metadata."""
         return replace(self, metadata=replace(self.metadata, pins={}))
 
 
 def layout_hints(program: Program, request: PlanRequest) -> LayoutHints:
-    """The layouts of a program's inputs that are known before planning.
+    """The shardings of a program's inputs that are known before planning.
 
     Raises:
-        PinError: as of `metadata_layouts`.
-        PlanMismatchError: `like` is for another mesh, or nothing of its state is here.
+        PinError: see `metadata_layouts`.
+        PlanMismatchError: `like` is for another mesh, or shares no state with this program.
     """
     like = Layouts()
     if request.like is not None:
@@ -74,15 +74,15 @@ def layout_hints(program: Program, request: PlanRequest) -> LayoutHints:
 def metadata_layouts(
     program: Program, metadata: str, rules: Rules | None, meshes: Sequence[MeshShape], *, mesh_given: bool = True
 ) -> Layouts:
-    """Layouts that stand on the arguments themselves, as Flax writes them.
+    """The shardings in the metadata of the arguments, such as Flax's.
 
     Args:
-        rules: from logical names to mesh axes; by default those of the `nn.logical_axis_rules` that is active.
-        mesh_given: the user gave the mesh, so that a rule for an axis which it lacks is meant for other meshes. Where autopar
-            chooses the mesh, nobody else can have dropped the axis.
+        rules: map logical names to mesh axes; by default the active `nn.logical_axis_rules`.
+        mesh_given: whether the user gave the mesh. Then a rule may name an axis that this mesh lacks, because rules are
+            written for several meshes; otherwise that is an error.
 
     Raises:
-        PinError: an unknown way to use metadata; rules name an axis that no mesh to choose from has.
+        PinError: `metadata` is not a known option, or rules name an axis that no candidate mesh has.
     """
     if metadata not in ("pin", "hint", "ignore"):
         raise PinError(f'`metadata` is {metadata!r}: give "pin", "hint" or "ignore"')
@@ -110,13 +110,13 @@ def _check_rules_lead_to_axes(
     lost: Mapping[str, Sequence[str]],
     meshes: Sequence[MeshShape],
 ) -> None:
-    """Refuse rules that name a mesh axis which no mesh to choose from has: those rules would be dropped.
+    """Refuse rules with a mesh axis that no candidate mesh has: they would have no effect.
 
     Args:
-        lost: names on arrays that lead to no axis, and the paths of these arrays.
+        lost: logical names without a mesh axis, and the paths of their arrays.
 
     Raises:
-        PinError: naming the rule, and a mesh that has its axes.
+        PinError: there is such a rule; the text names it, and a mesh that has its axes.
     """
     known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
     for name, paths in lost.items():
@@ -133,7 +133,7 @@ def _check_rules_lead_to_axes(
             raise PinError(
                 f"the logical axis rule ({name!r}, {axes!r}) applies to {_some(paths)}, but no mesh that autopar would choose"
                 f" for {meshes[0].num_devices} devices has {_axes(wanted, known)}: the axes there are"
-                f" {', '.join(known)}. Give the mesh with the axes of the rules, in sizes of your own, e.g."
+                f" {', '.join(known)}. Give a mesh with the axes of the rules, e.g."
                 f' `mesh="{example}"`; or rules that lead to these axes; or `metadata="ignore"`'
             )
 
@@ -144,13 +144,13 @@ def _axes(wanted: Sequence[str], known: Sequence[str]) -> str:
 
 
 def plan_layouts(plan: Plan, program: Program) -> Layouts:
-    """The layouts that another step's plan gave its state, for those inputs that are the same.
+    """The shardings of another plan's state, for the inputs of this program that match it.
 
-    An input is the same that has the path, shape and dtype of one that the other step carries; or, where the two name
-    their arguments differently, the same path below the argument's name or below a part of it.
+    An input matches a carried input of the other plan if its path, shape and dtype are equal. If the argument names
+    differ, one path without its argument's name must be a suffix of the other.
 
     Raises:
-        PlanMismatchError: none is.
+        PlanMismatchError: no input matches.
     """
     state: dict[tuple[tuple[int, ...], str], list[TensorPlan]] = {}
     for tensor in plan.inputs:
@@ -164,17 +164,17 @@ def plan_layouts(plan: Plan, program: Program) -> Layouts:
     if not pins:
         theirs = ", ".join(f"`{t.path}`" for group in state.values() for t in group[:1])
         raise PlanMismatchError(
-            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, whose layout it is"
-            f" to take by `like`: that carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
+            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, the plan of"
+            f" `like`, which carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
         )
     return Layouts(pins, (f"{_some(pins)} {_are(pins)} laid out as by the plan of `{plan.program.name}`",))
 
 
 def check_mesh_like(plan: Plan, mesh: MeshShape) -> None:
-    """Refuse to lay out for one mesh as for another.
+    """Refuse a plan for another mesh.
 
     Raises:
-        PlanMismatchError: naming both.
+        PlanMismatchError: the meshes differ; the text names both.
     """
     if mesh != plan.mesh:
         raise PlanMismatchError(
@@ -184,7 +184,7 @@ def check_mesh_like(plan: Plan, mesh: MeshShape) -> None:
 
 
 def _same(path: str, others: Sequence[TensorPlan]) -> TensorPlan | None:
-    """The tensor of these that is the same one; None where none is, or several are with other layouts."""
+    """The tensor that matches a path; None if there is none, or several with different shardings."""
     exact = [other for other in others if other.path == path]
     below = [other for other in others if _is_below(path, other.path)]
     for found in (exact, [b for b in below if b.role == "parameter"], below):
@@ -196,7 +196,7 @@ def _same(path: str, others: Sequence[TensorPlan]) -> TensorPlan | None:
 
 
 def _is_below(path: str, other: str) -> bool:
-    """Whether one path ends in the other, the arguments' names left out."""
+    """Whether one path, without its argument's name, is a suffix of the other."""
     one, two = path.split("/")[1:], other.split("/")[1:]
     short, long = sorted((one, two), key=len)
     return bool(short) and long[len(long) - len(short) :] == short

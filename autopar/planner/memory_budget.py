@@ -1,6 +1,6 @@
-"""The memory budget of a device, and what of it a plan may fill.
+"""Compute how much of a device's memory budget a plan may fill.
 
-In: bytes of a device, of a hardware profile or as a user gives them. Out: `MemoryBudget`.
+In: bytes per device, from a hardware profile or from the user. Out: `MemoryBudget`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class MemoryBudget:
-    """Bytes of one device.
+    """The memory budget of one device.
 
     >>> MemoryBudget(40e9).plan_bytes
     38000000000.0
@@ -24,10 +24,10 @@ class MemoryBudget:
 
     @property
     def plan_bytes(self) -> float:
-        """What a plan's predicted peak may be."""
+        """The largest allowed predicted peak of a plan: the budget less a margin."""
         return self.total_bytes * (1 - MARGIN)
 
     @classmethod
     def with_room_for(cls, peak_bytes: float) -> MemoryBudget:
-        """The budget that a plan with this predicted peak keeps to."""
+        """The smallest budget that a plan with this predicted peak fits."""
         return cls(peak_bytes / (1 - MARGIN))

@@ -1,4 +1,4 @@
-"""Choose the mesh: begin a plan on every mesh, finish those that may be the fastest, in parallel processes.
+"""Choose the mesh: solve for every mesh, then refine the plans that may be the fastest, in parallel processes.
 
 In: a program, a `PlanRequest`, layouts of inputs. Out: `Found`: the plan, and the candidate behind it.
 """
@@ -39,7 +39,7 @@ class Found:
     """A plan.
 
     Args:
-        program: that was planned. made: the candidate behind the plan, unless a worker process planned it.
+        program: the planned program. made: the candidate of the plan; None if a worker process planned it.
     """
 
     plan: Plan
@@ -47,7 +47,7 @@ class Found:
     made: Candidate | None
 
     def with_notes(self, *notes: str) -> Found:
-        """The same, with more notes for the user."""
+        """A copy with further notes for the user."""
         return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
 
 
@@ -58,14 +58,14 @@ def search_meshes(
     *,
     may_fork: bool = True,
 ) -> Found:
-    """Plan a program on every mesh, as far as each may be the fastest.
+    """Plan a program on every mesh, and stop on a mesh once its plan cannot be the fastest.
 
     Args:
-        layouts: of inputs, by path or glob, in addition to `request.pin`.
-        may_fork: plan in worker processes too; then the candidate behind the plan may be unknown.
+        layouts: shardings of inputs by path or glob, in addition to `request.pin`.
+        may_fork: whether to plan in worker processes, too; the candidate of the plan may then be unknown.
 
     Raises:
-        NothingFitsError: no plan fits; the ways out are not priced yet.
+        NothingFitsError: no plan fits; its ways out are not priced yet.
     """
     pin = {**(layouts or {}), **(request.pin or {})}
     meshes = meshes_with_pinned_axes(meshes_of_program(request.meshes, program.graph), pin)
@@ -99,7 +99,7 @@ def search_meshes(
 def distinct_meshes(
     meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
 ) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
-    """Meshes that differ in more than the names of their axes; and for each other mesh the one that it equals."""
+    """Meshes that differ in more than the names of their axes, and for each other mesh its equal among these."""
     seen: dict[Any, MeshShape] = {}
     distinct, same = [], {}
     for mesh in meshes:
@@ -126,9 +126,9 @@ class _End:
     """The outcome of planning on one mesh.
 
     Args:
-        fits: whether the plan is within the budget. compared_s: seconds by which plans are compared.
-        fastest: of the plans on this mesh; it differs from the plan where a simpler one is tied with it.
-        made: the candidate behind the plan.
+        fits: whether the plan is within the budget. compared_s: the seconds by which plans are compared.
+        fastest: the fastest plan on this mesh; the outcome is a simpler plan if one is tied with it.
+        made: the candidate of the plan.
         failure: why there is no plan.
     """
 
@@ -150,7 +150,7 @@ _Job = tuple[int, float | None]
 
 
 class _Search:
-    """Plan on several meshes, those that this process is given; meshes go by their positions."""
+    """Plan on the meshes that this process is given; a mesh is known by its position."""
 
     def __init__(
         self, program: Program, request: PlanRequest, pin: Mapping[str, Any], meshes: Sequence[MeshShape]
@@ -188,7 +188,7 @@ class _Search:
         """The outcome on each mesh.
 
         Raises:
-            NothingFitsError: no plan fits on any mesh; with the ways out of the first.
+            NothingFitsError: no plan fits on any mesh; it has the ways out of the first mesh.
         """
         ends: dict[int, _End] = {i: end for (i, _), (_, end) in team.answers.items()}
         if not any(end.plan for end in ends.values()):
@@ -231,8 +231,8 @@ class _Search:
 
 
 def _simplest_end(ends: Sequence[_End]) -> _End:
-    """The outcome with the simplest plan, of those that fit and are tied with the fastest: the fewest sharded arguments, then
-    the fewest axes. The plan records the fastest, where that is another one."""
+    """The outcome with the simplest plan among those that fit and are tied with the fastest: the fewest sharded
+    arguments, then the fewest axes. Its plan records the fastest one if they differ."""
     ends = [end for end in ends if end.fits] or ends
     known = [end.fastest for end in ends if end.fastest is not None]
     fastest = min(known, key=lambda one: one.compared_s)

@@ -1,4 +1,4 @@
-"""What every plan on one mesh is made with: the request, the budget, the pins, the solvers.
+"""Collect what the plans on one mesh share: the request, the budget, the pins, the solvers.
 
 In: a `PlanRequest`, pins of one mesh. Out: `MeshTask`.
 """
@@ -30,7 +30,7 @@ Form = tuple[Program, ProgramGroups]
 
 @dataclass(frozen=True, slots=True)
 class MeshTask:
-    """What is wanted of the plan on one mesh.
+    """The request for one mesh.
 
     Args:
         pins: input position -> sharding.
@@ -45,22 +45,22 @@ class MeshTask:
 
     @property
     def budget_bytes(self) -> float:
-        """What a plan may fill."""
+        """The bytes that a plan may fill."""
         return self.request.budget.plan_bytes
 
     @property
     def solver(self) -> Solver:
-        """Of problems without a limit of memory."""
+        """The solver for problems without a memory limit."""
         return self.request.solver_within()
 
     @property
     def limited(self) -> Solver:
-        """Of problems with one, or with prices that are a guess."""
+        """The solver for problems with a memory limit or with estimated prices."""
         return self.request.solver_within(_LIMITED_SHARE, relative_gap=_LIMITED_GAP)
 
     @property
     def planning(self) -> Planning:
-        """What makes candidates."""
+        """The `Planning` that makes candidates on this mesh."""
         return Planning(dict(self.pins), self.solver, self.limited, self._groups_of, self.request.held)
 
     def _groups_of(self, graph: Graph) -> tuple[Group, ...]:

@@ -26,7 +26,7 @@ class MicrobatchSearch:
     which more microbatches may avoid.
 
     Raises:
-        MicrobatchError: the request is not a number of microbatches.
+        MicrobatchError: `num_microbatches` is neither "auto" nor 1 or more.
     """
 
     def __init__(self, program: Program, requested: int | Literal["auto"]) -> None:

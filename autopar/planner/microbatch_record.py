@@ -36,7 +36,8 @@ def microbatches_of(program: Program, mesh: MeshShape, constraints: Sequence[Con
 
 
 def _num_examples(program: Program) -> int:
-    """Examples of the batch; for a stage, of one microbatch, which has no batch dim where it is one example."""
+    """The number of examples of the batch, or for a pipeline stage of one microbatch; a microbatch of one example has
+    no batch dim."""
     try:
         return num_examples(program.graph)
     except MicrobatchError:

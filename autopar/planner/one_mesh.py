@@ -1,7 +1,7 @@
-"""The plan on one mesh, in two steps: an assignment without a memory budget, then as little exposed as can be, within it.
+"""Plan on one mesh in two steps: solve without a memory budget, then reduce exposed communication and fit the budget.
 
-In: the forms of a program with their groups, a mesh, a `MeshTask`. Out: `Begun`, whose time tells whether the mesh is worth
-more; then `Finished`.
+In: the forms of a program with their groups, a mesh, a `MeshTask`. Out: `Begun`, whose time shows whether the mesh is
+worth the second step; then `Finished`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ FAR = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """The plan on one mesh before memory and overlap are looked at: what it costs tells whether the mesh is worth more.
+    """The plan on one mesh after the first step, before memory and overlap are searched.
 
     Args:
-        forms: the program's that are left, should nothing of this one fit. seconds: taken so far.
+        forms: the other forms of the program, to plan if no plan of this form fits. seconds: planning time so far.
     """
 
     mesh: MeshShape
@@ -48,15 +48,16 @@ class Begun:
 
     @property
     def promise(self) -> float:
-        """Its time; of two that are close, the one with fewer axes is planned sooner."""
+        """A sort key: the predicted time, with a small penalty per axis, so that of two close meshes the one with fewer
+        axes is planned first."""
         axes = sum(size > 1 for size in self.mesh.axis_sizes)
         return self.made.compared_s * (1 + _CLOSE * axes)
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The plan on one mesh, what it was made of, and the fastest of the candidates there, which is another where a simpler
-    one is as good."""
+    """The plan on one mesh, its candidate, and the fastest candidate, which differs if a simpler one is tied with
+    it."""
 
     plan: Plan
     made: Candidate
@@ -64,11 +65,11 @@ class Finished:
 
 
 def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
-    """Plan the step that sees dims as two where that is split between these; else the step as it was written, which can be
-    split in ways that the other cannot.
+    """Solve for the form with split dims. If its plan does not shard between two such dims, solve for the step as
+    written, which has shardings that the other form lacks.
 
     Args:
-        forms: with the step as it was written last.
+        forms: the forms of the program; the last is the step as written.
 
     Raises:
         TimeLimitError: the solver found no plan.
@@ -83,14 +84,14 @@ def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
 
 
 def finish(begun: Begun, fastest: Least, least_promise: float) -> Finished:
-    """Leave as little exposed as can be, and keep to the budget.
+    """Reduce exposed communication, and fit the memory budget.
 
     Args:
-        fastest: seconds of the fastest plan so far; one that cannot be faster is left as it is.
-        least_promise: of all meshes.
+        fastest: seconds of the fastest plan so far; a plan that cannot become faster is not refined.
+        least_promise: the lowest `promise` of all meshes.
 
     Raises:
-        NothingFitsError: nothing fits.
+        NothingFitsError: no plan fits.
     """
     try:
         return _finish(begun, fastest, least_promise)
@@ -124,10 +125,10 @@ def _finish(begun: Begun, fastest: Least, least_promise: float) -> Finished:
 
 
 def _within_budget(candidates: Sequence[Candidate], free: Candidate, task: MeshTask, fastest: Least) -> list[Candidate]:
-    """The candidate that the memory search finds; none where it finds nothing and another fits.
+    """The candidate of the memory search, in a list; empty if it finds none and another candidate fits.
 
     Raises:
-        NothingFitsError: nothing does.
+        NothingFitsError: no candidate fits.
     """
     budget, request = task.budget_bytes, task.request
     try:
@@ -148,7 +149,8 @@ def _within_budget(candidates: Sequence[Candidate], free: Candidate, task: MeshT
 
 
 def _hidden(begun: Begun, fastest: Least, least_promise: float) -> list[Candidate]:
-    """The plan as it was begun, and others by prices that count on overlap, each with as little exposed as can be."""
+    """The plan of the first step, and plans by prices that anticipate overlap, each with its exposed communication
+    reduced."""
     task, seen = begun.task, {begun.made.solution.choices}
     budget, (program, grouped) = task.budget_bytes, begun.form
     graph, groups = program.graph, grouped.groups

@@ -62,8 +62,8 @@ def counting_on_overlap(
     """Plan with prices that anticipate overlap, and then with higher prices for what stays exposed, until one is better.
 
     Args:
-        begun: the plan to improve on. other: plans by these prices; None where the result was planned before.
-        to_beat: `compared_s` of the fastest plan elsewhere. at_once: stop after one plan.
+        begun: the plan to improve on. other: plans by given prices; it returns None if that plan is known already.
+        to_beat: `compared_s` of the fastest plan on any mesh. at_once: stop after one plan.
     """
     tried, best = list[Candidate](), begun
 
@@ -87,7 +87,7 @@ def counting_on_overlap(
 
 
 def _most_exposed(made: Candidate) -> Hideable:
-    """The kind of collective that is exposed most."""
+    """The kind of collective with the most exposed time."""
     prediction = made.parts.prediction
     estimated_s = (
         math.inf
@@ -173,6 +173,6 @@ def _best(made: Candidate, budget: float, tried: Iterable[_Tried]) -> Candidate:
 
 
 def _overlaps(made: Candidate) -> bool:
-    """XLA overlaps nothing with a loop."""
+    """Whether XLA overlaps kernels and collectives of this program: it does not with loops, which it never overlaps."""
     profile, mesh, loops = made.formulation.profile, made.formulation.mesh, made.program.graph.loops
     return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1 and not loops

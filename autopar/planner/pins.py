@@ -1,4 +1,4 @@
-"""Pins: what a user has decided already, as paths or globs and `PartitionSpec`s.
+"""Resolve pins: the shardings of inputs that the user gives, as paths or globs and `PartitionSpec`s.
 
 In: a mapping from input paths to specs, the graph, a mesh. Out: the sharding of each pinned input.
 """
@@ -21,7 +21,7 @@ from autopar.rules.table import traits_of
 
 
 def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any]) -> list[MeshShape]:
-    """The meshes that have every axis the pins name."""
+    """The meshes that have every axis named in the pins."""
     wanted = {axis for spec in pin.values() for axis in _axes_named(spec)}
     able = [mesh for mesh in meshes if wanted <= set(mesh.axis_names)]
     if not able:
@@ -32,11 +32,11 @@ def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any])
 
 
 def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshShape]:
-    """The meshes that have every axis that the program itself names, in a `with_sharding_constraint` or a `shard_map`;
-    for the second of the same size, for its program is written for parts of that size.
+    """The meshes that have every axis that the program itself names, in a `with_sharding_constraint` or a `shard_map`.
+    The axes of a `shard_map` must have the same size, because its function is written for shards of that size.
 
     Raises:
-        PinError: none has; naming the axis, and the line that does.
+        PinError: no mesh has them; the text names the axis and the source line.
     """
     able = list(meshes)
     for node in graph.nodes:
@@ -47,7 +47,7 @@ def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshSha
             known = "; ".join(mesh.describe() for mesh in able[:3])
             named = ", ".join(f"{axis}={size}" if sized else f"`{axis}`" for axis, size in sizes.items())
             raise PinError(
-                f"the step itself splits a value over {named} (`{node.primitive}` at {node.source or 'an unknown line'}),"
+                f"the step itself shards a value over {named} (`{node.primitive}` at {node.source or 'an unknown line'}),"
                 f" which the mesh does not have ({known}). Plan for a mesh with these axes, e.g."
                 f' mesh="{",".join(f"{axis}={size}" for axis, size in sizes.items())}"'
             )

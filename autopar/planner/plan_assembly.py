@@ -43,10 +43,10 @@ class Assembled:
     """The parts of a plan that follow from an assignment.
 
     Args:
-        simulation: of the program of one device. timeline: of it, at the device's own rates. most_held: its operations in the
-            order in which most is live.
-        combine_threshold_bytes: the limit to which collectives are merged, where it is not the profile's.
-        early_reductions: what waits for reductions.
+        simulation: the simulation of one device's program. timeline: its timeline by the device's own rates. most_held:
+            its operations in the order with the highest peak memory.
+        combine_threshold_bytes: the size to which XLA combines collectives; None for the profile's.
+        early_reductions: the barriers that wait for reductions.
     """
 
     explicit: ExplicitProgram
@@ -72,10 +72,10 @@ class Assembled:
 def assemble(
     f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding], *, figures_only: bool = False
 ) -> Assembled:
-    """Read an assignment.
+    """Assemble the parts of a plan from an assignment.
 
     Args:
-        figures_only: leave out what XLA is told, and all reasons.
+        figures_only: leave out constraints, decisions, collectives and regions.
     """
     roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
@@ -113,8 +113,8 @@ def hiding(
     """The same parts with another combine threshold and with early reductions, and a new prediction.
 
     Args:
-        combine_threshold_bytes: None for the profile's threshold. simulation: of the program with barriers.
-        to_beat: seconds; None is returned where the plan cannot be faster.
+        combine_threshold_bytes: None for the profile's threshold. simulation: the simulation with barriers.
+        to_beat: seconds; the result is None if the plan cannot be faster than that.
     """
     opinions = simulation.timelines(combine_threshold_bytes, to_beat)
     if opinions is None:
@@ -209,7 +209,7 @@ def _output_plans(
 
 
 def named(graph: Graph, early_reductions: Sequence[EarlyReduction]) -> tuple[EarlyReduction, ...]:
-    """Early reductions with their places as text."""
+    """Early reductions with the names of their values and nodes."""
     names = NodeNames(graph) if early_reductions else None
     return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in early_reductions if names)
 
@@ -286,7 +286,7 @@ def _decisions(
 
 
 def _representative(f: Formulation, choice: Choice) -> tuple[int, int] | None:
-    """The value that stands for a group in the report: the largest that leaves it before the update."""
+    """The value that represents a group in the report: the largest that other groups read before the update."""
     group = f.groups[choice.group]
     candidates = [
         (f.graph.values[d.value].num_bytes, -d.node, d.value)
@@ -300,7 +300,7 @@ def _representative(f: Formulation, choice: Choice) -> tuple[int, int] | None:
 
 
 def _local_prices(f: Formulation, choices: Sequence[int]) -> list[np.ndarray]:
-    """Per decision, the price of each of its strategies with all other decisions as they are."""
+    """For each decision, the cost of each of its strategies with all other decisions unchanged."""
     prices = [costs.astype(float).copy() for costs in f.problem.node_costs]
     for edge in f.problem.edges:
         prices[edge.source] += edge.costs[:, choices[edge.target]]
@@ -354,7 +354,7 @@ def _predict(
     inputs: Sequence[TensorPlan],
     outputs: Sequence[TensorPlan],
 ) -> tuple[Prediction, Timeline, Sequence[Op]]:
-    """The prediction, and what it was read off: the last two of `Assembled` that are not told."""
+    """The prediction, and the `timeline` and `most_held` of `Assembled` behind it."""
     device, (own_rates, estimated) = simulation.program, opinions
     by_kind: dict[str, float] = defaultdict(float)
     for use in collectives:

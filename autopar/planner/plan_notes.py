@@ -1,4 +1,4 @@
-"""Write the notes of a plan: what a user should know besides its figures.
+"""Write the notes of a plan: what a user should know in addition to its figures.
 
 In: a graph, the primitives without a rule, the plan's inputs. Out: notes.
 """
@@ -22,7 +22,7 @@ def plan_notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Seq
     """All notes of a program's plan.
 
     Args:
-        unknown: primitives without a rule, and how often they are used.
+        unknown: the number of uses of each primitive without a rule.
     """
     return (*_unknown(graph, unknown), *_effects(graph), *_endless(graph), *_undivided(mesh, inputs))
 
@@ -44,8 +44,8 @@ def _endless(graph: Graph) -> Iterator[str]:
     endless = [node for node in graph.nodes if node.primitive == "predicate"]
     if endless:
         yield (
-            f"how often a `while` loop runs is known only as it does: each of {len(endless)} is priced for"
-            f" {UNKNOWN_TRIP_COUNT:g} trips. The first is at {endless[0].source or 'an unknown line'}"
+            f"the trip count of a `while` loop is unknown before it runs: each of {len(endless)} is priced for"
+            f" {UNKNOWN_TRIP_COUNT:g} iterations. The first is at {endless[0].source or 'an unknown line'}"
         )
 
 
@@ -75,7 +75,7 @@ def _lack(graph: Graph, name: str) -> str:
 
 
 def _way_out(graph: Graph, name: str) -> str:
-    """Where a primitive without a rule is first used, and the line that would give it one."""
+    """Where a primitive without a rule is first used, and the code that registers a rule for it."""
     node, view = _first_use(graph, name)
     what = f", a `{node.primitive}`," if name != node.primitive else ""
     where = f". The first{what} is at {node.source or 'an unknown line'}"

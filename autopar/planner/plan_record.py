@@ -1,6 +1,6 @@
-"""A candidate written down as a plan.
+"""Convert a candidate to a plan.
 
-In: a `Candidate`, the program that was planned. Out: `Plan`.
+In: a `Candidate`, and the program before rematerialization. Out: `Plan`.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def plan_of(
     """The plan of a candidate.
 
     Args:
-        program: that was planned, before anything in it was computed again.
-        unknown: primitives without a rule, and how often they are used.
-        budget_bytes: that it keeps to. seconds: that planning took.
+        program: the planned program, before rematerialization.
+        unknown: the number of uses of each primitive without a rule.
+        budget_bytes: the budget that the plan keeps. seconds: the planning time.
     """
     parts, solution, graph = made.parts, made.solution, made.formulation.graph
     check_explicit(parts.explicit, graph)
@@ -90,7 +90,7 @@ def plan_of(
 def _replicated(
     graph: Graph, device: DeviceProgram, unknown: Counter[str], mesh: MeshShape, own_rates: HardwareProfile
 ) -> tuple[Replicated, ...]:
-    """What has no rule, and what it takes; nothing where there is one device."""
+    """Operations without a rule, which run replicated, and their time; empty on one device."""
     if mesh.num_devices == 1 or not unknown:
         return ()
     seconds = seconds_by_node(device, mesh, own_rates)

@@ -38,7 +38,7 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
     """The plan of a traced program.
 
     Raises:
-        AutoparError: one of its subclasses, naming what to change.
+        AutoparError: a subclass; the text says what to change.
     """
     request = request.as_of(request.like)
     hints = layout_hints(program, request)

@@ -46,12 +46,12 @@ def _exposed(prediction: Prediction) -> dict[str, float]:
 
 
 class RematSearch:
-    """The plans of the rematerialization levels, each made when it is needed.
+    """The plans of the rematerialization levels, made on demand.
 
     Attributes:
         least: the plan with the lowest peak memory so far.
-        outdone: a plan that is slower than plans elsewhere, where those ended the search.
-        late: the error of a plan for which the solver ran out of time.
+        outdone: the plan that ended the search because plans on other meshes are faster.
+        late: the error of a level for which the solver ran out of time.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class RematSearch:
 
     @property
     def to_beat(self) -> float:
-        """Seconds of the fastest plan so far; for plans on other meshes, what it was before overlap was searched."""
+        """Seconds of the fastest plan so far; for plans on other meshes, as it was before overlap was searched."""
         others = math.inf if self._fastest is None else self._fastest.value / (1 - _MOST_HIDDEN)
         return min(self._own_s, others)
 
     def fastest(self) -> Candidate | None:
-        """The fastest plan found that fits; None where none does, or where a plan elsewhere is faster.
+        """The fastest plan found that fits; None if none fits, or if a plan on another mesh is faster.
 
         From level to level a plan needs less memory and takes longer, because sharding arguments further and rematerializing
         have one price. So the fastest plan that fits is on the lowest level where one fits.
@@ -99,8 +99,8 @@ class RematSearch:
         return best
 
     def _lowest(self, end: int, *, prompt: bool) -> tuple[int, Candidate | None]:
-        """The lowest level before `end` where a plan fits and is faster than those elsewhere, and the plan; where there is
-        none, the level from which on plans are slower, or `end`.
+        """The lowest level before `end` with a plan that fits and is faster than those on other meshes, and the plan.
+        If there is none: the first level whose plan is slower than those, or `end`.
 
         The next level to try follows from the bytes that each level saves, corrected by the error of the last plan.
         """
@@ -134,7 +134,7 @@ class RematSearch:
         """The plan of a level; None where the solver ran out of time.
 
         Args:
-            prompt: reduce gradients at once: that needs less memory, but exposes the reductions.
+            prompt: whether to reduce gradients at once, which needs less memory but exposes the reductions.
         """
         key = n, prompt
         if key not in self._without_limit:
@@ -151,7 +151,7 @@ class RematSearch:
         return self._without_limit[key]
 
     def _by_splitting(self, n: int) -> Candidate | None:
-        """A plan of a level that fits after resharding; None where none is found."""
+        """A plan of a level that fits after resharding; None if none is found."""
         for prompt in (False, True):
             made = self._on(n, prompt=prompt)
             if made is None:

@@ -1,4 +1,4 @@
-"""What a user wants of a plan: devices, memory, layouts, microbatches, and how long to search.
+"""Represent the user's planning options: devices, memory, shardings, microbatches, and time limits.
 
 In: options of `autopar.plan`. Out: `PlanRequest`, which all passes of the planner read.
 """
@@ -38,11 +38,11 @@ _NOT_IN_KEY = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Options of `autopar.plan` for a step that is one program; see there for those that users know.
+    """Options of `autopar.plan` for a step that is one program; the public ones are documented there.
 
     Args:
-        any_that_fits: where memory is short, the first plan found that fits will do.
-        held: of a program of one form, of which nothing is to be computed again: values, and how they must be made.
+        any_that_fits: if memory is short, take the first plan found that fits.
+        held: required shardings by value, for a program with one form and without rematerialization.
     """
 
     mesh: str | MeshShape | jax.sharding.Mesh | None = None
@@ -70,31 +70,31 @@ class PlanRequest:
         """The meshes to plan for.
 
         Raises:
-            MeshError: as of `requested_meshes`.
+            MeshError: see `requested_meshes`.
         """
         return requested_meshes(self.mesh, self.num_devices)
 
     @cached_property
     def profile(self) -> HardwareProfile:
-        """Of the devices."""
+        """The hardware profile of the devices."""
         return requested_profile(self.hardware)
 
     @property
     def budget(self) -> MemoryBudget:
-        """Of one device."""
+        """The memory budget of one device."""
         given = self.memory_budget_bytes
         return MemoryBudget(self.profile.usable_bytes if given is None else float(given))
 
     def solver_within(self, share: float = 1.0, **options: Any) -> Solver:
-        """The user's solver; or one with a share of the time.
+        """The user's solver; by default an `Ilp` with a share of the time limit.
 
         Args:
-            options: of `Ilp`.
+            options: further options of `Ilp`.
         """
         return self.solver or Ilp(time_limit_s=share * self.time_limit_s, **options)
 
     def report(self, stage: str, fraction: float) -> None:
-        """Show how far planning is."""
+        """Report the progress of planning."""
         if self.progress is not None:
             self.progress(stage, fraction)
 
@@ -102,7 +102,7 @@ class PlanRequest:
         """This request, with the mesh, hardware and budget of another plan where it says nothing else.
 
         Raises:
-            PlanMismatchError: it is for another mesh.
+            PlanMismatchError: this request is for another mesh.
         """
         if plan is None:
             return self
@@ -120,8 +120,8 @@ class PlanRequest:
         )
 
     def key(self) -> dict[str, Any]:
-        """What a plan depends on of it, by name; what is as by default is left out, so that an option that is new changes
-        no key."""
+        """The options that a plan depends on, by name. Options with default values are left out, so that a new option
+        changes no key."""
         usual = PlanRequest()
         names = [one.name for one in fields(self) if one.name not in _NOT_IN_KEY]
         given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
@@ -129,7 +129,7 @@ class PlanRequest:
 
 
 def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...]:
-    """The meshes to plan for, all of as many devices.
+    """The meshes to plan for; all have the same number of devices.
 
     Raises:
         MeshError: the two disagree, or a mesh cannot be read.
@@ -149,7 +149,7 @@ def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...
 
 
 def requested_profile(hardware: str | HardwareProfile | None) -> HardwareProfile:
-    """The profile of a name, or of the visible devices."""
+    """The profile with a given name; by default that of the visible devices."""
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:

@@ -1,6 +1,6 @@
 """Reshard a program so that its predicted peak memory is within a budget.
 
-In: a candidate over the budget. Out: one of the same program within it; or a bound of the lowest peak.
+In: a candidate over the budget. Out: a candidate of the same program within the budget, or a bound of the lowest peak.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class TooLargeError(Exception):
     """No plan of a program fits.
 
     Args:
-        least: the plan with the lowest peak. estimate: returns about the lowest peak on another mesh.
+        least: the plan with the lowest peak. estimate: returns an estimate of the lowest peak on another mesh.
     """
 
     def __init__(self, least: Candidate, estimate: Callable[[MeshShape], float]) -> None:
@@ -39,10 +39,10 @@ def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_l
     the problem's memory limit is the budget scaled by the ratio of the two, and is tightened while a plan is still over.
 
     Args:
-        at_least: where nothing is found, search the plan with the lowest peak.
+        at_least: if nothing is found, search for the plan with the lowest peak.
 
     Raises:
-        TooLargeError: there is none.
+        TooLargeError: no such plan was found.
     """
     stored = stored_values(free.parts.device)
     before, choices, parts = free.formulation, free.solution.choices, free.parts

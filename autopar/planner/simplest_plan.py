@@ -1,4 +1,4 @@
-"""Choose the simplest of the plans tied with the fastest: the one with the fewest sharded arguments.
+"""Choose the simplest plan among those tied with the fastest: the one with the fewest sharded arguments.
 
 In: candidates on one mesh. Out: one of them.
 """
@@ -52,7 +52,7 @@ def simplest(
     replicated state is searched too.
 
     Args:
-        best: the fastest that fits. to_beat: seconds of the fastest on any mesh so far.
+        best: the fastest plan that fits. to_beat: seconds of the fastest plan on any mesh so far.
     """
     limit_s = (1 + TIE) * min(best.compared_s, to_beat)
     if best.compared_s > limit_s or best.peak_bytes > task.budget_bytes:
@@ -96,7 +96,7 @@ def _with_replicated_state(best: Candidate, limit_s: float, task: MeshTask) -> l
 
 
 def _replicating(best: Candidate, state: Sequence[int]) -> Problem | None:
-    """The candidate's problem with these inputs replicated; None where one must be sharded."""
+    """The candidate's problem with these inputs replicated; None if one of them must be sharded."""
     f = best.formulation
     costs = [one.copy() for one in f.problem.node_costs]
     for value in (f.graph.inputs[n] for n in state if n in f.input_decision):

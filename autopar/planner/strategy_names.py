@@ -1,7 +1,7 @@
 """Name a plan's strategy as the field does: FSDP, ZeRO-1, HSDP, Megatron tensor, sequence, context and expert parallelism.
 
 In: `Formulation`, the solver's choices, the arguments' shardings. Out: e.g. "FSDP (ZeRO-3) over `data`, Megatron tensor
-parallel over `model`". What has no name is described.
+parallel over `model`". A strategy without a name is described.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Work:
     """What each mesh axis splits in the forward pass.
 
     Args:
-        f, choices, inputs: as for `strategy_text`.
+        f, choices, inputs: see `strategy_text`.
     """
 
     def __init__(self, f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> None:
@@ -83,7 +83,7 @@ class _Work:
                 self._add_activations(group, axes)
 
     def axes(self, kind: str) -> list[str]:
-        """The axes that split the forward arithmetic so."""
+        """The axes that split forward FLOPs in this way."""
         return [a for a in self._f.mesh.axis_names if self._flops[a][kind] > _SHARE * self._total > 0]
 
     def splits_weights(self, axis: str) -> bool:
@@ -91,12 +91,13 @@ class _Work:
         return any(self._flops[axis][kind] > _SHARE * self._total > 0 for kind in ("tensor", "expert"))
 
     def is_megatron(self, axis: str) -> bool:
-        """Whether it splits the columns of some weights and the rows of others, so that two matmuls share an all-reduce."""
+        """Whether an axis splits the columns of some weights and the rows of others, so that two matmuls share an
+        all-reduce."""
         dims = self._weight_dims[axis]
         return all(dims[kind] > _SHARE * self._total for kind in ("columns", "rows"))
 
     def splits_positions(self, axis: str) -> bool:
-        """Whether it splits activations between the matmuls over the sequence."""
+        """Whether an axis splits the activations between matmuls along the sequence (sequence parallelism)."""
         return self._by_position.get(axis, 0.0) > _SHARE * self._activations
 
     def _add_flops(self, group: Group, axes: Sequence[Sequence[str]]) -> None:
@@ -112,12 +113,12 @@ class _Work:
                         self._weight_dims[axis]["rows" if is_summed else "columns"] += flops
 
     def _kind(self, group: Group, factor: int) -> str:
-        """What splitting a factor of a contraction is. Of experts there are as many weights, each for its own inputs: their
-        factor is in all tensors, or where inputs are in groups of unequal size in the weights alone."""
+        """The kind of parallelism that splitting a factor of a contraction is. With experts, each weight has its own
+        inputs, so their factor is in all tensors; with ragged groups of inputs it is in the weights alone."""
         weights = _factors(read for read in group.reads if read.value in self._derived)
         given = _factors(read for read in group.reads if read.value not in self._derived)
         if not weights:
-            return "attention"  # split alike by batch or by head: says nothing of its own
+            return "attention"  # batch and heads are both batch dims here, so the kind is unknown
         if factor not in weights:
             return "context" if self._is_position(group, factor) else "data"
         is_expert = (factor in given) == (factor in _factors(group.defines))

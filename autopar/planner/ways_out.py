@@ -1,4 +1,4 @@
-"""Explain that nothing fits: what is missing, what is live at the peak, and the ways out, priced.
+"""Explain that no plan fits: the missing bytes, what is live at the peak, and the price of each way out.
 
 In: a memory budget, the candidate with the lowest peak memory. Out: the user's error.
 """
@@ -53,7 +53,7 @@ def ways_out(
     rematerialize: bool,
     split_over_time: bool,
 ) -> list[str]:
-    """What would fit, and at which price where that is known, as short texts."""
+    """The changes with which a plan would fit, with their price if it is known, as short texts."""
     mesh, ways = free.formulation.mesh, []
     if not rematerialize:
         levels = levels_of(free)
@@ -112,7 +112,7 @@ def missing(budget: float, least: Candidate) -> str:
 
 
 def _at_the_peak(made: Candidate) -> str:
-    """When a plan's memory peaks, and what is live then."""
+    """The time of a plan's peak memory, and what is live at the peak."""
     prediction, graph = made.parts.prediction, made.formulation.graph
     instant, buffers = buffers_at_peak(made.parts.device)
     live = [

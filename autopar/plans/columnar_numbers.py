@@ -80,7 +80,7 @@ def as_records(body: Body) -> Body:
     """The inverse of `in_columns`. In files of versions before 4, records contain their numbers.
 
     Raises:
-        WrongFieldError: naming a column that does not fit the records.
+        WrongFieldError: a column does not fit the records; the error names it.
     """
     numbers = body.get(NUMBERS, {})
     if not isinstance(numbers, dict):

@@ -289,7 +289,7 @@ def _decode_mesh(data: Any) -> MeshShape:
     try:
         mesh = MeshShape(tuple(name for name, _ in pairs), tuple(size for _, size in pairs))
     except AutoparError as error:
-        raise WrongFieldError("", f"is no mesh: {error}") from None
+        raise WrongFieldError("", f"is not a mesh: {error}") from None
     if mesh.num_devices > _MOST_DEVICES:
         raise WrongFieldError("", f"is of {mesh.num_devices:,} devices, more than {_MOST_DEVICES:,}")
     return mesh

@@ -240,7 +240,7 @@ _Tensors: TypeAlias = Sequence[tuple[str, tuple[int, ...], str]]
 
 
 def _tensor_difference(kind: str, planned: _Tensors, here: _Tensors, sides: tuple[str, str]) -> str:
-    """A description of the first tensor that is missing, new or of another type, and the number of others."""
+    """Describe the first tensor that is missing, new or of another type, and count the other differences."""
     of_planned, of_other = sides
     plan_types = {path: type_text(shape, dtype) for path, shape, dtype in planned}
     here_types = {path: type_text(shape, dtype) for path, shape, dtype in here}

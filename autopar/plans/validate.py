@@ -52,7 +52,7 @@ def _check_collectives(plan: Plan) -> None:
     for index, one in enumerate(plan.constraints):
         if one.by and (len(one.by) != len(one.shardings) or one.by[0] or one.node is None):
             raise WrongFieldError(
-                f"constraints[{index}].by", "does not name what leads to each sharding from the one before"
+                f"constraints[{index}].by", "must name the collective that leads to each sharding after the first"
             )
         for (before, after), name in zip(pairwise(one.shardings), one.by[1:], strict=False):
             if name and moved(before, after) is None:

@@ -1,4 +1,4 @@
-"""A plan explained: text, HTML, JSON, diff. Never plans.
+"""Explain a plan: text, HTML, JSON, diff. This package never plans.
 
 In: a `Plan` or `PipelinePlan`.
 Out: text, one HTML page, rows as data.

@@ -1,4 +1,4 @@
-"""Build the module tree of a model with the plan's tensors in it; layers with the same shardings are folded into one.
+"""Build the module tree of a model with the plan's tensors; layers with the same shardings are folded into one.
 
 In: a plan. Out: `Module`. A parameter belongs to the module in its path of the arguments, an activation to the module
 that produced it; the two kinds of path are aligned by the names that they share. Activations of a module without
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
-    """A tensor of a module, or of identical modules.
+    """A tensor of a module, or of several identical modules.
 
     Args:
         place: its path below the model's root, with the patterns of the row's path. The path of an input ends in its

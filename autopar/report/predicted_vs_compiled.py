@@ -1,4 +1,4 @@
-"""Read the predicted and compiled figures that `autopar verify --json` wrote.
+"""Read predicted and compiled figures from the output of `autopar verify --json`.
 
 In: the JSON of a verification; the plan's program and strategy. Out: `Compiled`, which a report of the plan shows.
 """

@@ -52,7 +52,7 @@ class TensorRow:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveRow:
-    """Collectives of one kind and cause; bytes and time are of all of them together."""
+    """Collectives of one kind and cause; bytes and time are sums over all of them."""
 
     kind: str
     axes: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Summarize the use of each submesh of a pipeline plan in a step: time by phase, and memory over the step.
 
-In: a `PipelinePlan` and its timeline. Out: `SubmeshUse`s, which every report of such a plan reads.
+In: a `PipelinePlan` and its timeline. Out: `SubmeshUse`s, which every report of a pipeline plan reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Rules of the pieces of loops and branches, of `with_sharding_constraint` and of `shard_map`.
 
 In: `NodeView`. Out: `BORDERS` and `PINNED`, parts of the table. A tensor has the same sharding on both sides of a
-border. A loop reads its stacks, and writes them, one element per iteration; so a stack's dim that counts iterations
-needs replication. Dims that the program itself shards keep their axes.
+border. A stack is an array of which a `scan` reads or writes one slice per iteration; its dim of iterations needs
+replication. Dims that the program itself shards keep their axes.
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ class Rule:
 
     Args:
         factors: the loops.
-        operands: for each operand the factors of its dims (literals: `()`).
-        results: for each result the factors of its dims.
+        operands: the factors of each dim of each operand (literals: `()`).
+        results: the factors of each dim of each result.
         pointwise: whether each result element depends on at most one element of each operand along every factor. Such a
             node may join its neighbours' group.
         flops_per_point: floating-point operations per point of the iteration space of all factors.

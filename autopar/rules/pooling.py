@@ -64,8 +64,8 @@ def _reduce_window(view: NodeView) -> Rule:
 
 
 def _windowed(view: NodeView, windows: Mapping[tuple[int, int], Window]) -> Rule:
-    """The dims with a window are the same in all operands and results; such a dim needs replication unless `windows`
-    has it."""
+    """A rule in which dims correspond by position; a windowed dim needs replication unless `windows` has an entry for
+    it."""
     sizes: dict[Name, int] = {d: window.count for (_, d), window in windows.items()}
     windowed = _windowed_dims(view)
     whole = [d for d in windowed if d not in sizes]

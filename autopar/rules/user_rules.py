@@ -195,7 +195,7 @@ def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, .
     if inside is not None:
         raise refuse("(", "it is never closed")
     if len(sides) != 2:
-        raise refuse("->", f"it must occur once, between operands and results, and occurs {len(sides) - 1} times")
+        raise refuse("->", f"a rule has one `->`, between operands and results; this one has {len(sides) - 1}")
     return tuple(sides[0]), tuple(sides[1])
 
 

@@ -127,7 +127,7 @@ class Replay:
                 scope.values[position] = self._at_definition(position, value, path[-1:] if n in self.manual else path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        """Run an equation, as a manual region if the plan says so."""
+        """Run an equation; if the plan has a manual region for it, under `shard_map`."""
         if n in self.manual:
             paths = [self.at_definition.get(position, ()) for position in equation.results]
             targets = [path[-1] if path else None for path in paths]
@@ -143,7 +143,7 @@ class Replay:
         return jax_compat.bind(equation.source, operands)
 
     def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
-        """An operand that depends on other values by a barrier; in a part of the step, on those that it has."""
+        """An operand behind a barrier that waits for other values, if this part of the step computes them."""
         known = [
             self._resharded(scope, position, self.scattered.get(position, ()))
             for position in values
@@ -398,8 +398,8 @@ def _context(equation: Equation) -> Any:
 
 
 def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
-    """For values with a deferred wait: the sharding that all users want, if it has more axes than the definition.
-    XLA then makes one reduce-scatter."""
+    """For values that a barrier waits for: the sharding that all users need, if it has more axes than the one at the
+    definition. XLA then makes one reduce-scatter."""
     early_reductions = {value for one in plan.early_reductions for value in one.values}
     made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
     for constraint in plan.constraints:
@@ -418,7 +418,7 @@ def _axes(sharding: TensorSharding) -> set[str]:
 
 
 def _sums(one: UnfusedReduction, trace: Trace) -> list[int]:
-    """The equations of a separate reduction whose results none of its other equations reads."""
+    """The last equations of an unfused reduction: no other equation of the reduction reads their results."""
     read = {value for n in one.nodes for value in trace.equations[n].reads}
     return [n for n in one.nodes if read.isdisjoint(trace.equations[n].results)]
 

@@ -369,7 +369,7 @@ class Search:
         return dual
 
     def _fitting(self, part: Part, elimination: Elimination) -> list[tuple[int, ...]]:
-        """A list of one assignment of a part that fits, or of none."""
+        """One assignment of the part within the memory limit, in a list; an empty list if none was found."""
         problem = part.problem
         limit = problem.memory_limit
         assert limit is not None

@@ -22,7 +22,7 @@ class Partitions:
         self._refinements: dict[tuple[int, int], int] = {}
 
     def number(self, labels: Sequence[int] | Sequence[tuple[int, int]]) -> int:
-        """The number of the partition that a labelling describes, whatever its labels are."""
+        """The number of the partition whose classes are the strategies with equal labels."""
         classes: dict[int | tuple[int, int], int] = {}
         canonical = tuple([classes.setdefault(x, len(classes)) for x in labels])
         if canonical not in self._numbers:

@@ -77,11 +77,11 @@ def refuse_status_of_others(status: os.stat_result, what: str, *, sticky_is_enou
     if not hasattr(os, "geteuid"):
         return
     if status.st_uid not in (os.geteuid(), 0):
-        raise ValueError(f"{what} belongs to another user, {status.st_uid}, and what is in it is not run")
+        raise ValueError(f"{what} belongs to another user, {status.st_uid}, so its content is not run")
     is_shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if is_shared and not (sticky_is_enough and status.st_mode & stat.S_ISVTX):
         raise ValueError(
-            f"other users may write {what} (mode {stat.S_IMODE(status.st_mode):o}), so what is in it is not run: `chmod go-w`"
+            f"other users may write {what} (mode {stat.S_IMODE(status.st_mode):o}), so its content is not run: `chmod go-w`"
         )
 
 

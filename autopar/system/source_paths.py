@@ -17,7 +17,7 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 def portable_path(path: str) -> str:
     """A file's path relative to its checkout or to the folder of installed libraries.
 
-    For other files it is relative to the working folder, or unchanged if the file is outside.
+    A path outside both is relative to the working folder if it is inside it, else unchanged.
 
     >>> portable_path("/venv/lib/python3.13/site-packages/flax/linen/linear.py")
     'flax/linen/linear.py'

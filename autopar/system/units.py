@@ -91,5 +91,7 @@ def parse_size(text: str) -> float:
     match = re.fullmatch(r"\s*(\d+\.?\d*(?:[eE]\+?\d+)?|\.\d+)\s*([A-Za-z]*)\s*", text)
     unit = _UNITS.get(match[2].upper()) if match else None
     if match is None or unit is None or float(match[1]) == 0:
-        raise ValueError(f"{text!r} is no size: write e.g. 40GB (10^9 bytes), 40GiB (2^30 bytes) or a number of bytes")
+        raise ValueError(
+            f"{text!r} is not a size: write e.g. 40GB (10^9 bytes), 40GiB (2^30 bytes) or a number of bytes"
+        )
     return float(match[1]) * unit

@@ -45,7 +45,7 @@ class Program:
         split: if this one does not, its versions in microbatches that have been built so far.
         recomputed: the rematerialized segments of the trace.
         before: the same step without rematerialization, if the trace has any.
-        annotations: by input path, the sharding that the arguments' own metadata ask for.
+        annotations: the sharding in the metadata of each argument, by input path.
     """
 
     trace: Trace

@@ -1,7 +1,8 @@
-"""Compare the step time of three models, and the measured one: predicted, replayed, XLA's estimate.
+"""Compare the step time by three models (prediction, replay, XLA's estimate) with the measured one.
 
-In: a plan, its compiled step. Out: `StepTimes`. The planner predicts from the plan; the replay runs the compiled program
-by formulas of its own; XLA's estimate is that of its scheduler, left out where it is known to be wrong.
+In: a plan, its compiled step. Out: `StepTimes`. The planner predicts from the plan; the replay simulates the compiled
+program by independent formulas; XLA's estimate is that of its scheduler, and is left out if it is known to be wrong for
+the program.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ COLUMNS = ("predicted", "replayed", "XLA's estimate", "measured")
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """One step, by three models; seconds.
+    """The seconds of a step by three models, and measured.
 
     Args:
         predicted_s: the planner's prediction; `predicted_exposed_s` its exposed communication by kind.

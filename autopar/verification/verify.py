@@ -1,4 +1,4 @@
-"""Verify a plan: compile it by XLA, without a GPU, and compare memory, collectives and step time with the predictions.
+"""Verify a plan: compile it with XLA, without a GPU, and compare memory, collectives and step time with predictions.
 
 In: a step, its arguments, a plan or the options to make one. Out: `Verification`, which prints as text. This process
 traces, plans and lowers the step. A worker process (`xla_compiler`) compiles it. Only `run` executes the step.
@@ -68,8 +68,8 @@ def verify(
     twice. A plan with pipeline stages has every stage's program compiled and returns `StagesVerification`.
 
     Args:
-        step: a function as for `autopar.plan`, or a step made by `autopar.parallelize`, whose plan and
-            options apply unless others are given.
+        step: a function, see `autopar.plan`; or a step made by `autopar.parallelize`, whose plan and options apply
+            unless others are given.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
         kwargs: keyword arguments of the step.
         plan: the plan to verify; by default one is made.

@@ -1,6 +1,6 @@
 """Fuse the instructions of one device into kernels, by XLA's fusion passes in XLA's order.
 
-In: a `LocalProgram`. Out: `Fused` kernels in topological order, without the arguments. Source: openxla/xla,
+In: a `LocalProgram`. Out: `Fused` kernels in topological order; arguments are not among them. Source: openxla/xla,
 xla/backends/gpu/transforms/priority_fusion.cc, with the cost model of
 xla/service/gpu/model/gpu_performance_model_base.cc.
 """

@@ -111,8 +111,8 @@ class Simulation:
 
     @cached_property
     def unestimated_s(self) -> float:
-        """Time by the profile's rates beyond XLA's estimate of kernels with a constant estimate: convolutions, library
-        calls, custom kernels. A loop counts one iteration."""
+        """Seconds that XLA's estimator misses for kernels to which it gives a constant time (convolutions, library
+        calls, custom kernels): their time by the profile's rates less that constant. A loop counts one iteration."""
         (own, _), (estimated, _) = self._seconds_of(True), self._seconds_of(False)
         unknown = [op for op in self.program.ops if is_unestimated(op)]
         return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0

@@ -27,8 +27,8 @@ _NCCL = {
     "sendrecv": "collective-permute",
     "broadcast": "collective-broadcast",
 }
-#: A kernel runs beside a transfer if it overlaps one for more than this part of its time.
-_BESIDE = 0.05
+#: A kernel counts as concurrent with a transfer if they overlap for more than this fraction of its time.
+_CONCURRENT = 0.05
 _HOST_COPY = re.compile(r"Memcpy(?:H2D|D2H|HtoD|DtoH)")
 
 
@@ -89,9 +89,10 @@ class OperationRuns:
         total_s: all runs together.
         seconds: time per step, hidden or not.
         exposed_s: time per step that counts towards the step time.
-        alone_s: time of one execution beside no transfer: the sum of its kernels' medians, for a library may run several
-            kernels for one instruction. None if a kernel always ran beside a transfer.
-        fastest_s: for each run of a collective, the least time over devices: others wait for the last one. The median.
+        alone_s: time of one execution without a concurrent transfer: the sum of the medians of its kernels, of which a
+            library may run several. None if a kernel always ran during a transfer.
+        fastest_s: the least time over devices, because the other devices wait for the last one; the median over runs of
+            a collective.
     """
 
     operation: str
@@ -205,7 +206,7 @@ def operations(profile: Profile) -> tuple[OperationRuns, ...]:
             runs[name].append(run)
             exposed[name] += seconds
             by_kernel = alone[name][run.kernel]
-            if run.kind or overlap_s(transfers, run.start_s, run.end_s) < _BESIDE * run.seconds:
+            if run.kind or overlap_s(transfers, run.start_s, run.end_s) < _CONCURRENT * run.seconds:
                 by_kernel.append(run.seconds)
     num_steps = len(profile.steps)
     fastest = _fastest(profile)

@@ -37,8 +37,8 @@ class DevicePrices:
 
     Args:
         devices_per_domain: devices that NVLink connects.
-        sources: of each stack frame, two source lines (`hlo_metadata.read_sources`).
-        custom_kernels: target of a custom call, or a part of its `op_name` -> what it computes.
+        sources: two source lines for each stack frame (`hlo_metadata.read_sources`).
+        custom_kernels: target of a custom call, or a part of its `op_name` -> the work of one run.
     """
 
     rates: ReplayRates

@@ -150,7 +150,7 @@ class LinkRates:
         channel_bytes_per_s: rate of the channels that a message to one peer starts with.
         channel_share: what is left of it where a device also receives.
         channel_limit_bytes: message size above which NCCL doubles the channels.
-        num_sms: multiprocessors that a running collective takes from the kernels beside it.
+        num_sms: multiprocessors that a running collective takes from concurrent kernels.
         nvls: whether the switch reduces and multicasts (NVLink SHARP).
         nvls_start_s: latency of that.
         nvls_efficiency: share of the wire that its payload gets.
@@ -277,7 +277,7 @@ def _inherited(path: Path) -> dict[str, Any]:
         except OSError as error:
             raise HardwareError(f"cannot read replay rates {path}: {error.strerror}") from error
         except tomllib.TOMLDecodeError as error:
-            raise HardwareError(f"replay rates {path} are no valid TOML: {error}") from error
+            raise HardwareError(f"replay rates {path} are not valid TOML: {error}") from error
         tables = _over(tables, own)
         parent = own.get("inherits")
         if parent is None:

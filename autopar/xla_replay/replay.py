@@ -1,4 +1,4 @@
-"""Hold the outcome of a replay: step time, exposed communication, time per operation, a timeline.
+"""Represent the result of a replay: step time, exposed communication, time per operation, a timeline.
 
 In: made by `program`. Out: tables as text, and a trace for Perfetto.
 """
@@ -26,7 +26,7 @@ class OperationTime:
         kind: `gemm`, `fusion`, `convolution`, `attention`, `all-reduce`, ...
         count: runs per step.
         seconds: time that it runs, hidden or not.
-        exposed_s: of a transfer, the time that kernels wait for it.
+        exposed_s: time that kernels wait for this transfer; 0 for a kernel.
         flops, num_bytes: FLOPs; bytes of memory, or bytes sent by a transfer.
         bound: what limits it: `FLOPs`, `memory`, `latency`, `link` or `unknown`.
         op_name: JAX's name stack and primitive.
@@ -51,7 +51,8 @@ class OperationTime:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A slice of the timeline: one run of a kernel or a transfer, or iterations of a loop that stand for themselves."""
+    """A slice of the timeline: one run of a kernel or transfer, or the loop iterations that are not replayed one by
+    one."""
 
     name: str
     stream: str

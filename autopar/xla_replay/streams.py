@@ -1,8 +1,8 @@
 """Run kernels on one stream and transfers on others, which share links and multiprocessors.
 
-In: kernels and transfers in the order in which XLA issues them. Out: the time, and how long kernels waited for which kind
-of transfer. Transfers of one stream run one after the other; those on one link at one time share its rate; kernels slow
-down while a transfer occupies multiprocessors.
+In: kernels and transfers in the order in which XLA issues them. Out: the time, and the seconds that kernels waited for
+each kind of transfer. Transfers of one stream run one after the other; those on one link at one time share its rate;
+kernels slow down while a transfer occupies multiprocessors.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Streams:
     finished: list[Transfer] = field(default_factory=list)
 
     def run(self, seconds: float) -> float:
-        """Run a kernel; when it began."""
+        """Run a kernel, and return its start time."""
         start, left = self.now, seconds
         while left > _DONE_S:
             rate = 1.0 - max((one.slows_by for one in self._active()), default=0.0)
@@ -63,7 +63,7 @@ class Streams:
         return transfer
 
     def wait(self, transfer: Transfer) -> dict[str, float]:
-        """Wait until a transfer is done; the seconds waited, by the kind of transfer that ran at the time."""
+        """Wait until a transfer is done. Return the seconds waited, by the kind of transfer that ran at the time."""
         waited: dict[str, float] = {}
         while transfer.end_s is None:
             running = self.queues[transfer.stream][0].kind
@@ -71,7 +71,7 @@ class Streams:
         return waited
 
     def skip(self, seconds: float) -> None:
-        """Let time pass in which kernels run that are not replayed one by one."""
+        """Advance the clock by the time of kernels that are not replayed one by one."""
         end = self.now + seconds
         while end - self.now > _DONE_S:
             self._advance(end - self.now)
@@ -89,7 +89,7 @@ class Streams:
         return [queue[0] for queue in self.queues.values() if queue]
 
     def _advance(self, at_most: float) -> float:
-        """Let time pass, at most until the next transfer ends; how much passed."""
+        """Advance the clock, at most to the end of the next transfer. Return the seconds advanced."""
         active = self._active()
         shares: dict[str, int] = {}
         for one in active:

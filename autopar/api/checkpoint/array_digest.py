@@ -70,7 +70,7 @@ def _strides(shape: Sequence[int], num_words: int) -> list[int]:
 
 
 def _first(starts: Sequence[int], shape: Sequence[int], num_words: int) -> int:
-    """The position of a part's first word."""
+    """The position of a shard's first word in the whole array."""
     return sum(start * stride for start, stride in zip(starts, _strides(shape, num_words), strict=True))
 
 

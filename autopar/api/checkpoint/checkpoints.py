@@ -61,12 +61,12 @@ class Checkpoints:
     Under `jax.distributed` every process makes one, of a folder that all see, and calls the same methods.
 
     Args:
-        directory: made at the first save. A path, or a bucket's (`gs://...`).
-        step: made by `autopar.parallelize`; its plan says where each part of the state belongs.
-        keep: how many to keep, the newest; None keeps all.
+        directory: a path, or a bucket's (`gs://...`); it is created at the first save.
+        step: a step made by `autopar.parallelize`; its plan has the sharding of the state.
+        keep: the number of newest checkpoints to keep; None keeps all.
 
     Raises:
-        CheckpointError: `keep` or the directory makes no sense.
+        CheckpointError: `keep` or the directory is invalid.
         TypeError: `step` was not made by `parallelize`.
     """
 
@@ -124,12 +124,12 @@ class Checkpoints:
     # -- saving ------------------------------------------------------------------------------
 
     def save(self, number: SupportsIndex, state: Any, *, extra: Any = None, wait: bool = False) -> None:
-        """Save a state. It is copied off the devices, and then written in the background: the step may go on with it.
+        """Save a state. It is copied to the host, and then written in the background, so that the step may donate it.
 
-        Until a checkpoint is complete its folder has another name, so a killed process leaves the one before.
+        The write is atomic: if the process is killed, the previous checkpoint is the latest.
 
         Args:
-            number: of steps that were made; above those of all checkpoints.
+            number: the number of steps done so far; it must exceed that of every checkpoint.
             state: the step's carried state, as `init`, `restore` or the step returned it; where the step carries several
                 arguments, a tuple of them.
             extra: JSON types, e.g. where in the data the next batch starts.
@@ -189,7 +189,7 @@ class Checkpoints:
             raise self._not_written(None, error) from error
 
     def close(self) -> None:
-        """Wait, and end the background threads. `with autopar.Checkpoints(...) as checkpoints:` does so."""
+        """Wait for all saves, and end the background threads. A `with autopar.Checkpoints(...)` block does it."""
         self.wait()
         if self._writer is not None:
             self._writer.close()
@@ -209,7 +209,7 @@ class Checkpoints:
         Each device reads its own shards: the state is never whole on one host, unless the plan replicates it.
 
         Args:
-            create_state: as for `step.init`, of which only shapes are used; or the state, as arrays or their structs.
+            create_state: see `step.init`; only its shapes are used. Or the state, as arrays or their structs.
             create_args: its arguments.
             at: the number of a checkpoint; by default the latest.
             step_args: the step's other arguments by name (arrays or `jax.ShapeDtypeStruct`s).
@@ -218,7 +218,7 @@ class Checkpoints:
             The state, bit by bit as it was saved, in the pytree of `create_state`.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it holds another program's state; naming what differs.
+            CheckpointError: there is no checkpoint, it is damaged, or it holds another program's state.
         """
         number = self._existing(at)
         target = self._step.abstract_state(create_state, *create_args, **step_args)
@@ -268,10 +268,10 @@ class Checkpoints:
         return values
 
     def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:
-        """Why the arrays that were read are wrong, the same text in all processes; None where they are right.
+        """Why the arrays that were read are wrong, as a text equal in all processes; None if they are right.
 
         Args:
-            found: the digests of this process's parts. cause: why it could not read them.
+            found: the digests of this process's shards. cause: the reason why it could not read them.
         """
         if "digests" not in about:
             _log.info("checkpoint %d was saved without digests: its arrays are taken as they are", number)
@@ -320,7 +320,7 @@ class Checkpoints:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
         requested = "no checkpoint" if at is None else f"no checkpoint {at!r}"
         raise CheckpointError(
-            f"{requested} in {self.directory!r}: {there}. Give the folder that they were saved to"
+            f"{requested} in {self.directory!r}: {there}. Give the folder of the saved checkpoints"
             + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
         )
 
@@ -355,7 +355,7 @@ class Checkpoints:
         return part
 
     def _plan_of(self, state: Any) -> tuple[AnyPlan, tuple[str, ...]]:
-        """The plan by which the step was called last with such a state."""
+        """The plan of the step's last call with a state of this structure."""
         for plan in reversed(self._step.plans):
             names = checkpoint_state.arguments_of(plan, state)
             if names is not None:
@@ -367,7 +367,7 @@ class Checkpoints:
                 " `step.init`, restore one, or run the step"
             )
         raise CheckpointError(
-            f"the state is no argument of `{name}`, nor several of them in a tuple, as it was planned: save what the"
+            f"the state is neither an argument of `{name}` nor a tuple of several, as planned: save what the"
             " step takes and returns, whole. Anything else goes along as `extra`, or into an argument of the step"
         )
 
@@ -424,7 +424,7 @@ def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyP
 
 
 def _digest(part: Any) -> str:
-    """A digest of JSON types, however they are spaced."""
+    """A digest of JSON types that does not depend on whitespace."""
     return hashlib.sha256(json.dumps(part).encode()).hexdigest()
 
 
@@ -439,7 +439,7 @@ def _json(extra: Any) -> Any:
 
 
 def _as_given(value: Any, template: Any) -> Any:
-    """A Python number where the state has one; else the array."""
+    """A Python number if the state has one; else the array."""
     return type(template)(np.asarray(value).item()) if isinstance(template, bool | int | float | complex) else value
 
 

@@ -37,7 +37,7 @@ class _ArraysOfSome(ocp.type_handlers.ArrayHandler):
     """An array handler that skips the arrays of other processes."""
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Any:
-        """Start to write this process's parts."""
+        """Start to write this process's shards."""
         args = args or [ocp.SaveArgs()] * len(values)
         mine = [n for n, value in enumerate(values) if value.addressable_shards]
         if not mine:

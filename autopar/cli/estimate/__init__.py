@@ -1,4 +1,4 @@
-"""The commands under `autopar estimate`: what needs no program of the user's.
+"""Implement `autopar estimate`: estimates that need no user program.
 
 In: a model's config, the size of a corpus, or a mesh.
 Out: times and memory on devices that need not exist.

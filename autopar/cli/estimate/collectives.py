@@ -1,7 +1,7 @@
 """`autopar estimate collectives`: price all-reduce by every algorithm over each axis of a mesh.
 
-In: a mesh and a hardware profile. Out: a table or a plot: seconds by the formula and message by message, and the algorithm
-that the back end takes.
+In: a mesh and a hardware profile. Out: a table or a plot: seconds by formula and by message simulation, and the
+algorithm that the back end chooses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table, and draw it."""
+    """Print the table, and plot it if requested."""
     from autopar.report.all_reduce_table import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
     if options.plot is not None:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _mesh_and_hardware(options: argparse.Namespace) -> tuple[MeshShape, HardwareProfile]:
-    """Those that were given; else of the visible devices."""
+    """The given mesh and hardware; by default those of the visible devices."""
     from autopar.hardware import profile as hardware
     from autopar.ir.mesh import parse_mesh
 

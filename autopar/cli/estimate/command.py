@@ -1,4 +1,4 @@
-"""`autopar estimate`: estimate what needs no program of the user's: inference, vector search, collectives.
+"""`autopar estimate`: estimate inference, vector search or collectives without a user program.
 
 In: a model, a corpus or a mesh. Out: times and memory on devices that need not exist.
 """
@@ -11,7 +11,7 @@ from autopar.cli.estimate import collectives, inference, search
 
 
 def add_command(added: Any) -> None:
-    """Add the command, and those under it, to a parser's commands."""
+    """Add the command and its subcommands to a parser's commands."""
     about = "estimate inference, a vector search or collectives on devices that need not exist"
     estimate = added.add_parser("estimate", help=about, description=about)
     under = estimate.add_subparsers(title="what to estimate", metavar="WHAT", required=True)

@@ -1,6 +1,6 @@
 """`autopar estimate inference`: estimate the serving of a model on devices that need not exist.
 
-In: a model's config, a workload. Out: what `inference.estimate` finds, as tables or JSON.
+In: a model's config, a workload. Out: the result of `inference.estimate`, as tables or JSON.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`autopar estimate search`: estimate a vector search on devices that need not exist.
 
-In: the size of a corpus, index parameters. Out: what `vector_search.estimate` finds, as tables or JSON.
+In: the size of a corpus, index parameters. Out: the result of `vector_search.estimate`, as tables or JSON.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _case(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `SearchSpec` that were given.
 
     Raises:
-        SearchError: a corpus or a block that cannot be read.
+        SearchError: the corpus or a block cannot be parsed.
     """
     num_vectors, dim, dtype = parse_corpus(options.corpus)
     more: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
@@ -89,10 +89,10 @@ def _case(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_corpus(text: str) -> tuple[int, int, str]:
-    """How many vectors, their elements, and the dtype of these.
+    """Parse a corpus: the number of vectors, their dim, and their dtype.
 
     Raises:
-        SearchError: where it cannot be read.
+        SearchError: it cannot be parsed.
 
     >>> parse_corpus("1.4e9x100:int8")
     (1400000000, 100, 'int8')

@@ -113,7 +113,7 @@ def attend_in_blocks(
     the row's sums unchanged to the bit, so a row does not depend on the lengths of the others.
 
     Args:
-        queries, positions: as for `attend`. tables: as for `write`.
+        queries, positions: see `attend`. tables: see `write`.
     """
     rows, tokens, heads, dim = queries.shape
     block_tokens = max(_MIN_BLOCK, _BLOCK_ALL_ROWS // rows)

@@ -74,7 +74,7 @@ class DecoderConfig:
                 " *.safetensors, as Hugging Face's `save_pretrained` writes it"
             ) from None
         except ValueError as error:
-            raise ModelError(f"{path} is no JSON: {error}. Copy it again from where it came from") from None
+            raise ModelError(f"{path} is not JSON: {error}. Copy it again from where it came from") from None
         if not isinstance(fields, dict):
             raise ModelError(f"{path} holds no JSON object. Copy it again from where it came from")
         return cls.of(fields, str(path))

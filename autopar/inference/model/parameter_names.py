@@ -47,12 +47,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The tensor names of a family.
+    """The tensor names in the checkpoints of a model family.
 
     Args:
         prefix: the prefix of all tensors but the head; checkpoints of the bare model lack it.
         modules: the tensor name of each decoder module, with `{}` for the layer number.
-        fused: (part, parts) of each module whose tensor it shares with others.
+        fused: for a module whose weight is a part of a fused tensor, such as QKV: (index of the part, number of parts).
         transposed: whether linear weights are [in, out].
         not_weights: a pattern of other tensors that some checkpoints hold, such as attention masks.
     """

@@ -96,7 +96,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}. {_WAY_OUT}") from None
     if len(header) < max(length, 2):
         raise ModelError(
-            f"{file} is no safetensors file, or is truncated within its header, at {size:,} bytes. {_WAY_OUT}"
+            f"{file} is not a safetensors file, or is truncated within its header, at {size:,} bytes. {_WAY_OUT}"
         )
     try:
         entries = json.loads(header)
@@ -126,7 +126,9 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     except ModelError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(f"{file} is no safetensors file: its header cannot be read ({error!r}). {_WAY_OUT}") from None
+        raise ModelError(
+            f"{file} is not a safetensors file: its header cannot be read ({error!r}). {_WAY_OUT}"
+        ) from None
     if 8 + length + expected != size:
         raise ModelError(
             f"{file} is damaged: it has {size:,} bytes, but its header and tensors take {8 + length + expected:,}. {_WAY_OUT}"

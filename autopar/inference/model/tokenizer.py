@@ -36,7 +36,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     try:
         return library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain exceptions only
-        raise ModelError(f"{path} is no tokenizer: {error}. Copy it again from where it came from") from None
+        raise ModelError(f"{path} is not a tokenizer: {error}. Copy it again from where it came from") from None
 
 
 def tokens_of(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, *, special: bool = True) -> tuple[int, ...]:
@@ -65,6 +65,7 @@ def tokens_of(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int, *, s
 
 
 def text_stream(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Return a function from each next token to its text, which is "" until a character is complete."""
+    """Return a streaming detokenizer: called with each next token, it returns new text, or "" if a character is
+    incomplete."""
     stream: Any = importlib.import_module("tokenizers.decoders").DecodeStream(skip_special_tokens=True)
     return lambda token: stream.step(tokenizer, token) or ""

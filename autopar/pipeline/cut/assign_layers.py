@@ -104,7 +104,7 @@ class _Homes:
     # -- the loop over microbatches ----------------------------------------------------------
 
     def _present(self) -> dict[int, set[int]]:
-        """For each value that is no cotangent, the layers that make it or read it in the forward pass."""
+        """For each value that is not a cotangent, the layers that produce or read it in the forward pass."""
         present: dict[int, set[int]] = defaultdict(set)
         for i in self.flow.forward:
             unit = self.flow.units[i]

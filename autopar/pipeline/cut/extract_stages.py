@@ -37,7 +37,7 @@ class Port:
 
     Args:
         value: its number in the trace of the whole step; for an argument or a result, its position.
-        rows: for some layers of a stacked argument or result, which layers; None for the whole.
+        rows: the layers, if the port is a part of a stacked argument or result; None for the whole.
     """
 
     kind: PortKind
@@ -67,7 +67,7 @@ class StageTrace:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Where a step is cut.
+    """The assignment of a step's layers and inputs to stages.
 
     Args:
         stage_of: stage of each layer.

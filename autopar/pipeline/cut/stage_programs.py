@@ -142,7 +142,7 @@ class Cuttable:
         return self.layered(list(begun), num_microbatches)
 
     def layered(self, layer_of: Sequence[int], num_microbatches: int) -> Layers:
-        """As `layers`, with layers that are any sets of units, such as a model's branches.
+        """Like `layers`, but layers may be any sets of units, such as a model's branches.
 
         Args:
             layer_of: layer of each unit of the chain. A layer reads no layer with a higher number.

@@ -6,9 +6,9 @@ Out: a `Clustering`, by the dynamic program of Alpa (Zheng et al. 2022, section 
     minimise    sum over cuts of cut_bytes; among equals, the sum of the squares of the layers' FLOPs
     subject to  (1 - delta) mean <= FLOPs of a layer <= (1 + delta) mean
 
-An operator above the mean cannot be cut: it counts as one mean, and the other layers balance the rest. If the
-constraint is infeasible, delta grows by half until it is feasible. Repeated modules are recognized by their operators;
-without a given number of layers, there is one layer per module or per equal number of modules.
+An operator with more FLOPs than the mean layer cannot be cut: its FLOPs count as one mean, which is taken over the
+other layers. If the constraint is infeasible, delta grows by half until it is feasible. Repeated modules are recognized
+by their operators. By default each of them is one layer, or if they are many, each k of them are one.
 """
 
 from __future__ import annotations

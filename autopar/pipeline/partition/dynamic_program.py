@@ -91,7 +91,8 @@ def solve(
 
 
 def _at_hosts(line: Line, start: np.ndarray, num_shapes: int) -> np.ndarray:
-    """Least cost of what starts at a host or a later one, by the shape there: float[shapes, hosts + 1, n]."""
+    """Least cost of a stage that starts at a host or a later one and of all later stages, by the stage's shape:
+    float[shapes, hosts + 1, n]."""
     at_host = np.full((num_shapes, line.num_hosts + 1, start.shape[1]), np.inf)
     begins = line.host >= 0
     at_host[line.shape[begins], line.host[begins]] = start[begins]

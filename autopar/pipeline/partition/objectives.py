@@ -21,7 +21,7 @@ from autopar.pipeline.partition.problem import Objective, StageCost
 
 
 def one_f_one_b(num_microbatches: int) -> Objective:
-    """1F1B: the in-flight microbatches of a stage are the number of stages from it on (Narayanan et al. 2019)."""
+    """1F1B: a stage has one microbatch in flight for itself and one for each later stage (Narayanan et al. 2019)."""
     repeats = num_microbatches - 1
     return Objective(
         once_s=_pass_s,

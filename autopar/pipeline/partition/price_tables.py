@@ -117,7 +117,8 @@ class Prices:
 
     @property
     def slack_s(self) -> float:
-        """The most seconds of the objective that merging two runs may save, on any shape."""
+        """The largest saving that the bounds allow for merging two runs of layers, on any submesh, in seconds of the
+        objective."""
         return float(self._slack[:2].max())
 
     def _saved(self, number: int, slack: np.ndarray) -> np.ndarray:

@@ -241,7 +241,7 @@ class _Planning:
         return self.searches.estimate(count, known, among)
 
     def _found(self, search: StageSearch) -> Outcome:
-        """The best result of all schedules; each result is recorded."""
+        """The best result of all schedules. The result of each schedule is added to `tried`."""
         best = Outcome(None)
         for name, found in self._outcomes(search):
             step = found.step

@@ -1,6 +1,6 @@
-"""Plans kept on disk.
+"""Cache plans on disk.
 
 In: a program, options, the sources of this package.
-Out: a key, and the plan under it.
+Out: a key, and the plan stored under it.
 Imported by: planner, api.
 """

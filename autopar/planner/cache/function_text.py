@@ -1,6 +1,6 @@
-"""What a function does, as a text that is the same in every process: for keys of what depends on it.
+"""Describe a user's function as text that is equal in every process, for cache keys.
 
-In: a function of the user's. Out: its code, constants, defaults, what it closes over, and what it names of its module.
+In: a user's function. Out: its code, constants, defaults, closure, and the globals of its module that it reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """The text of a function, and of the functions of its own module that it names."""
+    """The text of a function and of the functions of its own module that it reads."""
     return _text(function, set())
 
 

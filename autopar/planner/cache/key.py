@@ -29,12 +29,13 @@ _PACKAGES = ("jax", "jaxlib", "ortools", "numba", "numpy")
 
 
 class UnkeyedError(Exception):
-    """An option without a description that lasts, such as a user's own solver."""
+    """A planning option that cannot be part of a key: no text describes it in all processes, as for a user's own
+    solver."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """Digests of the program, of the request, and of the planner; and the versions behind the last."""
+    """Digests of the program, of the request and of the planner, and the package versions in the planner's digest."""
 
     program: str
     request: str
@@ -43,12 +44,12 @@ class PlanKey:
 
     @property
     def name(self) -> str:
-        """One text of all three."""
+        """The three digests as one text, the file name of an entry."""
         return f"{self.program}-{self.request}-{self.planner}"
 
     @property
     def of_any_planner(self) -> str:
-        """The beginning of the name, which plans by other planner versions share."""
+        """The first part of `name`, without the digest of the planner."""
         return f"{self.program}-{self.request}-"
 
 
@@ -59,7 +60,7 @@ def key_of(program: Program, options: Mapping[str, Any]) -> PlanKey:
         options: all planning options, resolved: meshes, the hardware profile, pins, budget, ...
 
     Raises:
-        UnkeyedError: naming an option that cannot be described.
+        UnkeyedError: an option cannot be described; the text names it.
     """
     traced = program.as_traced
     parts = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
@@ -74,7 +75,7 @@ def key_of(program: Program, options: Mapping[str, Any]) -> PlanKey:
 
 
 def planner_digest(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
-    """A digest of what determines a plan besides program and request; and the package versions in it.
+    """A digest of what determines a plan in addition to program and request, and the package versions in it.
 
     Args:
         packages: further packages whose versions count.
@@ -89,7 +90,7 @@ def digest_of(options: Mapping[str, Any]) -> str:
     """A digest of options.
 
     Raises:
-        UnkeyedError: naming one that cannot be described.
+        UnkeyedError: an option cannot be described; the text names it.
     """
     return _digest(repr(sorted((name, _described(name, value)) for name, value in options.items())))
 
@@ -123,7 +124,7 @@ def _described(name: str, value: Any) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _own_code() -> str:
-    """A digest of autopar's own files: a change of the planner is another planner, whatever its version."""
+    """A digest of autopar's own files: any change of the code changes the key, also within one version."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(file.relative_to(PACKAGE)).encode())

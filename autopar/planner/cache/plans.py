@@ -1,9 +1,8 @@
-"""Plans kept on disk, so that a second start of a program plans nothing.
+"""Cache plans on disk, so that a second start of a program does not plan again.
 
-In: a program and the options of planning. Out: `PlanEntry`: its plan, from the folder of the cache, where one is there that
-was made of the same by the same; else the place where it is kept once it is made. An entry appears whole or not at all, so processes may
-write at once. One that is damaged is made anew, and said; so is it said where versions have moved on. A cache that
-cannot be read or written is said, and does without.
+In: a program and planning options. Out: `PlanEntry`, which reads the cached plan of the same program, options and
+planner version, or stores a new plan. Entries are written atomically, so processes may write concurrently. A damaged or
+stale entry is logged, and the step is planned again. A cache that cannot be read or written is logged, and not used.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from autopar.solve.problem import Status
 from autopar.system.checksummed_file import last_used, read_kept, write_kept
 from autopar.transforms.program import Program
 
-#: How many plans a folder holds; those that were used longest ago go first.
+#: The number of plans in a folder; the least recently used are deleted first.
 MOST_PLANS = 200
-#: What an entry says it is; a file of another is damaged.
+#: The format name in an entry's header; a file with another one counts as damaged.
 _FORMAT = "autopar-kept-plan 1"
 
 _log = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """While entered, it is not said whence each plan comes: of a program that a user has not written, and never named."""
+    """A context that logs cache hits and misses at debug level only, for programs that the user has not written."""
     token = _is_quiet.set(True)
     try:
         yield
@@ -52,7 +51,7 @@ def _say(level: int, text: str, *about: Any) -> None:
 
 
 class KeptPlan(Placement, Protocol):
-    """What is asked of a plan that is kept: a dataclass, of one program or of several."""
+    """The interface of a cached plan: a dataclass, of one program or of a pipeline."""
 
     @property
     def outcome(self) -> Any: ...
@@ -62,10 +61,10 @@ P = TypeVar("P", bound=KeptPlan)
 
 
 def default_folder() -> Path:
-    """Where caches go on this platform: `$XDG_CACHE_HOME/autopar`, which is `~/.cache/autopar`.
+    """The cache folder of this platform: `$XDG_CACHE_HOME/autopar`, by default `~/.cache/autopar`.
 
     Raises:
-        RuntimeError: there is no home.
+        RuntimeError: the user has no home folder.
     """
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "autopar"
@@ -74,7 +73,7 @@ def default_folder() -> Path:
 
 
 def folder_of(cache: bool | str | os.PathLike[str] | None) -> Path | None:
-    """The folder that a `cache=` means: True is the default one, False or None is none."""
+    """The folder of the option `cache`: the default folder for True, none for False or None."""
     if cache is None or cache is False:
         return None
     if cache is not True:
@@ -87,11 +86,11 @@ def folder_of(cache: bool | str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry(Generic[P]):
-    """A program's place in a cache.
+    """The cache entry of a program.
 
     Args:
-        path: of the entry; None where the plan is not kept.
-        load: a plan from JSON types.
+        path: the file of the entry; None if the plan is not cached.
+        load: builds a plan from JSON types.
     """
 
     program: Program
@@ -100,7 +99,7 @@ class PlanEntry(Generic[P]):
     load: Callable[[Any], P]
 
     def read(self) -> P | None:
-        """The plan, where it is there."""
+        """The cached plan; None if there is none."""
         if self.path is None or self.key is None:
             return None
         found = _read(self.path, self.program, self.load)
@@ -120,12 +119,12 @@ class PlanEntry(Generic[P]):
 def entry_of(
     program: Program, request: Mapping[str, Any], folder: Path | None, load: Callable[[Any], P]
 ) -> PlanEntry[P]:
-    """The place of a program's plan.
+    """The cache entry of a program.
 
     Args:
-        request: all options of planning, as they were understood.
-        folder: of the cache; made where it is not there; None for none.
-        load: such a plan from JSON types.
+        request: all planning options, resolved.
+        folder: the cache folder, created if needed; None disables the cache.
+        load: builds a plan from JSON types.
     """
     if folder is None:
         return PlanEntry(program, None, None, load)
@@ -134,7 +133,7 @@ def entry_of(
     except UnkeyedError as what:
         _say(
             logging.INFO,
-            "the plan of `%s` is not kept: %s, which a cache cannot tell from another",
+            "the plan of `%s` is not cached: %s, which cannot be part of a cache key",
             program.signature.name,
             what,
         )
@@ -143,7 +142,7 @@ def entry_of(
 
 
 def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
-    """The plan of an entry; None where there is none, or none that can be used."""
+    """The plan of an entry; None if there is none or it is damaged."""
     try:
         found = read_kept(path, _FORMAT)
         if found is None:
@@ -160,11 +159,11 @@ def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
 
 
 def _say_damaged(path: Path, program: Program, error: Exception) -> None:
-    _log.warning("the plan kept for `%s` is damaged (%s: %s): it is made anew", program.signature.name, path, error)
+    _log.warning("the plan kept for `%s` is damaged (%s: %s): planning again", program.signature.name, path, error)
 
 
 def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
-    """Say which version has moved on where plans of the same were made by others."""
+    """Log what changed in the planner if another version of it cached a plan for the same program and options."""
     others = sorted({*path.parent.glob(f"{key.of_any_planner}*.plan")} - {path}, key=last_used)
     if not others:
         return
@@ -175,7 +174,7 @@ def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return
     what = ", ".join(moved) or "autopar's code, Python or a registered rule has changed"
-    _say(logging.WARNING, "the plan kept for `%s` is stale (%s): it is made anew", name, what)
+    _say(logging.WARNING, "the plan kept for `%s` is stale (%s): planning again", name, what)
 
 
 def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
@@ -195,7 +194,7 @@ def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
 
 
 def _with_lines(plan: P, lines: Mapping[str, str]) -> P:
-    """A plan with the user's lines where they are now: a line added above the model moves them all."""
+    """A plan with current source lines: a line added above the model moves all of them."""
     moved = {old: new for old, new in lines.items() if old != new}
     return decoder(type(plan))(_replaced(encode(plan), moved)) if moved else plan
 

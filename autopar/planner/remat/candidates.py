@@ -102,7 +102,7 @@ def _levels(f: Formulation, sites: Sequence[Site], weighed: Numbers, expected: N
 def _at_each_price(
     f: Formulation, site: Site, segment: Segment, numbers: Numbers, expected: Numbers
 ) -> list[Rematerialization | None]:
-    """What a segment rematerializes at each price.
+    """The cut of a segment at each price of memory.
 
     Args:
         numbers: costs by which the cut is chosen. expected: costs that the result reports.
@@ -120,7 +120,7 @@ def _at_each_price(
 
 
 def _prices(f: Formulation) -> list[float]:
-    """Seconds per byte."""
+    """The prices of memory to try, in seconds per byte."""
     return [price * 2 / f.profile.hbm_bytes_per_s for price in _PRICES]
 
 

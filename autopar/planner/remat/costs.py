@@ -20,10 +20,10 @@ class Numbers:
 
     Args:
         num_bytes: size as it is produced.
-        held: bytes that the backward pass reads of it, or of what it is resharded to.
+        held: bytes that the backward pass reads of the value, or of its resharded copies.
         stored: values that are in memory, as produced or resharded; all others stay inside kernels.
-        seconds: of the kernels that produce it, and the exposed seconds of its collectives; a value inside a kernel has
-            none.
+        seconds: the time of the kernels that produce the value, and the exposed time of its collectives; 0 for a value
+            inside a kernel.
     """
 
     num_bytes: dict[int, float]

@@ -45,7 +45,7 @@ def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byt
     """The cut of the least cost: seconds to recompute, and bytes kept at a price.
 
     Args:
-        steps: by key. needed: keys of those that the backward pass reads.
+        steps: the steps by key. needed: keys of the steps that the backward pass reads.
     """
     from ortools.graph.python import max_flow  # noqa: PLC0415 - OR-Tools, which running a saved plan must not need
 
@@ -78,6 +78,6 @@ def _whole(amount: float, endless: int) -> int:
 
 
 def check(states: States, steps: Mapping[int, Step], needed: Sequence[int]) -> bool:
-    """Whether everything that is read is kept or recomputed."""
+    """Check that every value that is read is kept or recomputed."""
     there = states.again | states.kept
     return set(needed) <= there and all(set(steps[key].reads) <= there for key in states.again)

@@ -24,7 +24,7 @@ class Segment:
     Args:
         nodes: in order. Producers of values that reach the segment only inside kernels are among them, and may be in
             another segment too.
-        fixed: those whose values other segments read: they are kept.
+        fixed: the nodes whose values other segments read: these values are kept.
     """
 
     nodes: tuple[int, ...]
@@ -118,7 +118,7 @@ def _ends(site: Site, graph: Graph, numbers: Numbers, last: dict[int, int]) -> l
 def _cheapest_cuts(
     places: Sequence[int], passing: Sequence[float], own: Sequence[float], most: float
 ) -> list[int] | None:
-    """The cuts at which least passes from segment to segment, while no segment holds more than `most`; None where there are
+    """The cuts with the fewest bytes between segments such that no segment holds more than `most`; None if there are
     none."""
     cost: list[float] = [0.0] + [float("inf")] * (len(places) - 1)
     before = [0] * len(places)

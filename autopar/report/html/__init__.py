@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing but a browser.
+"""Write a report as one self-contained HTML page.
 
 In: the rows of a report.
 Out: HTML.

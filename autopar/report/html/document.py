@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import PlotError
 from autopar.pipeline.plan import AnyPlan
-from autopar.report.breakdown import efficiency_text, replicated_text, simulated_text, tie_text
+from autopar.report.breakdown import efficiency_text, replicated_text, tie_text
 from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
@@ -145,13 +145,14 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
     else:
         shape = f"mesh {explained.plan.mesh.describe()}"
         exposed = sum(one.exposed_s for one in explained.time.collectives)
-        third = ("communication", share_text(exposed, explained.time.step_time_s) or "0 %", "of the step is exposed")
-    simulated = "" if isinstance(explained, StagesExplanation) else simulated_text(explained.plan)
+        third = ("exposed communication", share_text(exposed, explained.time.step_time_s) or "0 %", "of the step time")
+    estimate_s = None if isinstance(explained, StagesExplanation) else explained.plan.prediction.xla_step_time_s
+    estimate = "" if estimate_s is None else f"XLA's estimator would predict {human_seconds(estimate_s)}"
     figures = (
         (
             "step time",
             human_seconds(plan.prediction.step_time_s),
-            "; ".join(filter(None, ("predicted, not measured on a GPU", simulated))),
+            "; ".join(filter(None, ("by the cost model, not measured", estimate))),
         ),
         ("peak memory", human_bytes(peak), f"per device, {share}"),
         third,

@@ -45,7 +45,7 @@ def time_bar(time: StepTime) -> Element:
         _time_row("compute", "compute", time.compute_s, 0.0, whole),
         *(_time_row(one.kind, kind_class(one.kind), one.exposed_s, one.hidden_s, whole) for one in time.collectives),
     ]
-    heads = [el("th", text, scope="col") for text in ("", "in the step", "", "hidden")]
+    heads = [el("th", text, scope="col") for text in ("", "exposed", "", "hidden")]
     return el(
         "div",
         el("div", *exposed, class_="bar", role="img", aria_label=_spoken(time)),
@@ -197,7 +197,7 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     """A table of the temporaries live at the peak, the largest first.
 
     Args:
-        under: the prefix to leave out of paths.
+        under: the path prefix to leave out.
     """
     if use.peak is None:
         return None
@@ -218,7 +218,11 @@ def at_peak(use: MemoryUse, under: str) -> Element | None:
     place = ", ".join(filter(None, (where, short_source(one.source))))
     return el(
         "div",
-        el("p", f"{human_bytes(temporaries)} of temporaries, in the {one.phase} pass ({place}).", class_="about"),
+        el(
+            "p",
+            f"At the peak, in the {one.phase} pass ({place}), {human_bytes(temporaries)} of temporaries are live.",
+            class_="about",
+        ),
         el("div", el("table", el("tbody", *rows), class_="peak-table"), class_="scroll", tabindex="0"),
     )
 

@@ -59,7 +59,7 @@ def decisions_table(explained: Explanation, mesh: MeshShape) -> Element:
     rows = [row for row in (*explained.parameters, *explained.data, *explained.activations) if row.cost_s is not None]
     rows.sort(key=lambda row: -_runner_up_cost_s(row))
     shown = [_decision(row, explained, mesh) for row in rows[:MAX_DECISIONS]]
-    heads = ("tensor", "kind", "type", "sharding", "cost", "runner-up", "adds", "collectives caused")
+    heads = ("tensor", "kind", "type", "sharding", "cost", "runner-up", "added time", "collectives caused")
     left = len(rows) - len(shown)
     return el(
         "div",
@@ -127,7 +127,7 @@ def collectives_table(rows: Sequence[CollectiveRow], under: str) -> Element:
     """Collectives and their causes, the longest first.
 
     Args:
-        under: the prefix to leave out of paths.
+        under: the path prefix to leave out.
     """
     shown = [
         el(

@@ -52,7 +52,7 @@ class Service:
                 raise
 
     def folder(self, key: str) -> dict[str, bytes]:
-        """All values below a key, by the rest of their keys."""
+        """The values of all keys below this key, by the part of the key that follows it."""
         with _Lost():
             found = self.client.key_value_dir_get_bytes(f"{key}/")
         return {name.removeprefix(f"{key}/"): value for name, value in found}

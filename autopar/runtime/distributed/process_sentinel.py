@@ -1,9 +1,8 @@
-"""Report why a process ended that cannot report it itself; `watch` runs this as a small separate process.
+"""Report that a process was killed, from a small separate process that `watch` starts.
 
-In: names, and a pipe from the watched process.
-Out: nothing if the watched process wrote a farewell before the pipe closed, else one line on stderr. It is needed if
-process 0 dies: JAX then ends the other processes at once, from C++, without naming any. It imports nothing of the
-package, so that it starts in milliseconds.
+In: names, and a pipe from the watched process. Out: nothing if the watched process announced a normal exit before the
+pipe closed, else one line on stderr. It is needed if process 0 dies: JAX then ends the other processes at once, from
+C++, without naming the dead one. It imports nothing of the package, so that it starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-FAREWELL = b"farewell"
+NORMAL_EXIT = b"normal exit"
 _CONNECT_S = 5.0
 
 
 class Sentinel:
-    """The sentinel process, as the watched process sees it.
+    """The watched process's handle of the sentinel process.
 
     Args:
         me: this process, as messages name it.
@@ -34,13 +33,13 @@ class Sentinel:
     def withdraw(self) -> None:
         """Stop the sentinel: this process ends normally and reports its own errors."""
         try:
-            self._process.communicate(FAREWELL, timeout=_CONNECT_S)
+            self._process.communicate(NORMAL_EXIT, timeout=_CONNECT_S)
         except (OSError, ValueError, subprocess.TimeoutExpired):
             self._process.kill()
 
 
 def line(me: str, first: str, address: str) -> str:
-    """The report on a process that ended without a farewell."""
+    """The report on a process that ended without announcing a normal exit."""
     if me != first and not _answers(address):
         return (
             f"autopar: {first}, which runs JAX's coordination service, has died: nothing answers at {address}. Therefore JAX"
@@ -61,5 +60,5 @@ def _answers(address: str) -> bool:
 
 
 if __name__ == "__main__":
-    if sys.stdin.buffer.read() != FAREWELL:
+    if sys.stdin.buffer.read() != NORMAL_EXIT:
         sys.stderr.write(line(*sys.argv[1:4]) + "\n")

@@ -1,8 +1,9 @@
-"""Run a ragged dot (grouped GEMM) with sharded rows or groups: each device multiplies its rows of its groups.
+"""Run a ragged dot (grouped GEMM) with sharded rows or groups: local rows times the matrices of local groups.
 
-In: inside `jax.shard_map`, some rows, the matrices of some groups, and the sizes of all groups.
-Out: if rows are kept, the results of the device's groups for its rows and zeros elsewhere, unreduced over the devices
-with other groups; if rows are contracted, its groups' matrices, unreduced over the devices with other rows.
+In: inside `jax.shard_map`, the local rows, the matrices of the local groups, and the sizes of all groups.
+Out: an unreduced result. If rows are kept, it has a row per local row, zero for rows of other devices' groups, and is
+summed over the devices with other groups. If rows are contracted, it has a matrix per local group, and is summed over
+the devices with other rows.
 """
 
 from __future__ import annotations

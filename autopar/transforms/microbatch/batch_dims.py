@@ -98,7 +98,7 @@ def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
     if not sizes:
         raise MicrobatchError(
             "the step has no batch to split into microbatches: no argument but carried state holds an array with"
-            " a leading dim. Pass the batch as an argument, or give `carry` if the batch was taken for state"
+            " a leading dim. Pass the batch as an argument, or give `carry` if the batch was mistaken for state"
         )
     size = max(sizes, key=lambda s: (s in lengths, sizes[s], s))
     return size, tuple(leading[size])
@@ -179,7 +179,7 @@ class Places:
         return rule.factors[one].reduction is None or traits.terms
 
     def reduction(self, node: int, factor: Factor) -> str | None:
-        """How the results of parts of a loop are combined; None if each part has results of its own."""
+        """The reduction that combines the results of parts of a loop; None if each part has separate results."""
         rule = self.rules[node]
         assert rule is not None
         return rule.factors[factor.index].reduction

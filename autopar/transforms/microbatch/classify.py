@@ -426,7 +426,7 @@ class _Classifier:
         if not any(self._has_batch(self.items[i]) for i in self.sides["inside"]):
             paths = ", ".join(f"`{self.graph.input_paths[p]}`" for p in self.batch.inputs[:3])
             raise MicrobatchError(
-                f"there is nothing to run in microbatches: no operation meets the leading dim of {paths}"
+                f"there is nothing to run in microbatches: no operation runs over the leading dim of {paths}"
                 f" ({self.batch.size} examples)"
             )
 

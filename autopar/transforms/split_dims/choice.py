@@ -1,11 +1,12 @@
-"""Choose the loops to treat as two dims, and the nodes that see them as two.
+"""Choose the dims to split in two (parts, and elements of a part), and the nodes that compute on the two dims.
 
-In: a graph. Out: `Factored`s. A loop that a node cuts into equal parts can be sharded only if no part is cut. As two
-loops, over the parts and within a part, the inner one can be sharded through the cut. This is done for loops that can
-gain from it: a loop that a matmul shares with a weight (a value made of the program's inputs alone), and a loop with
-the same parts, such as the weight's gradient. Where the two dims must become one again, above all at the program's
-inputs and outputs, a reshape is needed, and perhaps resharding. A minimum cut chooses the nodes that see two dims: it
-maximizes the bytes that are cut, less the bytes that are reshaped.
+In: a graph. Out: `Factored`s. A loop is the set of dims that correspond to each other across nodes (`loops`). If a node
+splits a dim into equal parts (a fused QKV projection), the dim can be sharded only in whole parts. As two dims, the
+inner one can be sharded before and after that node. Two kinds of loops are treated as two: a loop that a matmul shares
+with a weight (a value computed from the program's inputs alone), and a loop with the same parts, as in the weight's
+gradient. A reshape merges the two dims where they must be one again, above all at the program's inputs and outputs, and
+may need resharding. A minimum cut of the graph chooses the nodes that compute on two dims: it maximizes the bytes that
+are split into parts, less the bytes that are reshaped.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Factored:
     Args:
         size, part: size of the loop, and of the inner one of the two.
         places: the dims that belong to this loop.
-        nodes: the nodes that see two dims.
+        nodes: the nodes that compute on two dims.
     """
 
     size: int
@@ -68,7 +69,7 @@ def factored_loops(graph: Graph, followers: Collection[str]) -> tuple[Factored, 
 
 
 def _candidates(loops: Loops) -> list[tuple[Loop, dict[int, int]]]:
-    """Loops that nodes cut, with these nodes and the sizes of their parts."""
+    """Loops that nodes split into parts: for each loop, these nodes and the size of their parts."""
     found: dict[int, tuple[Loop, dict[int, int]]] = {}
 
     def add(place: Place, node: int, part: int) -> None:
@@ -169,7 +170,7 @@ def _parts(loops: Loops, cuts: dict[int, int]) -> frozenset[int]:
 
 
 def _part(graph: Graph, cuts: dict[int, int]) -> int:
-    """The part size by which the most bytes are cut."""
+    """The part size that splits the most bytes into parts."""
     gains: dict[int, float] = defaultdict(float)
     for n, part in cuts.items():
         gains[part] += _bytes_cut(graph, n)

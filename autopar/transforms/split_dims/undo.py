@@ -18,7 +18,7 @@ from autopar.jax_interop import compat as jax_compat
 
 
 def as_written(trace: Trace, split: Set[tuple[int, int]]) -> dict[int, Rewritten]:
-    """By position, the equations that see two dims neither of which is sharded.
+    """The equations on two split dims neither of which is sharded, by position.
 
     Args:
         split: pairs (value, dim) that a plan shards.

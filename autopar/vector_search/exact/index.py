@@ -77,7 +77,7 @@ class ExactIndex:
     ) -> Found:
         """See `Index.search`."""
         if effort is not None:
-            raise SearchError(f"`effort` is {effort!r}, and this index is exact: it takes no effort. Omit it")
+            raise SearchError(f"`effort` is {effort!r}, but an exact index has no `effort` option: omit it")
         checked = inputs.checked_queries(queries, self._dim, self._dtype)
         k, allowed = inputs.checked_count("k", k), inputs.checked_filter(filter, len(self.ids))
         tiled = None if allowed is None else _tiled(allowed, self._tiling)

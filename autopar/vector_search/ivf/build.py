@@ -19,7 +19,7 @@ from autopar.vector_search.kernels.robust_prune import unit
 
 
 def usual_num_lists(num_vectors: int) -> int:
-    """About 2 sqrt(n): a query then scores about as many centroids as vectors of a few lists."""
+    """About 2 sqrt(n), at which scoring all centroids costs about as much as scoring the vectors of a few lists."""
     return max(1, min(num_vectors, round(2 * math.sqrt(num_vectors))))
 
 

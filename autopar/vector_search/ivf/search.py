@@ -132,7 +132,8 @@ def _is_allowed(positions: jax.Array, allowed: jax.Array) -> jax.Array:
 
 
 def _group_size(slots: int, num_slots: int, k: int) -> int:
-    """Slots per group: minimizes the number of maxima of all groups plus the slots of k groups."""
+    """The number of slots per group that makes a top-k cheapest: it reads one maximum per group, then all slots of k
+    groups."""
     best = 2 ** round(math.log2(max(1.0, math.sqrt(num_slots / k))))
     return math.gcd(slots, max(1, min(slots // _MIN_GROUPS, best)))
 
