@@ -151,7 +151,7 @@ def efficiency_text(plan: AnyPlan) -> str:
         parts.append(f"{human_number(efficiency.num_examples / step_s)} examples/s")
     if efficiency.bound_s:
         bound, seconds = max(efficiency.bound_s.items(), key=lambda one: one[1])
-        parts.append(f"bound by {bound} ({share_text(seconds, sum(efficiency.bound_s.values()))} of the time)")
+        parts.append(f"main bottleneck: {bound} ({share_text(seconds, sum(efficiency.bound_s.values()))} of the time)")
     return "; ".join(parts)
 
 
