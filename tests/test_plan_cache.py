@@ -539,7 +539,7 @@ def test_the_command_line_keeps_plans_and_says_so(tmp_path: Path) -> None:
         return done
 
     first, second, third = run(), run(), run("--no-cache")
-    assert "kept from an earlier start" in second.stderr and "kept" not in first.stderr + third.stderr
+    assert "from the cache" in second.stderr and "from the cache" not in first.stderr + third.stderr
     told = [json.loads(one.stdout) for one in (first, second)]
     for one in told:
         one["outcome"].pop("solve_time_s")  # of the run that planned

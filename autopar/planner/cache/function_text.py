@@ -1,6 +1,6 @@
-"""Describe a user's function as text that is equal in every process, for cache keys.
+"""Describe a user's function by a text that is the same in every process, for cache keys.
 
-In: a user's function. Out: its code, constants, defaults, closure, and the globals of its module that it reads.
+In: a function. Out: a text of its code, constants, defaults, closure, and the globals of its own module that it uses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 def function_text(function: Callable[..., Any]) -> str:
-    """The text of a function and of the functions of its own module that it reads."""
+    """The text of a function and of the functions of its own module that it uses."""
     return _text(function, set())
 
 
@@ -27,30 +27,30 @@ def _text(value: Any, seen: set[int]) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(sorted(f'{_text(key, seen)}: {_text(one, seen)}' for key, one in value.items()))}}}"
     if isinstance(value, CodeType):
-        of = (value.co_names, value.co_varnames, *value.co_consts)
-        return f"{value.co_code.hex()} {_text(of, seen)}"
+        parts = (value.co_names, value.co_varnames, *value.co_consts)
+        return f"{value.co_code.hex()} {_text(parts, seen)}"
     if isinstance(value, functools.partial):
         return f"partial {_text((value.func, value.args, value.keywords), seen)}"
     if isinstance(value, FunctionType) and id(value) not in seen:
         seen.add(id(value))
-        return _of_function(value, seen)
+        return _function_text(value, seen)
     name = f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     if isinstance(value, type | ModuleType) or id(value) in seen or not hasattr(value, "__dict__"):
         return name
-    seen.add(id(value))  # an object that can be called, or one that a decorator has made
+    seen.add(id(value))  # a callable object, such as one that a decorator returns
     return f"{name} {_text(vars(value), seen)}"
 
 
-def _of_function(function: FunctionType, seen: set[int]) -> str:
-    closed = [cell.cell_contents for cell in function.__closure__ or ()]
-    named = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
+def _function_text(function: FunctionType, seen: set[int]) -> str:
+    closure = [cell.cell_contents for cell in function.__closure__ or ()]
+    used = {name: function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__}
     own = {
         name: one
-        for name, one in named.items()
+        for name, one in used.items()
         if isinstance(one, (*_PLAIN, tuple)) or getattr(one, "__module__", None) == function.__module__
     }
-    of = (function.__code__, function.__defaults__, function.__kwdefaults__, closed, own)
-    return f"{function.__module__}.{function.__qualname__} {_text(of, seen)}"
+    parts = (function.__code__, function.__defaults__, function.__kwdefaults__, closure, own)
+    return f"{function.__module__}.{function.__qualname__} {_text(parts, seen)}"
 
 
 def _names(code: CodeType) -> set[str]:

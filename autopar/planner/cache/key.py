@@ -1,8 +1,8 @@
 """Compute the key of a plan in the cache: digests of the program, the request and the planner.
 
-In: a traced program and planning options. Out: `PlanKey`, the same in every process and on every day: no source line, memory
-address or set order enters it. All that planning reads enters, also the contents of a hardware profile, registered rules and
-collectives, and autopar's own code.
+In: a traced program, planning options. Out: `PlanKey`. The key covers everything that planning reads, including the contents of
+the hardware profile, registered rules and collectives, and autopar's own code. It contains no source lines, memory addresses or
+set orders, so it is the same in every process.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ _PACKAGES = ("jax", "jaxlib", "ortools", "numba", "numpy")
 
 
 class UnkeyedError(Exception):
-    """A planning option that cannot be part of a key: no text describes it in all processes, as for a user's own
-    solver."""
+    """An option has no text that is the same in every process, such as a user's own solver."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKey:
-    """Digests of the program, of the request and of the planner, and the package versions in the planner's digest."""
+    """Digests of the program, the request and the planner; and the package versions in the planner's digest."""
 
     program: str
     request: str
@@ -44,12 +43,12 @@ class PlanKey:
 
     @property
     def name(self) -> str:
-        """The three digests as one text, the file name of an entry."""
+        """The three digests as one text."""
         return f"{self.program}-{self.request}-{self.planner}"
 
     @property
-    def of_any_planner(self) -> str:
-        """The first part of `name`, without the digest of the planner."""
+    def prefix(self) -> str:
+        """The beginning of the name, which plans of the same request by other planner versions share."""
         return f"{self.program}-{self.request}-"
 
 
@@ -57,14 +56,14 @@ def key_of(program: Program, options: Mapping[str, Any]) -> PlanKey:
     """The key of a program's plan.
 
     Args:
-        options: all planning options, resolved: meshes, the hardware profile, pins, budget, ...
+        options: all planning options with their defaults resolved: meshes, hardware profile, pins, budget, ...
 
     Raises:
-        UnkeyedError: an option cannot be described; the text names it.
+        UnkeyedError: an option cannot be described; with its name.
     """
     traced = program.as_traced
-    parts = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
-    described = (traced.signature.name, traced.carried_arguments, traced.donated, *parts)
+    graphs = [_digest("\n".join(_lines(form.graph))) for form in traced.forms]
+    described = (traced.signature.name, traced.carried_arguments, traced.donated, *graphs)
     planner, versions = planner_digest()
     return PlanKey(
         program=_digest(repr(described)),
@@ -75,22 +74,22 @@ def key_of(program: Program, options: Mapping[str, Any]) -> PlanKey:
 
 
 def planner_digest(packages: Sequence[str] = ()) -> tuple[str, Mapping[str, str]]:
-    """A digest of what determines a plan in addition to program and request, and the package versions in it.
+    """A digest of everything besides program and request that determines a plan; and the package versions in it.
 
     Args:
-        packages: further packages whose versions count.
+        packages: further packages whose versions are part of the digest.
     """
     versions = versions_of((*_PACKAGES, *packages))
-    collectives = [(name, like, *map(function_text, of)) for name, like, *of in registered_functions()]
-    what = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts(), collectives)
-    return _digest(repr(what)), versions
+    collectives = [(name, like, *map(function_text, given)) for name, like, *given in registered_functions()]
+    parts = (sorted(versions.items()), platform.python_version(), _own_code(), registered_texts(), collectives)
+    return _digest(repr(parts)), versions
 
 
 def digest_of(options: Mapping[str, Any]) -> str:
     """A digest of options.
 
     Raises:
-        UnkeyedError: an option cannot be described; the text names it.
+        UnkeyedError: an option cannot be described; with its name.
     """
     return _digest(repr(sorted((name, _described(name, value)) for name, value in options.items())))
 
@@ -100,8 +99,8 @@ def _lines(graph: Graph) -> Iterator[str]:
     for value in graph.values:
         yield repr((value.shape, value.dtype, value.itemsize, value.repeat))
     for node in graph.nodes:
-        of = (node.primitive, node.operands, node.results, sorted(node.params.items()))
-        yield repr((*of, node.path, node.phase, node.effect, node.repeat))
+        parts = (node.primitive, node.operands, node.results, sorted(node.params.items()))
+        yield repr((*parts, node.path, node.phase, node.effect, node.repeat))
     rest = (graph.inputs, graph.input_paths, graph.outputs, graph.output_paths, graph.constants, graph.carried)
     yield repr((*rest, graph.loops, graph.barriers))
 
@@ -124,7 +123,7 @@ def _described(name: str, value: Any) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _own_code() -> str:
-    """A digest of autopar's own files: any change of the code changes the key, also within one version."""
+    """A digest of autopar's own files, so that any change of the code invalidates the cache."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(file.relative_to(PACKAGE)).encode())

@@ -1,8 +1,8 @@
-"""Cache plans on disk, so that a second start of a program does not plan again.
+"""Cache plans on disk, so that the second start of a program needs no planning.
 
-In: a program and planning options. Out: `PlanEntry`, which reads the cached plan of the same program, options and
-planner version, or stores a new plan. Entries are written atomically, so processes may write concurrently. A damaged or
-stale entry is logged, and the step is planned again. A cache that cannot be read or written is logged, and not used.
+In: a program, planning options. Out: `PlanEntry`, which reads and writes the plan of the same program, options and planner. An
+entry is written atomically, so several processes may write it. Damaged and outdated entries are logged and planned again. If the
+cache cannot be read or written, a warning is logged and planning goes on without it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from autopar.solve.problem import Status
 from autopar.system.checksummed_file import last_used, read_kept, write_kept
 from autopar.transforms.program import Program
 
-#: The number of plans in a folder; the least recently used are deleted first.
+#: Maximum number of plans in a folder; the least recently used ones are deleted.
 MOST_PLANS = 200
-#: The format name in an entry's header; a file with another one counts as damaged.
+#: The format in an entry's header; an entry with another header counts as damaged.
 _FORMAT = "autopar-kept-plan 1"
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ _is_quiet: ContextVar[bool] = ContextVar("is_quiet", default=False)
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """A context that logs cache hits and misses at debug level only, for programs that the user has not written."""
+    """Log cache hits and misses at debug level only, for programs that the user did not write, such as initialization."""
     token = _is_quiet.set(True)
     try:
         yield
@@ -46,12 +46,12 @@ def quietly() -> Iterator[None]:
         _is_quiet.reset(token)
 
 
-def _say(level: int, text: str, *about: Any) -> None:
-    _log.log(logging.DEBUG if _is_quiet.get() else level, text, *about)
+def _log_at(level: int, text: str, *args: Any) -> None:
+    _log.log(logging.DEBUG if _is_quiet.get() else level, text, *args)
 
 
 class KeptPlan(Placement, Protocol):
-    """The interface of a cached plan: a dataclass, of one program or of a pipeline."""
+    """A plan that can be cached: a dataclass, for one program or for pipeline stages."""
 
     @property
     def outcome(self) -> Any: ...
@@ -61,7 +61,7 @@ P = TypeVar("P", bound=KeptPlan)
 
 
 def default_folder() -> Path:
-    """The cache folder of this platform: `$XDG_CACHE_HOME/autopar`, by default `~/.cache/autopar`.
+    """The default cache folder of this platform: `$XDG_CACHE_HOME/autopar`, by default `~/.cache/autopar`.
 
     Raises:
         RuntimeError: the user has no home folder.
@@ -73,7 +73,7 @@ def default_folder() -> Path:
 
 
 def folder_of(cache: bool | str | os.PathLike[str] | None) -> Path | None:
-    """The folder of the option `cache`: the default folder for True, none for False or None."""
+    """The folder of a `cache=` option: True is the default folder; for False and None there is no cache."""
     if cache is None or cache is False:
         return None
     if cache is not True:
@@ -86,11 +86,11 @@ def folder_of(cache: bool | str | os.PathLike[str] | None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry(Generic[P]):
-    """The cache entry of a program.
+    """The entry of a program in the plan cache.
 
     Args:
-        path: the file of the entry; None if the plan is not cached.
-        load: builds a plan from JSON types.
+        path: the file of the entry; None where the plan is not cached.
+        load: decodes a plan from JSON types.
     """
 
     program: Program
@@ -99,50 +99,50 @@ class PlanEntry(Generic[P]):
     load: Callable[[Any], P]
 
     def read(self) -> P | None:
-        """The cached plan; None if there is none."""
+        """The cached plan; None where there is none."""
         if self.path is None or self.key is None:
             return None
         found = _read(self.path, self.program, self.load)
         if found is None:
-            _say_if_stale(self.path, self.key, self.program.signature.name)
+            _warn_if_stale(self.path, self.key, self.program.signature.name)
         else:
             name = self.program.signature.name
-            _say(logging.INFO, "the plan of `%s` was kept from an earlier start (%s)", name, self.path)
+            _log_at(logging.INFO, "loaded the plan of `%s` from the cache (%s)", name, self.path)
         return found
 
     def keep(self, plan: P) -> None:
-        """Write a plan to the cache, unless the user interrupted the solver, which then returned its best so far."""
-        if self.path is not None and self.key is not None and plan.outcome.status != Status.INTERRUPTED.value:
+        """Write a plan to the cache, unless the user interrupted planning."""
+        if self.path is not None and self.key is not None and plan.outcome.status != "interrupted":
             _write(self.path, plan, self.program, self.key)
 
 
 def entry_of(
     program: Program, request: Mapping[str, Any], folder: Path | None, load: Callable[[Any], P]
 ) -> PlanEntry[P]:
-    """The cache entry of a program.
+    """The cache entry of a program's plan.
 
     Args:
-        request: all planning options, resolved.
-        folder: the cache folder, created if needed; None disables the cache.
-        load: builds a plan from JSON types.
+        request: all planning options, with their defaults resolved.
+        folder: the folder of the cache, which is created if needed; None for no cache.
+        load: decodes a plan from JSON types.
     """
     if folder is None:
         return PlanEntry(program, None, None, load)
     try:
         key = key_of(program, request)
-    except UnkeyedError as what:
-        _say(
+    except UnkeyedError as error:
+        _log_at(
             logging.INFO,
-            "the plan of `%s` is not cached: %s, which cannot be part of a cache key",
+            "the plan of `%s` is not cached: %s, which the cache cannot identify in another process",
             program.signature.name,
-            what,
+            error,
         )
         return PlanEntry(program, None, None, load)
     return PlanEntry(program, folder / "plans" / f"{key.name}.plan", key, load)
 
 
 def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
-    """The plan of an entry; None if there is none or it is damaged."""
+    """The plan of an entry; None where there is no entry, or it is damaged."""
     try:
         found = read_kept(path, _FORMAT)
         if found is None:
@@ -151,30 +151,30 @@ def _read(path: Path, program: Program, read: Callable[[Any], P]) -> P | None:
         lines = {old: program.as_traced.forms[-1].graph.nodes[node].source for old, node in about["sources"]}
         plan = _with_lines(read(json.loads(body)), lines)
         if plan.program.name != program.signature.name or len(plan.inputs) != len(program.graph.inputs):
-            raise ValueError("it is of another program")
+            raise ValueError("it is the plan of another program")
     except (OSError, ValueError, KeyError, IndexError, TypeError, RecursionError, PlanFileError) as error:
-        _say_damaged(path, program, error)
+        _warn_damaged(path, program, error)
         return None
     return replace(plan, in_tree=program.trace.in_tree, out_tree=program.trace.out_tree)  # type: ignore[type-var]
 
 
-def _say_damaged(path: Path, program: Program, error: Exception) -> None:
-    _log.warning("the plan kept for `%s` is damaged (%s: %s): planning again", program.signature.name, path, error)
+def _warn_damaged(path: Path, program: Program, error: Exception) -> None:
+    _log.warning("the cached plan of `%s` is damaged (%s: %s): planning again", program.signature.name, path, error)
 
 
-def _say_if_stale(path: Path, key: PlanKey, name: str) -> None:
-    """Log what changed in the planner if another version of it cached a plan for the same program and options."""
-    others = sorted({*path.parent.glob(f"{key.of_any_planner}*.plan")} - {path}, key=last_used)
+def _warn_if_stale(path: Path, key: PlanKey, name: str) -> None:
+    """If other planner versions have cached plans of the same request, log which versions have changed."""
+    others = sorted({*path.parent.glob(f"{key.prefix}*.plan")} - {path}, key=last_used)
     if not others:
         return
     try:
         with others[-1].open(encoding="utf-8") as file:
             before = json.loads(file.readline())["versions"]
-        moved = [f"{one} {before[one]} -> {now}" for one, now in key.versions.items() if before.get(one, now) != now]
+        changed = [f"{one} {before[one]} -> {now}" for one, now in key.versions.items() if before.get(one, now) != now]
     except (OSError, ValueError, KeyError, TypeError):
         return
-    what = ", ".join(moved) or "autopar's code, Python or a registered rule has changed"
-    _say(logging.WARNING, "the plan kept for `%s` is stale (%s): planning again", name, what)
+    reason = ", ".join(changed) or "autopar's code, Python or a registered rule has changed"
+    _log_at(logging.WARNING, "the cached plan of `%s` is stale (%s): planning again", name, reason)
 
 
 def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
@@ -186,7 +186,7 @@ def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
         write_kept(path, _FORMAT, body, about, MOST_PLANS)
     except OSError as error:
         _log.warning(
-            "the plan of `%s` cannot be kept in %s (%s): give another folder as `cache=`, or `cache=False`",
+            "the plan of `%s` cannot be cached in %s (%s): give another folder as `cache=`, or `cache=False`",
             plan.program.name,
             path.parent,
             error.strerror,
@@ -194,7 +194,11 @@ def _write(path: Path, plan: KeptPlan, program: Program, key: PlanKey) -> None:
 
 
 def _with_lines(plan: P, lines: Mapping[str, str]) -> P:
-    """A plan with current source lines: a line added above the model moves all of them."""
+    """A plan with the current source lines of the user's code: a line added above the model changes them all.
+
+    Args:
+        lines: current source line by the line in the plan.
+    """
     moved = {old: new for old, new in lines.items() if old != new}
     return decoder(type(plan))(_replaced(encode(plan), moved)) if moved else plan
 
