@@ -375,7 +375,7 @@ class RematSegment:
         nodes: their positions in order, all in one loop's body or in the step itself.
         before: node before which they run again: a later one of the same body, or one in the body of a later loop of
             equal trip count.
-        renewed: values that are in memory by then but are read again, which includes their all-gathers.
+        regathered: values whose all-gathers are repeated.
         kept: values computed from these nodes that stay live. Their producers must run before the forward pass
             continues, because their operands are freed.
         onward: if a single value is kept, a value of the forward pass that waits for it.
@@ -396,8 +396,8 @@ class Rematerialization:
     """A rematerialization at one place of the backward pass.
 
     Args:
-        again: rematerialized nodes.
-        path: their module path.
+        segment: the rematerialized nodes.
+        path: the module path of the nodes.
         saved_bytes: activation memory that it saves on one device.
         time_s: seconds that it adds to a step, including collectives.
     """

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from autopar.pipeline.cut.pieces import Layout
 from autopar.planner.candidate import Candidate
 from autopar.planner.remat.candidates import common_path
-from autopar.planner.remat.costs import numbers_of
+from autopar.planner.remat.costs import costs_of
 from autopar.planner.remat.min_cut import States, Step, cheapest
 from autopar.plans.records import Rematerialization, RematSegment
 from autopar.rules.grouping import SMALL_SIZE
@@ -86,7 +86,7 @@ class Crossings:
         sites = sites_of(layout.trace) if self.read else ()
         start = sites[0].start if sites else len(equations)
         self.repeat = sites[0].repeat if sites else 1.0
-        self.numbers = numbers_of(candidate.formulation, candidate.solution.choices, candidate.parts.device, start, {})
+        self.costs = costs_of(made.formulation, made.solution.choices, made.parts.device, start, {})
         self.layer_of = {n: equations[n].layer for n in (sites[0].forward if sites else ()) if phases[n] == "forward"}
         #: Values that leave the stage or the iteration in the forward pass, so they are computed there.
         self.leaving = {v for n in range(*layout.loop.exit) for v in equations[n].operands if isinstance(v, int)}
@@ -146,11 +146,11 @@ class Crossings:
         return frozenset(n for n in own if not elsewhere.isdisjoint(self.graph.nodes[n].results))
 
     def _steps(self, segment: _Segment, price: float) -> dict[int, Step]:
-        numbers, producers, own = self.numbers, self.graph.producers, set(segment.nodes)
+        costs, producers, own = self.costs, self.graph.producers, set(segment.nodes)
         steps: dict[int, Step] = {}
         for n in segment.nodes:
             node = self.graph.nodes[n]
-            seconds = sum(numbers.seconds.get(v, 0.0) for v in node.results)
+            seconds = sum(costs.seconds.get(v, 0.0) for v in node.results)
             steps[n] = Step(
                 self._stash_cost(node.results, price),
                 float("inf") if n in segment.fixed else seconds,
@@ -159,7 +159,7 @@ class Crossings:
         return steps
 
     def _crossing(self, found: Sequence[tuple[_Segment, dict[int, Step], States]]) -> Crossing:
-        graph, numbers = self.graph, self.numbers
+        graph, costs = self.graph, self.costs
         recomputed: list[Rematerialization] = []
         renewed: set[int] = set()
         read: set[int] = set()
@@ -183,11 +183,11 @@ class Crossings:
             renewed |= own
             read |= taken
             seconds += recompute_s
-            most = max(most, self._num_bytes(v for v in own if v in numbers.stored))
+            most = max(most, self._num_bytes(v for v in own if v in costs.stored))
         read |= set(self.read) - renewed
-        passing = read & self.produced_forward
-        if not self.separate:
-            passing &= numbers.stored
+        passing = read & self.made_forward
+        if not self.apart:
+            passing &= costs.stored
         return Crossing(
             tuple(recomputed),
             frozenset(read),
@@ -202,15 +202,15 @@ class Crossings:
         if self.separate:
             return self._num_bytes(values) + self._fused_bytes(values) / price
         large = self._large(values)
-        seen = [v for v in large if v in self.numbers.stored]
+        seen = [v for v in large if v in self.costs.stored]
         return float("inf") if large and not seen else self._num_bytes(seen)
 
     def _large(self, values: Iterable[int]) -> list[int]:
         return [v for v in values if self.graph.values[v].size > SMALL_SIZE]
 
     def _num_bytes(self, values: Iterable[int]) -> float:
-        return sum(self.numbers.num_bytes[v] for v in self._large(values))
+        return sum(self.costs.num_bytes[v] for v in self._large(values))
 
     def _fused_bytes(self, values: Iterable[int]) -> float:
         """Bytes of values that exist only inside fusions in a single program."""
-        return sum(self.numbers.num_bytes[v] for v in self._large(values) if v not in self.numbers.stored)
+        return sum(self.costs.num_bytes[v] for v in self._large(values) if v not in self.costs.stored)

@@ -1,6 +1,6 @@
 """Price keeping and recomputing each value: bytes live into the backward pass, seconds to compute it again.
 
-In: the formulation, an assignment, its device program. Out: `Numbers`.
+In: the formulation, an assignment, its device program. Out: `Costs`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from autopar.ir.device_program import DeviceProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class Costs:
     """Costs on one device, by value of the graph.
 
     Args:
-        num_bytes: size as it is produced.
-        held: bytes that the backward pass reads of the value, or of its resharded copies.
-        stored: values that are in memory, as produced or resharded; all others stay inside kernels.
-        seconds: the time of the kernels that produce the value, and the exposed time of its collectives; 0 for a value
-            inside a kernel.
+        num_bytes: the local size of the value as its producer writes it.
+        held: bytes of the value and its resharded copies that the backward pass reads.
+        stored: the values that are in memory, directly or as a resharded copy; all others exist only inside kernels.
+        seconds: the time of the kernels that produce the value, plus the exposed time of its collectives; missing for a value
+            that exists only inside a kernel.
     """
 
     num_bytes: dict[int, float]
@@ -32,21 +32,21 @@ class Numbers:
     seconds: dict[int, float]
 
 
-def numbers_of(
+def costs_of(
     f: Formulation, choices: Sequence[int], device: DeviceProgram, start: int, exposed: Mapping[str, float]
-) -> Numbers:
-    """Read the costs from the device program of a plan.
+) -> Costs:
+    """The costs of each value, from the device program of a plan.
 
     Args:
         start: the node at which the backward pass starts.
-        exposed: exposed share by kind of collective; all of it for a kind that is missing.
+        exposed: exposed share by kind of collective; 1 for a missing kind.
     """
     profile = replace(f.profile, xla_estimator=None)
     held: dict[int, float] = defaultdict(float)
     stored: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
     written: set[int] = set()
-    late = {b for op in device.ops if op.node >= start for b in op.reads}
+    read_later = {b for op in device.ops if op.node >= start for b in op.reads}
     for op in device.ops:
         own = [b for b in op.writes if device.buffers[b].value >= 0]
         for b in own:
@@ -55,13 +55,13 @@ def numbers_of(
                 continue
             written.add(b)
             stored.add(buffer.value)
-            if b in late:
+            if b in read_later:
                 held[buffer.value] += buffer.num_bytes
         if op.kind != "border":
-            for value in {device.buffers[b].value for b in own}:  # each of them takes the whole kernel
+            for value in {device.buffers[b].value for b in own}:  # recomputing any of them repeats the whole kernel
                 part = exposed.get(op.collective, 1.0) if op.kind == "collective" else 1.0
                 seconds[value] += part * op_seconds(op, f.mesh, profile)
-    return Numbers(_sizes(f, choices), dict(held), frozenset(stored), dict(seconds))
+    return Costs(_sizes(f, choices), dict(held), frozenset(stored), dict(seconds))
 
 
 def _sizes(f: Formulation, choices: Sequence[int]) -> dict[int, float]:

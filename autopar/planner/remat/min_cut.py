@@ -4,9 +4,9 @@
     subject to  keep_v or again_v       for every v that the backward pass reads
                 keep_u or again_u       for every u that some v with again_v = 1 reads
 
-In: costs of one segment, and a price per byte. Out: what is recomputed, at the least cost. Each value has two nodes in the
-flow network, `there = keep or again` and `again`: the arc between them is cut where the value is kept, the arc from `again`
-to the sink where it is recomputed.
+In: the costs of one segment, a price per byte. Out: the values to keep and to recompute at minimum cost. Each value has two
+nodes in the flow network: `there` = `keep or again`, and `again`. A cut of the arc between the two keeps the value; a cut of the
+arc from `again` to the sink recomputes it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ _RESOLUTION = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One equation: the bytes to keep its results and the seconds to compute them again; `inf` where that is impossible.
+    """One equation.
 
     Args:
-        reads: keys of the steps that it reads.
+        num_bytes: bytes to keep its results; `inf` where they cannot be kept.
+        seconds: time to compute it again; `inf` where that is impossible.
+        reads: keys of the steps whose results it reads.
     """
 
     num_bytes: float
@@ -35,17 +37,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A cut: the steps that run again, and those whose results are kept."""
+    """A cut: the steps that run again, and the steps whose results are kept."""
 
     again: frozenset[int]
     kept: frozenset[int]
 
 
 def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byte: float) -> States:
-    """The cut of the least cost: seconds to recompute, and bytes kept at a price.
+    """The cut of minimum cost: the seconds to recompute, plus the bytes to keep at a price.
 
     Args:
-        steps: the steps by key. needed: keys of the steps that the backward pass reads.
+        steps: steps by key.
+        needed: keys of the steps that the backward pass reads.
+        seconds_per_byte: the price of memory.
     """
     from ortools.graph.python import max_flow  # noqa: PLC0415 - OR-Tools, which running a saved plan must not need
 
@@ -54,16 +58,16 @@ def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byt
     keeping = {key: seconds_per_byte * step.num_bytes for key, step in steps.items()}
     finite = [x for x in (*keeping.values(), *(s.seconds for s in steps.values())) if np.isfinite(x)]
     unit = max(sum(finite), 1e-30) / _RESOLUTION
-    endless = int(4 * _RESOLUTION)
+    infinite = int(4 * _RESOLUTION)
     arcs: list[tuple[int, int, int]] = []
     for key, step in steps.items():
         there, again = keys[key], keys[key] + 1
-        arcs.append((there, again, _whole(keeping[key] / unit, endless)))
-        arcs.append((again, there, endless))
+        arcs.append((there, again, _capacity(keeping[key] / unit, infinite)))
+        arcs.append((again, there, infinite))
         # On a tie the value is kept: a value that costs nothing to keep is not recomputed.
-        arcs.append((again, sink, _whole(step.seconds / unit, endless)))
-        arcs += [(again, keys[read], endless) for read in step.reads]
-    arcs += [(source, keys[key], endless) for key in needed]
+        arcs.append((again, sink, _capacity(step.seconds / unit, infinite)))
+        arcs += [(again, keys[read], infinite) for read in step.reads]
+    arcs += [(source, keys[key], infinite) for key in needed]
     solver = max_flow.SimpleMaxFlow()
     for tail, head, capacity in arcs:
         solver.add_arc_with_capacity(tail, head, capacity)
@@ -73,8 +77,8 @@ def cheapest(steps: Mapping[int, Step], needed: Collection[int], seconds_per_byt
     return States(again, frozenset(key for key, at in keys.items() if at in side) - again)
 
 
-def _whole(amount: float, endless: int) -> int:
-    return min(endless, int(np.ceil(amount))) if np.isfinite(amount) else endless
+def _capacity(amount: float, infinite: int) -> int:
+    return min(infinite, int(np.ceil(amount))) if np.isfinite(amount) else infinite
 
 
 def check(states: States, steps: Mapping[int, Step], needed: Sequence[int]) -> bool:
