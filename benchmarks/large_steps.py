@@ -24,7 +24,7 @@ from unittest import mock
 import autopar
 from autopar.api import make_plan
 from autopar.hardware import profile as hardware
-from autopar.planner import candidate, mesh_search, one_mesh, reshard_to_fit
+from autopar.planner import mesh_search, mesh_task, one_mesh, reshard_to_fit
 from autopar.plans.plan import Plan
 from autopar.solve.exact_search import PROVEN
 from autopar.solve.ilp import Ilp
@@ -47,9 +47,9 @@ PROGRAMS: dict[str, tuple[Callable[[], Target], str, float]] = {
 _STAGES = {
     "trace": ((make_plan, "program_of"),),
     "groups": ((mesh_search, "program_groups"),),
-    "formulate": ((one_mesh, "formulate"), (candidate, "formulate"), (reshard_to_fit, "formulate")),
+    "formulate": ((one_mesh, "formulate"), (mesh_task, "formulate"), (reshard_to_fit, "formulate")),
     "solve": ((Ilp, "solve"), (reshard_to_fit, "minimum_memory")),
-    "assemble": ((candidate, "assemble"),),
+    "assemble": ((mesh_task, "assemble"),),
 }
 
 

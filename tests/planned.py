@@ -20,5 +20,5 @@ def plan_program(program: Program, **options: Any) -> Plan:
 def plan_and_candidate(program: Program, **options: Any) -> tuple[Plan, Candidate]:
     """The plan of a program as it is, and what it was made of."""
     found = search_meshes(program, PlanRequest(**options), may_fork=False)
-    assert found.made is not None
-    return found.plan, found.made
+    assert found.candidate is not None
+    return found.plan, found.candidate

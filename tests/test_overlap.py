@@ -48,7 +48,7 @@ def dear() -> tuple[Plan, Candidate]:
 def level() -> tuple[Plan, Candidate]:
     """By one price of all that need not be waited for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_DEARER", {"gather": (), "sum": ()})
+        patch.setattr(overlap, "_HIGHER_PRICES", {"gather": (), "sum": ()})
         return planned()
 
 
@@ -64,13 +64,13 @@ def test_what_is_exposed_is_made_dearer() -> None:
         asked.append((prices["gather"], prices["sum"]))
         return None
 
-    overlap.counting_on_overlap(begun, other, begun.compared_s, at_once=False)
+    overlap.search_overlap_prices(begun, other, begun.compared_s, only_one=False)
     level_price, *dearer = [gather / total for gather, total in asked]
     assert level_price == 1
     assert 1 < dearer[0] < dearer[1]
-    overlap.counting_on_overlap(begun, other, begun.compared_s, at_once=True)
+    overlap.search_overlap_prices(begun, other, begun.compared_s, only_one=True)
     assert len(asked) == 4
-    overlap.counting_on_overlap(begun, other, 0.7 * begun.compared_s, at_once=False)
+    overlap.search_overlap_prices(begun, other, 0.7 * begun.compared_s, only_one=False)
     assert len(asked) == 4, "nothing would make it so much faster"
 
 

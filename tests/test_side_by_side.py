@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import BudgetError
 from autopar.planner import fork_pool as side_by_side
 from autopar.planner import mesh_search
-from autopar.planner.fork_pool import Least, Workers, workers
+from autopar.planner.fork_pool import SharedMinimum, Workers, workers
 from tests import programs
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="copies are made on Linux alone")
@@ -152,7 +152,7 @@ def test_copies_end_with_an_interrupt() -> None:
 
 
 def test_all_see_the_least() -> None:
-    least = Least()
+    least = SharedMinimum()
 
     def answer(request: int) -> float:
         if in_a_copy():

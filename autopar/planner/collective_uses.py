@@ -1,6 +1,6 @@
-"""List the collectives of a plan with the cause of each.
+"""List the collectives of a plan with their causes.
 
-In: an `ExplicitProgram`. Out: `CollectiveUse`s, and for each decision the collectives that it causes.
+In: an `ExplicitProgram`. Out: `CollectiveUse`s, and the collectives that each decision causes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from autopar.ir.explicit_program import Communicate, ExplicitProgram
 from autopar.ir.graph import Node, Phase
 from autopar.plans.records import CollectiveUse
 
-#: The order of a plan's collectives: resharding first, flow by flow; then what groups send, by decision; then what the program
-#: sends.
+#: The order of a plan's collectives: resharding by flow, then the collectives of groups by decision, then the program's own.
 _ORDER = {"reshard": 0, "region": 1, "reduction": 1, "halo": 1, "program": 2}
 _WITHIN = {"region": 0, "reduction": 1, "halo": 2}
-#: XLA combines these with others, although a node waits for each.
-_MERGED = ("region", "program")
+#: Causes whose collectives XLA combines with others, although a node waits for each.
+_COMBINED = ("region", "program")
 
 
 def collective_uses(
     f: Formulation, explicit: ExplicitProgram
 ) -> tuple[tuple[CollectiveUse, ...], dict[int, tuple[int, ...]]]:
-    """All collectives, and for each decision the positions of those that its flows and halos cause."""
+    """All collectives, and by decision the positions of those that its flows and halos cause."""
     causes = _Causes(f, explicit)
     uses: list[CollectiveUse] = []
     caused: dict[int, list[int]] = defaultdict(list)
@@ -45,7 +44,7 @@ def collective_uses(
                 path=node.path if node else causes.path(op),
                 source=node.source if node else "",
                 phase=phase,
-                combinable=op.combinable or op.cause in _MERGED,
+                combinable=op.combinable or op.cause in _COMBINED,
             )
         )
     return tuple(uses), {node: tuple(positions) for node, positions in caused.items()}
@@ -53,30 +52,30 @@ def collective_uses(
 
 def _place(op: Communicate) -> tuple[int, int, int]:
     """A sort key that keeps the program's order within a flow and a decision."""
-    of = min(op.flows) if op.flows else min(op.decisions, default=0)
-    return _ORDER[op.cause], of, _WITHIN.get(op.cause, 0)
+    first = min(op.flows) if op.flows else min(op.decisions, default=0)
+    return _ORDER[op.cause], first, _WITHIN.get(op.cause, 0)
 
 
 class _Causes:
-    """Describe the cause of each communication."""
+    """The cause of each communication, as a text."""
 
     def __init__(self, f: Formulation, explicit: ExplicitProgram) -> None:
         self.f, self.graph, self.explicit = f, f.graph, explicit
         self.input_path = dict(zip(f.graph.inputs, f.graph.input_paths, strict=True))
-        self.renewed = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
+        self.updated_path = {f.graph.outputs[out]: f.graph.input_paths[i] for i, out in f.graph.carried}
         self.users: dict[int, list[int]] = defaultdict(list)
         for flow in f.flows:
             self.users[flow.source].append(flow.target)
 
     def of(self, op: Communicate) -> tuple[Node | None, Phase]:
-        """The node that a communication is attributed to: the producer of a resharded value, for an input its first user;
-        otherwise the node that sends."""
+        """The node and the phase of a communication. The node of a reshard is the producer of the value, or the first user of an
+        input; the node of any other communication is the one that communicates."""
         if op.cause != "reshard":
             node = self.graph.nodes[op.node]
             return node, node.phase
         flow = self.f.flows[min(op.flows)]
         first_user = self.graph.nodes[flow.uses[0][0]] if flow.uses else None
-        phase = "update" if flow.value in self.renewed else self.f.decisions[flow.target].phase
+        phase = "update" if flow.value in self.updated_path else self.f.decisions[flow.target].phase
         return self.graph.producer(flow.value) or first_user, phase
 
     def path(self, op: Communicate) -> str:
@@ -88,9 +87,9 @@ class _Causes:
         if op.cause == "halo":
             assert op.operand is not None
             value = self.explicit.arrays[op.operand].value
-            made = self.graph.producer(value)
-            of = f"`{self.input_path[value]}`" if made is None else f"the {made.primitive} result"
-            return f"exchange the halo of {of}"
+            producer = self.graph.producer(value)
+            name = f"`{self.input_path[value]}`" if producer is None else f"the {producer.primitive} result"
+            return f"exchange the halo of {name}"
         primitive = self.graph.nodes[op.node].primitive
         if op.cause == "reduction":
             return f"{op.reduction} of a few elements ({primitive})"
@@ -104,8 +103,8 @@ class _Causes:
         if flow.value in self.input_path:
             path = self.input_path[flow.value]
             return f"gather `{path}` for use" if kind == "all-gather" else f"move `{path}`"
-        if flow.value in self.renewed:
-            return f"put back the updated `{self.renewed[flow.value]}`"
+        if flow.value in self.updated_path:
+            return f"put back the updated `{self.updated_path[flow.value]}`"
         producer = self.graph.nodes[self.graph.producers[flow.value]].primitive
         if collective(kind).is_sum:
             is_gradient = self.f.decisions[flow.target].phase == "update" or _only_updates(self.f, flow, self.users)
@@ -114,6 +113,6 @@ class _Causes:
 
 
 def _only_updates(f: Formulation, flow: Flow, users: Mapping[int, Sequence[int]]) -> bool:
-    """Whether only the optimizer update reads a shared copy."""
+    """Whether a flow leads to a shared copy that only the optimizer update reads."""
     of_copy = users.get(flow.target, ()) if flow.uses == () else ()
     return bool(of_copy) and all(f.decisions[r].phase == "update" for r in of_copy)

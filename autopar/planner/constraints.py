@@ -1,8 +1,8 @@
 """Derive the sharding constraints that make XLA's SPMD partitioner communicate as the explicit program does.
 
-In: an `ExplicitProgram`, and pins. Out: `Constraint`s, which leave the partitioner no choice. A value that other groups
-of nodes read is constrained at its definition, after any pending reduction: fused with a reshard, XLA would gather the
-operands instead. An operand that its user reads in another sharding is constrained once for each reshard.
+In: an `ExplicitProgram`, pins. Out: `Constraint`s, which leave the partitioner no choice. A value that leaves its group is
+constrained at its definition, after any pending reduction: without the constraint XLA would merge the reduction with a reshard
+and gather the operands. An operand that its user reads in another sharding has one constraint per reshard.
 """
 
 from __future__ import annotations
@@ -28,21 +28,24 @@ _Path = tuple[TensorSharding, ...]
 def constraints_of(
     f: Formulation, explicit: ExplicitProgram, pins: Mapping[int, TensorSharding]
 ) -> tuple[Constraint, ...]:
-    """All constraints, sorted by the names of the values and uses that they apply to."""
-    moved = {value: readings for value, readings in _moved(f.graph, explicit).items() if value in f.value_made}
+    """All constraints, in the order of their places.
+
+    Args:
+        pins: input position -> sharding.
+    """
+    moved = {value: uses for value, uses in _moved(f.graph, explicit).items() if value in f.value_made}
     defined = _at_definitions(f, explicit, moved)
     at_operands = _at_operands(f, explicit, defined, moved)
-    return _by_name(f.graph, (*defined.values(), *at_operands, *_small_pins(f, pins), *_small_places(f)))
+    return _by_name(f.graph, (*defined.values(), *at_operands, *_small_pins(f, pins), *_small_indices(f)))
 
 
-#: A use of a value: node and operand (for an output, the number of nodes and its position), and the collectives from
-#: the definition to this use.
-_Reading = tuple[int, int, tuple[Communicate, ...]]
+#: A use of a value: node and operand (for an output, the number of nodes and its position), and the moves that lead to it.
+_Use = tuple[int, int, tuple[Communicate, ...]]
 
 
-def _moved(graph: Graph, explicit: ExplicitProgram) -> dict[int, list[_Reading]]:
-    """For each value, its uses with the collectives that lead to them."""
-    found: dict[int, list[_Reading]] = defaultdict(list)
+def _moved(graph: Graph, explicit: ExplicitProgram) -> dict[int, list[_Use]]:
+    """The uses of each value."""
+    found: dict[int, list[_Use]] = defaultdict(list)
     outputs = (((len(graph.nodes), i), array) for i, array in enumerate(explicit.outputs) if array is not None)
     for (node, operand), array in (*explicit.reads.items(), *outputs):
         found[explicit.arrays[array].value].append((node, operand, _moves_to(explicit, array)))
@@ -50,7 +53,7 @@ def _moved(graph: Graph, explicit: ExplicitProgram) -> dict[int, list[_Reading]]
 
 
 def _moves_to(explicit: ExplicitProgram, array: int) -> tuple[Communicate, ...]:
-    """The collectives that lead from a value's definition to an array, in order."""
+    """The moves from a value's definition to an array."""
     moves: list[Communicate] = []
     while (op := explicit.sent_as.get(array)) is not None and op.operand is not None:
         moves.append(op)
@@ -59,14 +62,14 @@ def _moves_to(explicit: ExplicitProgram, array: int) -> tuple[Communicate, ...]:
 
 
 def _results(explicit: ExplicitProgram, moves: Sequence[Communicate]) -> _Path:
-    """The sharding after each collective, with pending reductions done."""
+    """The shardings to which moves lead, with all pending reductions done."""
     return tuple(explicit.arrays[op.result].sharding.resolved() for op in moves if op.result is not None)
 
 
 def _at_definitions(
-    f: Formulation, explicit: ExplicitProgram, moved: Mapping[int, Sequence[_Reading]]
+    f: Formulation, explicit: ExplicitProgram, moved: Mapping[int, Sequence[_Use]]
 ) -> dict[int, Constraint]:
-    """The constraints at definitions, by value."""
+    """Constraints at definitions, by value."""
     arguments, primitives = set(f.graph.inputs), {*BORDERS, *PINNED}
     borders = {v for node in f.graph.nodes if node.primitive in primitives for v in node.results}
     found: dict[int, Constraint] = {}
@@ -78,7 +81,7 @@ def _at_definitions(
             path = (made.resolved(),)
             if len(made.unreduced) > 1:
                 path = _scattered(explicit, moved.get(value, ())) or path
-            barrier = _is_cut_by_each_reader(f, value, made, path[-1])
+            barrier = _is_sliced_by_each_user(f, value, made, path[-1])
             found[value] = Constraint(value=value, shardings=path, barrier=barrier)
     return found
 
@@ -87,12 +90,12 @@ def _at_operands(
     f: Formulation,
     explicit: ExplicitProgram,
     defined: Mapping[int, Constraint],
-    moved: Mapping[int, Sequence[_Reading]],
+    moved: Mapping[int, Sequence[_Use]],
 ) -> Iterator[Constraint]:
-    for value, readings in moved.items():
+    for value, uses in moved.items():
         made = explicit.arrays[explicit.made[value]].sharding.resolved()
         start = defined[value].shardings[-1] if value in defined else made
-        for node, operand, moves in readings:
+        for node, operand, moves in uses:
             path, by = [start], [""]
             results = _results(explicit, moves)
             first = results.index(start) + 1 if start in results else 0
@@ -104,29 +107,37 @@ def _at_operands(
                 yield _at_operand(value, (node, operand), path, by)
 
 
-def _at_operand(value: int, reading: tuple[int, int], path: Sequence[TensorSharding], by: Sequence[str]) -> Constraint:
-    """A constraint for one use. If a registered collective comes first, its input sharding is part of the constraint.
+def _at_operand(value: int, use: tuple[int, int], path: Sequence[TensorSharding], by: Sequence[str]) -> Constraint:
+    """A constraint for one use. It contains the sharding from which a registered collective starts.
 
     Args:
-        path: the shardings from the definition to the use. by: the registered collective that leads to each, or "".
+        use: node and operand.
+        path: shardings from the definition on.
+        by: the registered collective that leads to each sharding; empty for XLA's.
     """
-    node, operand = reading
+    node, operand = use
     first = 0 if by[1] else 1
     named = tuple(by[first:]) if any(by) else ()
     return Constraint(value=value, shardings=tuple(path[first:]), node=node, operand=operand, by=named)
 
 
-def _scattered(explicit: ExplicitProgram, readings: Sequence[_Reading]) -> _Path:
-    """The reduce-scatter steps of a sum that is pending over several axes, if all users need the same steps; else
-    empty. With a constraint per step XLA scatters; with one for the whole sum it would all-reduce and then slice."""
-    steps = {_results(explicit, [op for op in moves if op.kind == "reduce-scatter"]) for _, _, moves in readings}
+def _scattered(explicit: ExplicitProgram, uses: Sequence[_Use]) -> _Path:
+    """The reduce-scatters of a reduction over several axes, as shardings, if all users want the same ones; else empty.
+
+    With a constraint for each step XLA reduce-scatters. With a constraint for the result alone, it would all-reduce over all
+    axes and then slice.
+    """
+    steps = {_results(explicit, [op for op in moves if op.kind == "reduce-scatter"]) for _, _, moves in uses}
     return steps.pop() if len(steps) == 1 else ()
 
 
-def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:
-    """Whether XLA would all-reduce a value over several axes and let each user slice it, although the plan
-    reduce-scatters it over some of these axes and all-reduces it over the rest. XLA scatters matmuls and convolutions
-    at once. It splits any other sum in two steps only if a single operation reads it."""
+def _is_sliced_by_each_user(f: Formulation, value: int, made: TensorSharding, split: TensorSharding) -> bool:
+    """Whether XLA would all-reduce a value over several axes and let each user slice it, where the plan reduce-scatters it over
+    some of the axes and all-reduces it over the others.
+
+    XLA reduce-scatters the result of a matmul or convolution at once. It splits any other reduction in two only if the value
+    has a single user.
+    """
     scattered = {axis for axes in split.dims for axis in axes} & set(made.unreduced)
     if not scattered or scattered.issuperset(made.unreduced):
         return False
@@ -136,7 +147,7 @@ def _is_cut_by_each_reader(f: Formulation, value: int, made: TensorSharding, spl
 
 
 def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constraint, ...]:
-    """Constraints with the names of the places that they apply to, sorted by place."""
+    """Constraints with the names of their places, sorted by place."""
     names = NodeNames(graph)
 
     def named(one: Constraint) -> Constraint:
@@ -147,27 +158,27 @@ def _by_name(graph: Graph, constraints: Sequence[Constraint]) -> tuple[Constrain
     return tuple(sorted(map(named, constraints), key=lambda one: names.order(one.value, one.node, one.operand)))
 
 
-def _small_places(f: Formulation) -> Iterator[Constraint]:
-    """Replicate the indices of a gather or scatter if they are too small to plan for. Without a constraint XLA shards
-    them like the result, and on meshes of several axes its partitioner may then fail."""
+def _small_indices(f: Formulation) -> Iterator[Constraint]:
+    """Replicate the indices of gathers and scatters if they are too small to plan for. Unconstrained, XLA would shard the
+    indices like the result, and its partitioner may then fail on meshes of several axes."""
     for n, node in enumerate(f.graph.nodes):
-        places = node.operands[1] if node.primitive in INDEXING else None
-        if places is not None and f.graph.values[places].size <= SMALL_SIZE:
-            whole = replicated(len(f.graph.values[places].shape))
-            yield Constraint(value=places, shardings=(whole,), node=n, operand=1)
+        indices = node.operands[1] if node.primitive in INDEXING else None
+        if indices is not None and f.graph.values[indices].size <= SMALL_SIZE:
+            whole = replicated(len(f.graph.values[indices].shape))
+            yield Constraint(value=indices, shardings=(whole,), node=n, operand=1)
 
 
 def _small_pins(f: Formulation, pins: Mapping[int, TensorSharding]) -> Iterator[Constraint]:
-    """Replicate a pinned input at its uses if it is too small to plan for: else the partitioner would propagate its
-    sharding to large values. The output that updates it is replicated, too, and resharded when it is returned."""
-    renewed = dict(f.graph.carried)
+    """Replicate sharded pinned values that are too small to plan for, wherever they are used, and the outputs that update them.
+    Unconstrained, the partitioner would propagate their sharding to large values."""
+    updates = dict(f.graph.carried)
     small = {position for position, sharding in pins.items() if any(sharding.dims)} - set(f.input_decision)
     whole = {f.graph.inputs[p]: (replicated(len(pins[p].dims)),) for p in small}
     for n, node in enumerate(f.graph.nodes):
         for i, value in enumerate(node.operands):
             if value in whole:
                 yield Constraint(value=value, shardings=whole[value], node=n, operand=i)
-    for position in sorted(small & set(renewed)):
-        after, before = f.graph.outputs[renewed[position]], f.graph.inputs[position]
+    for position in sorted(small & set(updates)):
+        after, before = f.graph.outputs[updates[position]], f.graph.inputs[position]
         if after is not None and after != before:
-            yield Constraint(value=after, shardings=whole[before], node=len(f.graph.nodes), operand=renewed[position])
+            yield Constraint(value=after, shardings=whole[before], node=len(f.graph.nodes), operand=updates[position])

@@ -1,10 +1,10 @@
 """Insert barriers so that XLA starts gradient reductions during the backward pass.
 
-In: a device program, the mesh, a hardware profile. Out: the program with barriers, and the early reductions. Gradients are
-reduced over devices as the backward pass computes them, but only the update reads the results. XLA's scheduler works from the
-end and postpones what nobody reads, so that reductions end up exposed behind the backward pass. A barrier
-(`jax.lax.optimization_barrier`, which costs nothing) makes a later matmul of the backward pass wait for the reductions that can
-be complete by then.
+In: a device program, the mesh, a hardware profile. Out: the program with barriers, and the early reductions. Gradients can be
+reduced as soon as the backward pass has computed them. But only the update reads the results, and XLA's scheduler works from
+the end of the program: it postpones the reductions until after the backward pass, where they are exposed. A barrier
+(`jax.lax.optimization_barrier`, which costs nothing) makes a later matmul of the backward pass wait for the reductions that
+can be complete by then.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class EarlyStart:
         """The program with barriers, and the early reductions that they cause.
 
         Args:
-            combine_threshold_bytes: bytes of the reductions before one barrier; those before different barriers are not combined.
-            slack: time that a reduction gets beyond its own, relative to it, before the barrier.
+            combine_threshold_bytes: maximum bytes of the reductions before one barrier. XLA does not combine reductions
+                before different barriers.
+            slack: extra time between a reduction and its barrier, relative to the time of the reduction.
         """
         ops, starts, early = list(self.program.ops), self.clock.starts, list[EarlyReduction]()
         free = 0.0
@@ -53,12 +54,12 @@ class EarlyStart:
             free = max(free, ready) + seconds
             last = [chain[-1] for chain in bucket]
             values = tuple(sorted({self.program.buffers[ops[i].writes[0]].value for i in last}))
-            made = max(self.producers[value] for value in values)
+            produced = max(self.producers[value] for value in values)
             at = next(
                 (
                     (i, node, operand)
                     for i, node, operand in self.matmuls
-                    if starts[i] >= free + slack * seconds and i > max(last) and node > made
+                    if starts[i] >= free + slack * seconds and i > max(last) and node > produced
                 ),
                 None,
             )
@@ -71,11 +72,11 @@ class EarlyStart:
 
 
 class _Clock:
-    """Start times of the operations, each as soon as possible in program order, by the mean of the device's own rates and XLA's
-    latency estimator."""
+    """Start times of the operations in program order, if no collective is waited for. The time of an operation is the mean of
+    its time by the device's own rates and by XLA's latency estimator."""
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
-        self.mesh, self.opinions = mesh, (profile, replace(profile, xla_estimator=None))
+        self.mesh, self.profiles = mesh, (profile, replace(profile, xla_estimator=None))
         self.ops, self.waits_for = program.ops, predecessors(program.ops)
         self.starts: list[float] = []
         now = 0.0
@@ -88,11 +89,11 @@ class _Clock:
                 self.first_read[j] = min(self.first_read[j], i)
 
     def seconds(self, op: Op) -> float:
-        opinions = self.opinions[1:] if is_unestimated(op) else self.opinions
-        return sum(op_seconds(op, self.mesh, profile) for profile in opinions) / len(opinions)
+        profiles = self.profiles[1:] if is_unestimated(op) else self.profiles
+        return sum(op_seconds(op, self.mesh, profile) for profile in profiles) / len(profiles)
 
     def together(self, chains: Sequence[Sequence[int]]) -> float:
-        """Seconds of reductions, those of a kind combined into one."""
+        """Seconds of several reductions, with reductions of equal kind and axes combined into one."""
         kinds: dict[tuple[str, tuple[str, ...]], list[Op]] = defaultdict(list)
         for i in {i for chain in chains for i in chain}:
             kinds[self.ops[i].collective, self.ops[i].axes].append(self.ops[i])
@@ -109,7 +110,7 @@ class _Clock:
 
 
 def _chains(program: DeviceProgram, clock: _Clock) -> list[list[int]]:
-    """Reductions whose result is not read soon, each after the reductions of the same value that come before it."""
+    """Chains of reductions of one value, whose result is read only after they can be complete."""
     ops = program.ops
     reductions = [i for i, op in enumerate(ops) if _is_reduction(op)]
     inner = {j for i in reductions for j in clock.waits_for[i]}
@@ -121,8 +122,8 @@ def _chains(program: DeviceProgram, clock: _Clock) -> list[list[int]]:
         while before := [j for j in clock.waits_for[chain[0]] if _is_reduction(ops[j])]:
             chain.insert(0, before[0])
         first_read = clock.first_read[last]
-        over = clock.starts[chain[0]] + sum(clock.seconds(ops[i]) for i in chain)
-        if first_read == len(ops) or clock.starts[first_read] > over:
+        end = clock.starts[chain[0]] + sum(clock.seconds(ops[i]) for i in chain)
+        if first_read == len(ops) or clock.starts[first_read] > end:
             chains.append(chain)
     return chains
 
@@ -134,7 +135,7 @@ def _is_reduction(op: Op) -> bool:
 def _buckets(
     chains: Sequence[Sequence[int]], ops: Sequence[Op], combine_threshold_bytes: float
 ) -> list[list[Sequence[int]]]:
-    """Chains in the order in which they start, grouped up to the combine threshold."""
+    """Chains in order of their start, grouped up to the combine threshold."""
     buckets: list[list[Sequence[int]]] = []
     size = 0.0
     for chain in sorted(chains, key=lambda chain: chain[0]):
@@ -148,15 +149,15 @@ def _buckets(
 
 
 def _matmuls(program: DeviceProgram, graph: Graph) -> list[tuple[int, int, int]]:
-    """Matmuls and convolutions that read a computed value from memory: operation, node, operand. If both operands are
-    computed, the operand is the later one."""
+    """Matmuls and convolutions that read a computed value from memory, as (operation, node, operand). Of two computed operands,
+    the one that is computed later."""
     written: set[int] = set()
     found = []
     for i, op in enumerate(program.ops):
         if op.kind in ("gemm", "convolution"):
             operands = graph.nodes[op.node].operands
-            known = [(v, n) for n, v in enumerate(operands) if v is not None and v in written]
-            computed = [(graph.producers[v], n) for v, n in known if v in graph.producers]
+            in_memory = [(v, n) for n, v in enumerate(operands) if v is not None and v in written]
+            computed = [(graph.producers[v], n) for v, n in in_memory if v in graph.producers]
             if computed:
                 found.append((i, op.node, max(computed)[1]))
         written.update(program.buffers[b].value for b in op.writes)

@@ -1,6 +1,6 @@
-"""Compute the inputs of MFU, throughput and the bottleneck of a step.
+"""Record the figures behind MFU, throughput and the bound of a step.
 
-In: the graph of a step, its inputs, the devices, and seconds by bottleneck. Out: `Efficiency`.
+In: the graph of a step, its inputs, devices, seconds by bound (compute, memory, ...). Out: `Efficiency`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def efficiency_of(
     devices: Sequence[tuple[int, HardwareProfile]],
     bound_s: Mapping[str, float],
 ) -> Efficiency:
-    """Compute the efficiency record of a step.
+    """The figures of a step.
 
     Args:
-        graph: the graph of the step as written by the user.
-        devices: the number of each kind.
-        bound_s: seconds of a step by bottleneck, such as memory bandwidth.
+        graph: the graph of the step as the user wrote it.
+        devices: the number of devices of each kind, with their profile.
+        bound_s: seconds of a step by the resource that bounds them.
     """
     flops = model_flops(graph)
     peaks = {dtype: sum(number * profile.peak_rate(dtype) for number, profile in devices) for dtype in flops}
@@ -40,8 +40,8 @@ def efficiency_of(
 
 
 def _batch_size(inputs: Sequence[TensorPlan]) -> tuple[int, int]:
-    """Examples and tokens of the batch: dim 0 of its largest array, and the elements of its largest integer matrix
-    `(examples, positions)`; 0 if there is no such array."""
+    """The numbers of examples and tokens in the batch: dim 0 of its largest array, and the size of its largest integer matrix
+    `(examples, positions)`; 0 where the batch has no such array."""
     batch = [tensor for tensor in inputs if tensor.role == "data" and tensor.shape]
     if not batch:
         return 0, 0

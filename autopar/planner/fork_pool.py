@@ -1,11 +1,11 @@
 """Distribute requests over forks of this process.
 
 In: a function that answers requests. Out: `Workers`: this process and its forks, which share all memory that existed at the
-fork. No fork is needed for the result: this process answers what a fork loses.
+fork. If a fork fails, this process answers its request.
 
-A fork runs Python, NumPy and the solvers, and never a device. It is killed when the workers are closed, so it leaves nothing
-behind. Where forks are not available (other systems than Linux, or several processes of one job, whose connections would be
-copied) this process does all the work.
+A fork runs Python, NumPy and the solvers, and never uses a device. It is killed when the workers are closed. This process does
+all the work where forks are not available: on systems other than Linux, and in a job of several JAX processes, whose
+connections a fork would copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import jax
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
-#: Set to 1, all is done in one process.
+#: Environment variable: the number of processes; 1 disables forks.
 PROCESSES = "AUTOPAR_PROCESSES"
 _LISTEN_S = 1.0
 _DOUBLE = struct.Struct("d")
@@ -43,8 +43,8 @@ class LostError(Exception):
     """A worker process ended, hung, or failed."""
 
 
-class Least:
-    """A number in shared memory that all workers see, and that each may lower."""
+class SharedMinimum:
+    """A number in shared memory that every worker can read and lower."""
 
     def __init__(self) -> None:
         self._shared = mmap.mmap(-1, _DOUBLE.size)
@@ -55,18 +55,18 @@ class Least:
         return float(_DOUBLE.unpack_from(self._shared)[0])
 
     def lower(self, value: float) -> None:
-        """Lower the number. One of two concurrent updates may be lost, which is harmless: the number only saves
-        work."""
+        """Lower the number. One of two concurrent updates may be lost, which is harmless: the number only saves work."""
         _DOUBLE.pack_into(self._shared, 0, min(value, self.value))
 
 
 @contextlib.contextmanager
 def workers(answer: Callable[[Request], Answer], most: int, *, patience_s: float) -> Iterator[Workers[Request, Answer]]:
-    """This process, and a fork for each further processor.
+    """This process, and one fork for each further processor.
 
     Args:
         answer: handles a request.
-        most: the number of workers that there is work for. patience_s: a fork that uses no CPU for so long counts as hung.
+        most: the maximum number of workers.
+        patience_s: time without CPU use after which a fork counts as hung.
     """
     forks: list[_Fork[Request, Answer]] = []
     try:
@@ -89,11 +89,11 @@ def _num_processes() -> int:
 class Workers(Generic[Request, Answer]):
     """This process, which is worker 0, and its forks.
 
-    The caller iterates over the requests that this process answers, and notes each answer. The forks answer the others
-    concurrently. At the end this process answers requests that a fork lost.
+    The caller iterates over the requests for this process, and notes each answer. The forks answer the other requests in the
+    meantime. Requests whose fork failed come last, to this process.
 
     Attributes:
-        answers: the answers to the last requests, each with its worker.
+        answers: by request of the last distribution, its worker and its answer.
     """
 
     def __init__(self, forks: Sequence[_Fork[Request, Answer]]) -> None:
@@ -116,12 +116,17 @@ class Workers(Generic[Request, Answer]):
                 while True:
                     yield left.popleft()
 
-        return self._shared(following)
+        return self._distributed(following)
 
     def each_by_worker(
         self, requests: Mapping[int, Sequence[Request]], may_take: Callable[[Request], bool]
     ) -> Iterator[Request]:
-        """Distribute requests by worker; an idle worker takes one that it may take from the end of the longest queue."""
+        """Distribute one queue of requests to each worker. An idle worker takes requests from the end of the longest queue.
+
+        Args:
+            requests: by worker, its queue.
+            may_take: whether another worker may take a request.
+        """
         left, lock = {worker: list(requests.get(worker, ())) for worker in range(len(self))}, threading.Lock()
 
         def following(worker: int) -> Iterator[Request]:
@@ -138,20 +143,20 @@ class Workers(Generic[Request, Answer]):
                         return
                 yield one
 
-        return self._shared(following)
+        return self._distributed(following)
 
-    def _shared(self, requests: Callable[[int], Iterator[Request]]) -> Iterator[Request]:
+    def _distributed(self, requests: Callable[[int], Iterator[Request]]) -> Iterator[Request]:
         answers = self.answers = {}
         lost: list[Request] = []
 
-        def request_from(worker: int) -> None:
+        def serve(worker: int) -> None:
             for request in requests(worker):
                 try:
                     answers[request] = worker, self._forks[worker - 1].answer(request)
                 except LostError:
                     lost.append(request)
 
-        threads = [threading.Thread(target=request_from, args=(worker,), daemon=True) for worker in range(1, len(self))]
+        threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in range(1, len(self))]
         for thread in threads:
             thread.start()
         yield from requests(0)
@@ -164,7 +169,7 @@ class _Fork(Generic[Request, Answer]):
     """A fork of this process.
 
     Args:
-        others: forks made before.
+        others: earlier forks, whose pipes this one closes.
     """
 
     def __init__(
@@ -173,8 +178,8 @@ class _Fork(Generic[Request, Answer]):
         self._pipe, theirs = Pipe()
         self._patience_s = patience_s
         with warnings.catch_warnings():
-            # Python and JAX warn of locks that other threads hold for ever in the fork. It takes none of JAX's; if it hangs
-            # nevertheless, it is given up after `patience_s`.
+            # Python and JAX warn that other threads' locks are never released in a fork. The fork takes none of JAX's locks;
+            # if it hangs nevertheless, it counts as failed after `patience_s`.
             warnings.simplefilter("ignore")
             self._pid = os.fork()
         if self._pid == 0:
@@ -201,7 +206,7 @@ class _Fork(Generic[Request, Answer]):
             if now != worked:
                 worked, since = now, time.monotonic()
             elif time.monotonic() - since > self._patience_s:
-                raise LostError("does nothing")
+                raise LostError(f"no CPU use for {self._patience_s:g} s")
 
     def end(self) -> None:
         """Kill the fork."""
@@ -215,13 +220,13 @@ class _Fork(Generic[Request, Answer]):
 def _serve(pipe: Connection, answer: Callable[[Any], Any]) -> NoReturn:
     """Answer requests until the pipe closes, then exit without this process's exit handlers."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and so are users' handlers
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # and runs users' handlers
         while True:
             request = pipe.recv()
             try:
                 reply = pickle.dumps((True, answer(request)))
-            except Exception as error:  # the parent repeats the request and meets the error
+            except Exception as error:  # the parent repeats the request and raises the error
                 reply = pickle.dumps((False, repr(error)))
             pipe.send_bytes(reply)
     except (EOFError, OSError):

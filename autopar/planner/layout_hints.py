@@ -21,7 +21,7 @@ from autopar.transforms.program import Program
 
 @dataclass(frozen=True, slots=True)
 class Layouts:
-    """Shardings of inputs by path, and notes about them for the user."""
+    """Shardings of inputs by path, and notes for the user."""
 
     pins: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -29,10 +29,11 @@ class Layouts:
 
 @dataclass(frozen=True, slots=True)
 class LayoutHints:
-    """Shardings that are known before planning.
+    """Shardings that a plan should follow.
 
     Args:
-        metadata: shardings from the arguments' metadata. is_hint: the plan may differ from the metadata.
+        metadata: shardings from the metadata of the arguments.
+        is_hint: whether the plan may ignore the metadata.
         like: shardings from another plan.
     """
 
@@ -42,7 +43,7 @@ class LayoutHints:
 
     @property
     def pins(self) -> dict[str, Any]:
-        """All shardings by path. Those from another plan take precedence."""
+        """All shardings by path; those of another plan take precedence."""
         return {**self.metadata.pins, **self.like.pins}
 
     @property
@@ -51,7 +52,7 @@ class LayoutHints:
 
     @property
     def without_metadata(self) -> LayoutHints:
-        """A copy without the shardings from metadata."""
+        """The hints without the metadata."""
         return replace(self, metadata=replace(self.metadata, pins={}))
 
 
@@ -60,7 +61,7 @@ def layout_hints(program: Program, request: PlanRequest) -> LayoutHints:
 
     Raises:
         PinError: see `metadata_layouts`.
-        PlanMismatchError: `like` is for another mesh, or shares no state with this program.
+        PlanMismatchError: `like` is for another mesh, or shares no state with the program.
     """
     like = Layouts()
     if request.like is not None:
@@ -74,15 +75,17 @@ def layout_hints(program: Program, request: PlanRequest) -> LayoutHints:
 def metadata_layouts(
     program: Program, metadata: str, rules: Rules | None, meshes: Sequence[MeshShape], *, mesh_given: bool = True
 ) -> Layouts:
-    """The shardings in the metadata of the arguments, such as Flax's.
+    """Shardings from the metadata of the arguments, such as Flax's logical axes.
 
     Args:
-        rules: map logical names to mesh axes; by default the active `nn.logical_axis_rules`.
-        mesh_given: whether the user gave the mesh. Then a rule may name an axis that this mesh lacks, because rules are
-            written for several meshes; otherwise that is an error.
+        metadata: "pin", "hint" or "ignore".
+        rules: mesh axes by logical axis name; by default the rules of the active `nn.logical_axis_rules`.
+        meshes: the meshes to choose from.
+        mesh_given: whether the user gave the mesh. A rule for an axis that the mesh lacks is then dropped, because it is meant
+            for other meshes; otherwise it is an error.
 
     Raises:
-        PinError: `metadata` is not a known option, or rules name an axis that no candidate mesh has.
+        PinError: `metadata` has another value, or a rule names an axis that no mesh to choose from has.
     """
     if metadata not in ("pin", "hint", "ignore"):
         raise PinError(f'`metadata` is {metadata!r}: give "pin", "hint" or "ignore"')
@@ -110,13 +113,13 @@ def _check_rules_lead_to_axes(
     lost: Mapping[str, Sequence[str]],
     meshes: Sequence[MeshShape],
 ) -> None:
-    """Refuse rules with a mesh axis that no candidate mesh has: they would have no effect.
+    """Refuse rules that name a mesh axis which no mesh to choose from has.
 
     Args:
-        lost: logical names without a mesh axis, and the paths of their arrays.
+        lost: logical names that lead to no mesh axis, with the paths of their arrays.
 
     Raises:
-        PinError: there is such a rule; the text names it, and a mesh that has its axes.
+        PinError: a rule names such an axis; with the rule, and a mesh that has its axes.
     """
     known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
     for name, paths in lost.items():
@@ -144,13 +147,13 @@ def _axes(wanted: Sequence[str], known: Sequence[str]) -> str:
 
 
 def plan_layouts(plan: Plan, program: Program) -> Layouts:
-    """The shardings of another plan's state, for the inputs of this program that match it.
+    """The shardings that another step's plan gave the state that both steps share.
 
-    An input matches a carried input of the other plan if its path, shape and dtype are equal. If the argument names
-    differ, one path without its argument's name must be a suffix of the other.
+    An input is shared if the other step carries an input of the same path, shape and dtype. Where the two steps name their
+    arguments differently, one path without the argument's name must end in the other.
 
     Raises:
-        PlanMismatchError: no input matches.
+        PlanMismatchError: no input is shared.
     """
     state: dict[tuple[tuple[int, ...], str], list[TensorPlan]] = {}
     for tensor in plan.inputs:
@@ -158,33 +161,33 @@ def plan_layouts(plan: Plan, program: Program) -> Layouts:
             state.setdefault((tensor.shape, tensor.dtype), []).append(tensor)
     pins: dict[str, Any] = {}
     for path, shape, dtype in program.as_traced.signature.inputs:
-        found = _same(path, state.get((tuple(shape), dtype), []))
+        found = _matching(path, state.get((tuple(shape), dtype), []))
         if found is not None:
             pins[path] = found.sharding
     if not pins:
-        theirs = ", ".join(f"`{t.path}`" for group in state.values() for t in group[:1])
+        carried = ", ".join(f"`{t.path}`" for group in state.values() for t in group[:1])
         raise PlanMismatchError(
-            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, the plan of"
-            f" `like`, which carries {theirs or 'nothing'}. Give it the same state, or leave `like` out"
+            f"no argument of `{program.signature.name}` is part of the state of `{plan.program.name}`, the plan given as"
+            f" `like`, which carries {carried or 'nothing'}. Give the step the same state, or leave `like` out"
         )
     return Layouts(pins, (f"{_some(pins)} {_are(pins)} laid out as by the plan of `{plan.program.name}`",))
 
 
 def check_mesh_like(plan: Plan, mesh: MeshShape) -> None:
-    """Refuse a plan for another mesh.
+    """Refuse `like` for another mesh.
 
     Raises:
-        PlanMismatchError: the meshes differ; the text names both.
+        PlanMismatchError: the meshes differ.
     """
     if mesh != plan.mesh:
         raise PlanMismatchError(
-            f"`like` is planned for mesh {plan.mesh.describe()}, but the mesh is {mesh.describe()}: state cannot"
-            " be laid out the same on both. Leave `mesh` out"
+            f"`like` is planned for mesh {plan.mesh.describe()}, but `mesh` is {mesh.describe()}: state cannot have the same"
+            " sharding on both. Leave `mesh` out"
         )
 
 
-def _same(path: str, others: Sequence[TensorPlan]) -> TensorPlan | None:
-    """The tensor that matches a path; None if there is none, or several with different shardings."""
+def _matching(path: str, others: Sequence[TensorPlan]) -> TensorPlan | None:
+    """The tensor that a path refers to; None where there is none, or several with different shardings."""
     exact = [other for other in others if other.path == path]
     below = [other for other in others if _is_below(path, other.path)]
     for found in (exact, [b for b in below if b.role == "parameter"], below):
@@ -196,7 +199,7 @@ def _same(path: str, others: Sequence[TensorPlan]) -> TensorPlan | None:
 
 
 def _is_below(path: str, other: str) -> bool:
-    """Whether one path, without its argument's name, is a suffix of the other."""
+    """Whether one path ends in the other, both without the argument's name."""
     one, two = path.split("/")[1:], other.split("/")[1:]
     short, long = sorted((one, two), key=len)
     return bool(short) and long[len(long) - len(short) :] == short

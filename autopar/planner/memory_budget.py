@@ -1,14 +1,14 @@
-"""Compute how much of a device's memory budget a plan may fill.
+"""Compute the memory that a plan may fill from a device's memory budget.
 
-In: bytes per device, from a hardware profile or from the user. Out: `MemoryBudget`.
+In: bytes per device, from a hardware profile or the user. Out: `MemoryBudget`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The part of a memory budget that a plan leaves free: for what XLA's fusion holds beyond the plan's
-#: estimate, and for the allocator, whose memory is never all in one piece.
+#: The share of a memory budget that a plan leaves free: for buffers beyond the plan's estimate, and for fragmentation in the
+#: allocator.
 MARGIN = 0.05
 
 
@@ -24,7 +24,7 @@ class MemoryBudget:
 
     @property
     def plan_bytes(self) -> float:
-        """The largest allowed predicted peak of a plan: the budget less a margin."""
+        """The highest predicted peak that a plan may have."""
         return self.total_bytes * (1 - MARGIN)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Find plans within a memory budget, by resharding and by rematerialization.
 
-In: a candidate made without a budget, the budget. Out: the fastest candidate found that fits, perhaps with rematerialized
-activations; where none fits, what is missing and the ways out, priced. Both ways are compared by the predicted step time.
+In: a candidate over the memory budget, a `MeshTask`. Out: the candidate with the lowest predicted step time that fits; where none
+fits, an error with the missing memory and the priced ways out.
 """
 
 from __future__ import annotations
@@ -10,68 +10,57 @@ import math
 import time
 
 from autopar.errors import TimeLimitError
-from autopar.planner.candidate import Candidate, Planning
-from autopar.planner.fork_pool import Least
+from autopar.planner.candidate import Candidate
+from autopar.planner.fork_pool import SharedMinimum
+from autopar.planner.mesh_task import MeshTask
 from autopar.planner.remat_search import RematSearch, levels_of
 from autopar.planner.reshard_to_fit import TooLargeError, resharded_to_fit
 from autopar.planner.ways_out import NothingFitsError, missing, ways_out
 
 
-def within_budget(
-    budget: float,
-    free: Candidate,
-    planning: Planning,
-    *,
-    rematerialize: bool,
-    any_that_fits: bool = False,
-    time_limit_s: float = math.inf,
-    fastest: Least | None = None,
-) -> Candidate:
-    """The fastest plan found within a budget.
+def within_budget(task: MeshTask, unlimited: Candidate, fastest: SharedMinimum) -> Candidate:
+    """The fastest plan found within the memory budget.
+
+    The search ends early where no plan that fits can be the fastest; the result then may exceed the budget.
 
     Args:
-        free: the plan without a budget, which does not fit. rematerialize: whether activations may be rematerialized.
-        any_that_fits: return the first plan found: one that reshards, or rematerializes most.
-        time_limit_s: after that, return the fastest plan found that fits.
-        fastest: seconds of the fastest plan on any mesh so far. The search ends where no plan that fits could be faster;
-            the result then need not fit.
+        unlimited: the plan without a memory limit, which does not fit.
+        fastest: seconds of the fastest plan on any mesh so far.
 
     Raises:
-        NothingFitsError: none fits.
-        TimeLimitError: the solver found none in time.
+        NothingFitsError: no plan fits.
+        TimeLimitError: the solver found no plan in time.
     """
-    found: list[Candidate] = []
-    late: TimeLimitError | None = None
-    least, estimate = free, None
-    deadline = time.monotonic() + time_limit_s
-    levels = levels_of(free) if rematerialize else []
+    request, found = task.request, list[Candidate]()
+    timeout: TimeLimitError | None = None
+    smallest, estimate = unlimited, None
+    deadline = time.monotonic() + request.time_limit_s
+    levels = levels_of(unlimited) if request.rematerialize else []
     try:
-        found.append(resharded_to_fit(budget, free, planning, at_least=not levels))
-    except TooLargeError as short:
-        least, estimate = short.least, short.estimate
+        found.append(resharded_to_fit(task, unlimited, minimize_peak=not levels))
+    except TooLargeError as error:
+        smallest, estimate = error.smallest, error.estimate
     except TimeLimitError as error:
-        late = error
-    if levels and not (any_that_fits and found):
-        own_s = min((made.compared_s for made in found), default=math.inf)
-        levels = levels[-1:] if any_that_fits else levels
-        search = RematSearch(budget, free, planning, levels, least, own_s, fastest, deadline)
+        timeout = error
+    if levels and not (request.any_that_fits and found):
+        own_s = min((candidate.compared_s for candidate in found), default=math.inf)
+        levels = levels[-1:] if request.any_that_fits else levels
+        search = RematSearch(task, unlimited, levels, smallest, own_s, fastest, deadline)
         try:
             rematerialized = search.fastest()
             found += [] if rematerialized is None else [rematerialized]
         except TimeLimitError as error:
-            late = error
-        least = search.least
-        if search.outdone is not None:
-            found = found or [search.outdone]
+            timeout = error
+        smallest = search.smallest
+        if search.slower is not None:
+            found = found or [search.slower]
     if found:
-        return min(found, key=lambda made: made.compared_s)
-    if late is not None or estimate is None:
-        raise late or TimeLimitError(f"planning for mesh {free.formulation.mesh} ended without a plan")
-    priced = estimate
+        return min(found, key=lambda candidate: candidate.compared_s)
+    if timeout is not None or estimate is None:
+        raise timeout or TimeLimitError(f"planning for mesh {unlimited.formulation.mesh} ended without a plan")
+    estimated = estimate
 
-    def ways(split_over_time: bool) -> list[str]:
-        return ways_out(
-            budget, free, least, priced, planning, rematerialize=rematerialize, split_over_time=split_over_time
-        )
+    def ways(accumulate: bool) -> list[str]:
+        return ways_out(task, unlimited, smallest, estimated, accumulate=accumulate)
 
-    raise NothingFitsError(missing(budget, least), ways, least.peak_bytes)
+    raise NothingFitsError(missing(task.budget_bytes, smallest), ways, smallest.peak_bytes)

@@ -1,6 +1,6 @@
 """Choose the mesh: solve for every mesh, then refine the plans that may be the fastest, in parallel processes.
 
-In: a program, a `PlanRequest`, layouts of inputs. Out: `Found`: the plan, and the candidate behind it.
+In: a program, a `PlanRequest`, shardings of inputs. Out: `Found`: the plan, and the candidate behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.planner.candidate import Candidate
-from autopar.planner.fork_pool import Least, Workers, workers
+from autopar.planner.fork_pool import SharedMinimum, Workers, workers
 from autopar.planner.mesh_task import Form, MeshTask
 from autopar.planner.one_mesh import FAR, Begun, begin, finish
 from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
@@ -29,25 +29,27 @@ from autopar.plans.records import RejectedMesh, Tie, num_split
 from autopar.system.gc_pause import seldom_collect
 from autopar.transforms.program import Program
 
-#: Worker processes are forked from this number of nodes times meshes on. A worker that uses no CPU for so many seconds beyond the
-#: solver's time limit counts as hung.
-_WORTH_FORKS, _PATIENCE_S = 4000, 30.0
+#: Worker processes are forked if the number of nodes times the number of meshes is at least this.
+_WORTH_FORKS = 4000
+#: A worker counts as hung after the solver's time limit and this many seconds without CPU use.
+_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan.
+    """A plan and its origin.
 
     Args:
-        program: the planned program. made: the candidate of the plan; None if a worker process planned it.
+        program: the planned program.
+        candidate: the candidate behind the plan; None if a worker process planned it.
     """
 
     plan: Plan
     program: Program
-    made: Candidate | None
+    candidate: Candidate | None
 
     def with_notes(self, *notes: str) -> Found:
-        """A copy with further notes for the user."""
+        """The same plan with further notes for the user."""
         return replace(self, plan=replace(self.plan, notes=(*self.plan.notes, *notes)))
 
 
@@ -58,11 +60,11 @@ def search_meshes(
     *,
     may_fork: bool = True,
 ) -> Found:
-    """Plan a program on every mesh, and stop on a mesh once its plan cannot be the fastest.
+    """The fastest plan of a program over all meshes. A mesh is planned only as far as it may be the fastest.
 
     Args:
-        layouts: shardings of inputs by path or glob, in addition to `request.pin`.
-        may_fork: whether to plan in worker processes, too; the candidate of the plan may then be unknown.
+        layouts: shardings of inputs, by path or glob, in addition to `request.pin`.
+        may_fork: whether to plan in worker processes too; then the candidate behind the plan may be unknown.
 
     Raises:
         NothingFitsError: no plan fits; its ways out are not priced yet.
@@ -76,7 +78,7 @@ def search_meshes(
     with seldom_collect():
         search = _Search(program, request, pin, distinct)
         with workers(search.answer, most, patience_s=request.time_limit_s + _PATIENCE_S) as team:
-            for job in team.spread(search.to_begin):  # all are begun first: the most promising one prunes others
+            for job in team.spread(search.to_begin):  # begin all plans first: the fastest of them prunes others
                 team.note(job, search.answer(job))
             for job in search.to_finish(team):
                 team.note(job, search.answer(job))
@@ -93,13 +95,17 @@ def search_meshes(
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
     )
-    return Found(plan, program, best.made)
+    return Found(plan, program, best.candidate)
 
 
 def distinct_meshes(
     meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool
 ) -> tuple[list[MeshShape], dict[MeshShape, MeshShape]]:
-    """Meshes that differ in more than the names of their axes, and for each other mesh its equal among these."""
+    """The meshes that differ in more than the names of their axes; and by each other mesh, the equal one among these.
+
+    Args:
+        symmetric: whether axes of equal size are interchangeable.
+    """
     seen: dict[Any, MeshShape] = {}
     distinct, same = [], {}
     for mesh in meshes:
@@ -114,7 +120,7 @@ def distinct_meshes(
 
 
 def _names_axes(graph: Graph) -> bool:
-    """Whether the program itself shards over named axes: then axes of equal size are not interchangeable."""
+    """Whether the program itself shards over named axes, so that axes of equal size are not interchangeable."""
     return any(node.params.get("axis_sizes") for node in graph.nodes)
 
 
@@ -126,31 +132,32 @@ class _End:
     """The outcome of planning on one mesh.
 
     Args:
-        fits: whether the plan is within the budget. compared_s: the seconds by which plans are compared.
-        fastest: the fastest plan on this mesh; the outcome is a simpler plan if one is tied with it.
-        made: the candidate of the plan.
-        failure: why there is no plan.
+        fits: whether the plan is within the memory budget.
+        compared_s: seconds by which plans are compared.
+        candidate: the candidate behind the plan.
+        failure: the reason why there is no plan.
+        fastest: the fastest candidate on this mesh, with which the plan may be tied.
     """
 
     plan: Plan | None = None
     fits: bool = False
     compared_s: float = math.inf
-    made: Candidate | None = None
+    candidate: Candidate | None = None
     failure: str = ""
     fastest: Fastest | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle for another process, without tree structures and the candidate."""
+        """Pickle without tree structures and without the candidate."""
         plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
         return _End, (plan, self.fits, self.compared_s, None, self.failure, self.fastest)
 
 
-#: The position of a mesh, and the least estimate of all meshes to finish its plan, or None to begin it.
+#: The position of a mesh; and None to begin its plan, or the lowest score of all meshes to finish it.
 _Job = tuple[int, float | None]
 
 
 class _Search:
-    """Plan on the meshes that this process is given; a mesh is known by its position."""
+    """Plan on several meshes, which are identified by their positions. Each process plans those that it is given."""
 
     def __init__(
         self, program: Program, request: PlanRequest, pin: Mapping[str, Any], meshes: Sequence[MeshShape]
@@ -163,7 +170,7 @@ class _Search:
         self._budget_bytes, self._report, self._process = request.budget.plan_bytes, request.report, os.getpid()
         self._begun: dict[int, Begun] = {}
         self._failures: dict[int, NothingFitsError] = {}
-        self._fastest = Least()
+        self._fastest = SharedMinimum()
 
     @property
     def to_begin(self) -> list[_Job]:
@@ -171,59 +178,64 @@ class _Search:
         return [(i, None) for i in range(len(self._meshes))]
 
     def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
-        """The jobs that finish the plans, each in the process that began it, the most promising mesh first.
+        """The jobs that finish the plans, each in the process that began it, the mesh with the lowest score first.
 
         Args:
-            team: the workers that have begun them.
+            team: the workers that have begun the plans.
         """
         begun = dict(team.answers)
-        least = min(promise for _, promise in begun.values())
+        lowest = min(score for _, score in begun.values())
         by_worker: dict[int, list[_Job]] = {}
         for (i, _), (worker, _) in sorted(begun.items(), key=lambda one: one[1][1]):
-            by_worker.setdefault(worker, []).append((i, least))
-        near = {i for (i, _), (_, promise) in begun.items() if promise <= (1 + FAR) * least}
-        return team.each_by_worker(by_worker, lambda job: job[0] in near)  # worth beginning again elsewhere
+            by_worker.setdefault(worker, []).append((i, lowest))
+        near = {i for (i, _), (_, score) in begun.items() if score <= (1 + FAR) * lowest}
+        # Another worker must begin the plan again, which only the long search of a near mesh is worth.
+        return team.each_by_worker(by_worker, lambda job: job[0] in near)
 
     def ends(self, team: Workers[_Job, Any]) -> list[_End]:
         """The outcome on each mesh.
 
         Raises:
-            NothingFitsError: no plan fits on any mesh; it has the ways out of the first mesh.
+            NothingFitsError: no plan fits on any mesh; with the text for the first mesh.
         """
         ends: dict[int, _End] = {i: end for (i, _), (_, end) in team.answers.items()}
         if not any(end.plan for end in ends.values()):
-            if 0 not in self._failures:  # it was found in another process
+            if 0 not in self._failures:  # another process has the error
                 self.answer((0, math.inf))
             raise self._failures[0]
         return [ends[i] for i in range(len(self._meshes))]
 
     def answer(self, job: _Job) -> float | _End:
-        """The estimate of a mesh in seconds; or, for a job that finishes it, the outcome."""
-        i, least_promise = job
+        """Do a job.
+
+        Returns:
+            The score of the mesh in seconds; for a job that finishes the plan, the outcome.
+        """
+        i, lowest_score_s = job
         mesh, count = self._meshes[i], len(self._meshes)
         if i not in self._begun:
             self._show(f"plan {mesh}", 0.1 + 0.6 * i / count)
             self._begun[i] = begun = begin(mesh, self._forms, self._tasks[i])
-            if begun.made.peak_bytes <= self._budget_bytes:
-                self._fastest.lower(begun.made.compared_s)
-        if least_promise is None:
-            return self._begun[i].promise
+            if begun.candidate.peak_bytes <= self._budget_bytes:
+                self._fastest.lower(begun.candidate.compared_s)
+        if lowest_score_s is None:
+            return self._begun[i].score_s
         self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
-        return self._finished(i, least_promise)
+        return self._finished(i, lowest_score_s)
 
-    def _finished(self, i: int, least_promise: float) -> _End:
+    def _finished(self, i: int, lowest_score_s: float) -> _End:
         try:
-            done = finish(self._begun[i], self._fastest, least_promise)
-        except NothingFitsError as short:
-            self._failures[i] = short
-            return _End(failure=str(short))
-        fits = done.made.peak_bytes <= self._budget_bytes
+            done = finish(self._begun[i], self._fastest, lowest_score_s)
+        except NothingFitsError as error:
+            self._failures[i] = error
+            return _End(failure=str(error))
+        fits = done.candidate.peak_bytes <= self._budget_bytes
         if fits:
             self._fastest.lower(done.fastest.compared_s)
-        return _End(done.plan, fits, done.made.compared_s, done.made, fastest=done.fastest)
+        return _End(done.plan, fits, done.candidate.compared_s, done.candidate, fastest=done.fastest)
 
     def _show(self, stage: str, fraction: float) -> None:
-        if os.getpid() == self._process:  # not in a worker
+        if os.getpid() == self._process:  # forks show no progress
             self._report(stage, fraction)
 
 
@@ -231,8 +243,8 @@ class _Search:
 
 
 def _simplest_end(ends: Sequence[_End]) -> _End:
-    """The outcome with the simplest plan among those that fit and are tied with the fastest: the fewest sharded
-    arguments, then the fewest axes. Its plan records the fastest one if they differ."""
+    """The outcome with the simplest plan of those that fit and are tied with the fastest: the plan with the fewest sharded
+    arguments, then with the fewest axes. If another plan is the fastest, the chosen plan records it."""
     ends = [end for end in ends if end.fits] or ends
     known = [end.fastest for end in ends if end.fastest is not None]
     fastest = min(known, key=lambda one: one.compared_s)

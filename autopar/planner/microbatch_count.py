@@ -1,7 +1,7 @@
 """Choose the number of microbatches (gradient accumulation): the fastest that fits.
 
-In: plans for some numbers. Out: the next number to plan for, and the best plan. A step that fits without microbatches is planned
-once.
+In: a program, the plans for some numbers of microbatches. Out: the next number to plan for; the fastest plan. A step that fits
+without microbatches is planned once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from autopar.transforms.program import Program
 
 
 class MicrobatchSearch:
-    """The numbers of microbatches to plan for: the requested one; or 1, 2, 4, ..., and the fastest plan wins. The search goes on
-    while nothing fits, while memory limits the plan and more microbatches made it faster, and while the plan rematerializes,
-    which more microbatches may avoid.
+    """The numbers of microbatches to plan for: the requested number, or 1, 2, 4, ... for "auto", of which the fastest plan wins.
+
+    The search goes on while no plan fits, while memory limits the plan and more microbatches made it faster, and while the
+    plan rematerializes, which more microbatches may avoid.
 
     Raises:
         MicrobatchError: `num_microbatches` is neither "auto" nor 1 or more.
@@ -66,7 +67,7 @@ class MicrobatchSearch:
         self._is_done = not isinstance(error, NothingFitsError)
         if self._requested != "auto":
             raise (
-                error.as_budget_error(split_over_time=count == 1) if isinstance(error, NothingFitsError) else error
+                error.as_budget_error(accumulate=count == 1) if isinstance(error, NothingFitsError) else error
             ) from None
         if isinstance(error, NothingFitsError):
             self._first = self._first or error
@@ -74,21 +75,21 @@ class MicrobatchSearch:
         elif self._best is None:
             if self._first is None or isinstance(error, TimeLimitError):
                 raise error
-            short = self._first.as_budget_error(split_over_time=False)
+            short = self._first.as_budget_error(accumulate=False)
             raise MicrobatchError(f"{short} More microbatches do not help: {error}") from None
 
     def fastest(self) -> Found:
         """The fastest plan.
 
         Raises:
-            BudgetError: no number fits; the error is that of one microbatch.
+            BudgetError: no plan fits; with the text for one microbatch.
         """
         best = self._best
         if best is None:
             assert self._first is not None
             counts = ", ".join(str(one.count) for one in self._tried)
             raise BudgetError(
-                f"{self._first.as_budget_error(split_over_time=False)} No plan fits with {counts} microbatches either."
+                f"{self._first.as_budget_error(accumulate=False)} No plan fits with {counts} microbatches either."
             )
         split = best.plan.microbatches
         if split is None or self._requested != "auto":

@@ -16,12 +16,12 @@ from autopar.transforms.program import Program
 
 
 def microbatches_of(program: Program, mesh: MeshShape, constraints: Sequence[Constraint]) -> Microbatches | None:
-    """The microbatches of a program, and the accumulators of its loop over them."""
+    """The microbatches of a program, and the accumulators of the loop over them; None without gradient accumulation."""
     source, graph = program.trace.microbatches, program.graph
     if source is None:
         return None
     loops = [region for region in program.trace.regions if region.kind in ("scan", "while")]
-    # Without a loop everything that depends on the batch is computed before it: nothing is accumulated.
+    # Where no loop is left, nothing is accumulated.
     loop = next((loop for loop, region in zip(graph.loops, loops, strict=True) if region.source is source), None)
     split = {one.value: one.shardings[-1] for one in constraints if one.node is None}
     carried = [graph.nodes[leave].results[0] for _, leave in (loop.carries if loop else ())]
@@ -36,8 +36,8 @@ def microbatches_of(program: Program, mesh: MeshShape, constraints: Sequence[Con
 
 
 def _num_examples(program: Program) -> int:
-    """The number of examples of the batch, or for a pipeline stage of one microbatch; a microbatch of one example has
-    no batch dim."""
+    """The number of examples in the batch; for a pipeline stage, in one microbatch. A microbatch of one example may have no
+    batch dim."""
     try:
         return num_examples(program.graph)
     except MicrobatchError:

@@ -1,6 +1,6 @@
-"""Resolve pins: the shardings of inputs that the user gives, as paths or globs and `PartitionSpec`s.
+"""Resolve pins, the shardings that a user fixes by path or glob.
 
-In: a mapping from input paths to specs, the graph, a mesh. Out: the sharding of each pinned input.
+In: a mapping from paths or globs to `PartitionSpec`s, the graph, a mesh. Out: the sharding of each pinned input.
 """
 
 from __future__ import annotations
@@ -21,38 +21,44 @@ from autopar.rules.table import traits_of
 
 
 def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any]) -> list[MeshShape]:
-    """The meshes that have every axis named in the pins."""
+    """The meshes that have every axis that a pin names.
+
+    Raises:
+        PinError: no mesh has them all.
+    """
     wanted = {axis for spec in pin.values() for axis in _axes_named(spec)}
-    able = [mesh for mesh in meshes if wanted <= set(mesh.axis_names)]
-    if not able:
+    matching = [mesh for mesh in meshes if wanted <= set(mesh.axis_names)]
+    if not matching:
         known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
         missing = ", ".join(sorted(wanted - set(known)) or sorted(wanted))
         raise PinError(f"a pin names the mesh axis {missing}, but the mesh has {', '.join(known)}: use its names")
-    return able
+    return matching
 
 
 def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshShape]:
-    """The meshes that have every axis that the program itself names, in a `with_sharding_constraint` or a `shard_map`.
-    The axes of a `shard_map` must have the same size, because its function is written for shards of that size.
+    """The meshes that have every axis that the program itself names in a `with_sharding_constraint` or a `shard_map`. An axis
+    of a `shard_map` must also have the same size, because the mapped function is written for slices of that size.
 
     Raises:
-        PinError: no mesh has them; the text names the axis and the source line.
+        PinError: no mesh has an axis; with its name, and the line that names it.
     """
-    able = list(meshes)
+    matching = list(meshes)
     for node in graph.nodes:
         sizes = dict(node.params.get("axis_sizes", ()))
         sized = traits_of(node.primitive).opaque
-        left = [m for m in able if all(a in m.axis_names and (not sized or m.size(a) == n) for a, n in sizes.items())]
+        left = [
+            m for m in matching if all(a in m.axis_names and (not sized or m.size(a) == n) for a, n in sizes.items())
+        ]
         if sizes and not left:
-            known = "; ".join(mesh.describe() for mesh in able[:3])
+            known = "; ".join(mesh.describe() for mesh in matching[:3])
             named = ", ".join(f"{axis}={size}" if sized else f"`{axis}`" for axis, size in sizes.items())
             raise PinError(
                 f"the step itself shards a value over {named} (`{node.primitive}` at {node.source or 'an unknown line'}),"
                 f" which the mesh does not have ({known}). Plan for a mesh with these axes, e.g."
                 f' mesh="{",".join(f"{axis}={size}" for axis, size in sizes.items())}"'
             )
-        able = left
-    return able
+        matching = left
+    return matching
 
 
 def _axes_named(spec: Any) -> set[str]:
@@ -66,10 +72,10 @@ def _axes_named(spec: Any) -> set[str]:
 
 
 def resolve_pins(pin: Mapping[str, Any], graph: Graph, mesh: MeshShape) -> dict[int, TensorSharding]:
-    """Input position -> sharding, for every input a pin's path or glob matches.
+    """The sharding of every pinned input, by position.
 
     Raises:
-        PinError: a pin matches no input, or names a sharding the input cannot have.
+        PinError: a pin matches no input, or its sharding does not fit the input.
     """
     resolved: dict[int, TensorSharding] = {}
     exact: dict[str, list[int]] = {}

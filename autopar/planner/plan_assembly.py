@@ -1,6 +1,6 @@
 """Assemble a plan from an assignment: decisions, collectives, constraints for XLA, and predictions.
 
-In: `Formulation` and the solver's choices. Out: the parts of a `Plan`.
+In: a `Formulation`, the solver's choices. Out: `Assembled`, the parts of a `Plan`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class Assembled:
     """The parts of a plan that follow from an assignment.
 
     Args:
-        simulation: the simulation of one device's program. timeline: its timeline by the device's own rates. most_held:
-            its operations in the order with the highest peak memory.
-        combine_threshold_bytes: the size to which XLA combines collectives; None for the profile's.
-        early_reductions: the barriers that wait for reductions.
+        explicit: the program with explicit collectives.
+        simulation: the simulation of one device's program.
+        timeline: the timeline of that program at the device's own rates.
+        peak_order: its operations in the order with the highest peak memory.
+        combine_threshold_bytes: XLA's combine threshold; None for the profile's.
+        early_reductions: reductions that barriers start early.
     """
 
     explicit: ExplicitProgram
@@ -59,7 +61,7 @@ class Assembled:
     prediction: Prediction
     simulation: Simulation
     timeline: Timeline
-    most_held: Sequence[Op]
+    peak_order: Sequence[Op]
     combine_threshold_bytes: int | None = None
     early_reductions: tuple[EarlyReduction, ...] = ()
 
@@ -72,10 +74,12 @@ class Assembled:
 def assemble(
     f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding], *, figures_only: bool = False
 ) -> Assembled:
-    """Assemble the parts of a plan from an assignment.
+    """The parts of a plan.
 
     Args:
-        figures_only: leave out constraints, decisions, collectives and regions.
+        choices: by decision, the position of its strategy.
+        pins: input position -> sharding.
+        figures_only: whether to leave out constraints, decisions and collectives.
     """
     roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
@@ -83,10 +87,10 @@ def assemble(
     explicit = explicit_program(f, choices)
     simulation = Simulation(device_program(f, explicit), f.mesh, f.profile)
     if figures_only:
-        prediction, timeline, most_held = _predict(f, simulation, simulation.timelines(), (), inputs, outputs)
-        return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline, most_held)
+        prediction, timeline, order = _predict(f, simulation, simulation.timelines(), (), inputs, outputs)
+        return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline, order)
     collectives, caused_by = collective_uses(f, explicit)
-    prediction, timeline, most_held = _predict(f, simulation, simulation.timelines(), collectives, inputs, outputs)
+    prediction, timeline, order = _predict(f, simulation, simulation.timelines(), collectives, inputs, outputs)
     return Assembled(
         explicit=explicit,
         inputs=inputs,
@@ -98,11 +102,11 @@ def assemble(
         prediction=prediction,
         simulation=simulation,
         timeline=timeline,
-        most_held=most_held,
+        peak_order=order,
     )
 
 
-def hiding(
+def predicted_again(
     f: Formulation,
     parts: Assembled,
     combine_threshold_bytes: int | None,
@@ -110,22 +114,23 @@ def hiding(
     early_reductions: tuple[EarlyReduction, ...],
     to_beat: float,
 ) -> Assembled | None:
-    """The same parts with another combine threshold and with early reductions, and a new prediction.
+    """The same parts with another combine threshold and early reductions, and their prediction; None where the plan takes
+    `to_beat` seconds or longer.
 
     Args:
-        combine_threshold_bytes: None for the profile's threshold. simulation: the simulation with barriers.
-        to_beat: seconds; the result is None if the plan cannot be faster than that.
+        combine_threshold_bytes: XLA's combine threshold; None for the profile's.
+        simulation: the simulation of one device's program, with the barriers of the early reductions.
     """
-    opinions = simulation.timelines(combine_threshold_bytes, to_beat)
-    if opinions is None:
+    timelines = simulation.timelines(combine_threshold_bytes, to_beat)
+    if timelines is None:
         return None
-    prediction, timeline, most_held = _predict(f, simulation, opinions, parts.collectives, parts.inputs, parts.outputs)
+    prediction, timeline, order = _predict(f, simulation, timelines, parts.collectives, parts.inputs, parts.outputs)
     return replace(
         parts,
         prediction=prediction,
         simulation=simulation,
         timeline=timeline,
-        most_held=most_held,
+        peak_order=order,
         combine_threshold_bytes=combine_threshold_bytes,
         early_reductions=early_reductions,
     )
@@ -135,8 +140,8 @@ def hiding(
 
 
 def input_roles(graph: Graph) -> tuple[Role, ...]:
-    """A carried input that a forward or backward node reads is a parameter; one that only the update
-    reads is optimizer state; everything else is data."""
+    """The role of each input. A carried input is a parameter if the forward or backward pass reads it, and optimizer state if
+    only the update does. All other inputs are data."""
     phases: dict[int, set[str]] = defaultdict(set)
     for node in graph.nodes:
         for value in node.operands:
@@ -205,17 +210,17 @@ def _output_plans(
     return tuple(plans)
 
 
-# -- for XLA ------------------------------------------------------------------------
+# -- options for XLA ---------------------------------------------------------------------------
 
 
-def named(graph: Graph, early_reductions: Sequence[EarlyReduction]) -> tuple[EarlyReduction, ...]:
-    """Early reductions with the names of their values and nodes."""
+def with_place_names(graph: Graph, early_reductions: Sequence[EarlyReduction]) -> tuple[EarlyReduction, ...]:
+    """Early reductions with the names of their places."""
     names = NodeNames(graph) if early_reductions else None
     return tuple(replace(one, at=names.reading(one.node, one.operand)) for one in early_reductions if names)
 
 
 def unfused_reductions_of(graph: Graph, device: DeviceProgram) -> tuple[UnfusedReduction, ...]:
-    """Reductions that the program keeps out of multi-output fusion."""
+    """The reductions that the device program keeps out of multi-output fusion."""
     names = NodeNames(graph) if device.unfused else None
     return tuple(
         UnfusedReduction(at=names.value(graph.nodes[nodes[-1]].results[0]), nodes=nodes)
@@ -243,7 +248,7 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
             )
 
 
-# -- reasons ---------------------------------------------------------------------------------
+# -- decisions -------------------------------------------------------------------------------
 
 
 def _decisions(
@@ -253,7 +258,7 @@ def _decisions(
     caused_by: dict[int, tuple[int, ...]],
 ) -> tuple[Decision, ...]:
     prices = _local_prices(f, choices)
-    renewed = dict(f.graph.carried)
+    updates = dict(f.graph.carried)
     out: list[Decision] = []
     for position, tensor in enumerate(inputs):
         if position not in f.input_decision:
@@ -263,9 +268,9 @@ def _decisions(
         uses = f.graph.users.get(value)
         source = f.graph.nodes[uses[0][0]].source if uses else ""
         decision = _decision(f, choices, prices, node, value, tensor.path, tensor.role, None, source, caused_by)
-        after = f.graph.outputs[renewed[position]] if position in renewed else None
+        after = f.graph.outputs[updates[position]] if position in updates else None
         update = f.value_made[after][0] if after in f.value_made else node
-        if update != node:  # a parameter answers for its update and the sum of its gradient too
+        if update != node:  # the cost of a parameter includes its update and the reduction of its gradient
             positions = sorted({*decision.collectives, *caused_by.get(update, ())})
             cost = decision.cost_s + float(prices[update][choices[update]])
             decision = replace(decision, cost_s=cost, collectives=tuple(positions))
@@ -286,7 +291,8 @@ def _decisions(
 
 
 def _representative(f: Formulation, choice: Choice) -> tuple[int, int] | None:
-    """The value that represents a group in the report: the largest that other groups read before the update."""
+    """The value that represents a group in the report, and its node: the largest value that leaves the group before the
+    update."""
     group = f.groups[choice.group]
     candidates = [
         (f.graph.values[d.value].num_bytes, -d.node, d.value)
@@ -300,7 +306,7 @@ def _representative(f: Formulation, choice: Choice) -> tuple[int, int] | None:
 
 
 def _local_prices(f: Formulation, choices: Sequence[int]) -> list[np.ndarray]:
-    """For each decision, the cost of each of its strategies with all other decisions unchanged."""
+    """For each decision, the cost of each of its strategies while all other choices stay the same."""
     prices = [costs.astype(float).copy() for costs in f.problem.node_costs]
     for edge in f.problem.edges:
         prices[edge.source] += edge.costs[:, choices[edge.target]]
@@ -343,28 +349,28 @@ def _decision(
     )
 
 
-# -- totals ----------------------------------------------------------------------------------
+# -- prediction ------------------------------------------------------------------------------
 
 
 def _predict(
     f: Formulation,
     simulation: Simulation,
-    opinions: Timelines,
+    timelines: Timelines,
     collectives: Sequence[CollectiveUse],
     inputs: Sequence[TensorPlan],
     outputs: Sequence[TensorPlan],
 ) -> tuple[Prediction, Timeline, Sequence[Op]]:
-    """The prediction, and the `timeline` and `most_held` of `Assembled` behind it."""
-    device, (own_rates, estimated) = simulation.program, opinions
+    """The prediction, the timeline at the device's own rates, and the operations in the order with the highest peak memory."""
+    device, (own_rates, estimated) = simulation.program, timelines
     by_kind: dict[str, float] = defaultdict(float)
     for use in collectives:
         by_kind[use.kind] += use.time_s
     by_role: dict[str, float] = defaultdict(float)
     for tensor in inputs:
         by_role[tensor.role] += tensor.num_bytes
-    renewed = {out for _, out in f.graph.carried}
-    # XLA orders first for memory, then for overlap, as far as memory allows: it ends between the two.
-    as_it_stands, overlapped = peak_of_temporaries(device), estimated or own_rates
+    carried = {out for _, out in f.graph.carried}
+    # XLA schedules for memory first, then for overlap as far as memory allows: its peak is between the two orders'.
+    in_program_order, overlapped = peak_of_temporaries(device), estimated or own_rates
     prediction = Prediction(
         step_time_s=own_rates.step_time_s,
         compute_s=own_rates.compute_s,
@@ -375,8 +381,8 @@ def _predict(
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        temporary_bytes=max(as_it_stands, overlapped.temporary_bytes),
-        output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in renewed),
+        temporary_bytes=max(in_program_order, overlapped.temporary_bytes),
+        output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in carried),
     )
-    most_held = device.ops if as_it_stands >= overlapped.temporary_bytes else overlapped.order
-    return prediction, own_rates, most_held
+    order = device.ops if in_program_order >= overlapped.temporary_bytes else overlapped.order
+    return prediction, own_rates, order

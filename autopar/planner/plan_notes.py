@@ -1,6 +1,6 @@
-"""Write the notes of a plan: what a user should know in addition to its figures.
+"""Write the notes of a plan: unknown primitives, side effects, loops without a known trip count, dims that no axis divides.
 
-In: a graph, the primitives without a rule, the plan's inputs. Out: notes.
+In: a graph, the primitives without a rule, the plan's inputs. Out: notes for the user.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.plans.records import TensorPlan
 from autopar.rules.node_view import NodeView
 from autopar.rules.user_rules import called, needs_local, template
 
-#: Primitives that hold a whole program, which no rule describes.
+#: Primitives that contain a whole program, which no rule describes.
 _PROGRAMS = frozenset(["call_hi_primitive"])
 
 
@@ -22,16 +22,16 @@ def plan_notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Seq
     """All notes of a program's plan.
 
     Args:
-        unknown: the number of uses of each primitive without a rule.
+        unknown: number of uses of each primitive without a usable sharding rule.
     """
-    return (*_unknown(graph, unknown), *_effects(graph), *_endless(graph), *_undivided(mesh, inputs))
+    return (*_unknown(graph, unknown), *_effects(graph), *_unknown_trip_counts(graph), *_undivided(mesh, inputs))
 
 
 def _unknown(graph: Graph, unknown: Counter[str]) -> Iterator[str]:
     for name, count in sorted(unknown.items()):
         if count:
-            lack = f"`{name}` has {_lack(graph, name)}: its {count} uses run replicated, and are priced so"
-            yield f"{lack}{_way_out(graph, name)}"
+            problem = f"`{name}` has {_problem(graph, name)}: its {count} uses run replicated, and are priced so"
+            yield f"{problem}{_way_out(graph, name)}"
 
 
 def _effects(graph: Graph) -> Iterator[str]:
@@ -40,12 +40,12 @@ def _effects(graph: Graph) -> Iterator[str]:
         yield f"`{name}` has a side effect: each of its {count} uses runs once per step, on whole values"
 
 
-def _endless(graph: Graph) -> Iterator[str]:
-    endless = [node for node in graph.nodes if node.primitive == "predicate"]
-    if endless:
+def _unknown_trip_counts(graph: Graph) -> Iterator[str]:
+    loops = [node for node in graph.nodes if node.primitive == "predicate"]
+    if loops:
         yield (
-            f"the trip count of a `while` loop is unknown before it runs: each of {len(endless)} is priced for"
-            f" {UNKNOWN_TRIP_COUNT:g} iterations. The first is at {endless[0].source or 'an unknown line'}"
+            f"how often a `while` loop runs is known only as it does: each of {len(loops)} is priced for"
+            f" {UNKNOWN_TRIP_COUNT:g} trips. The first is at {loops[0].source or 'an unknown line'}"
         )
 
 
@@ -69,13 +69,13 @@ def _first_use(graph: Graph, name: str) -> tuple[Node, NodeView]:
     return next((node, view) for node, view in views if called(view) == name)
 
 
-def _lack(graph: Graph, name: str) -> str:
+def _problem(graph: Graph, name: str) -> str:
     _, view = _first_use(graph, name)
     return "a sharding rule without `local`, which runs a part of it" if needs_local(view) else "no sharding rule"
 
 
 def _way_out(graph: Graph, name: str) -> str:
-    """Where a primitive without a rule is first used, and the code that registers a rule for it."""
+    """The source line that first uses a primitive without a rule, and the call that registers a rule."""
     node, view = _first_use(graph, name)
     what = f", a `{node.primitive}`," if name != node.primitive else ""
     where = f". The first{what} is at {node.source or 'an unknown line'}"

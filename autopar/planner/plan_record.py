@@ -1,6 +1,6 @@
-"""Convert a candidate to a plan.
+"""Record a candidate as a plan.
 
-In: a `Candidate`, and the program before rematerialization. Out: `Plan`.
+In: a `Candidate`, the planned program. Out: `Plan`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from autopar.ir.verifier import check_explicit
 from autopar.planner.candidate import Candidate
 from autopar.planner.efficiency import efficiency_of
 from autopar.planner.microbatch_record import microbatch_notes, microbatches_of
-from autopar.planner.plan_assembly import named, unfused_reductions_of
+from autopar.planner.plan_assembly import unfused_reductions_of, with_place_names
 from autopar.planner.plan_notes import plan_notes
 from autopar.planner.strategy_names import strategy_text
 from autopar.plans.plan import Plan
 from autopar.plans.records import Outcome, Replicated
-from autopar.rules.node_view import NodeView
-from autopar.rules.table import lacks_rule
-from autopar.rules.user_rules import called
+from autopar.rules.node_view import of_each_node
+from autopar.rules.table import without_rule
 from autopar.solve.problem import Solution
 from autopar.transforms.program import Program
 from autopar.version import versions_of
@@ -43,9 +42,11 @@ def plan_of(
     """The plan of a candidate.
 
     Args:
-        program: the planned program, before rematerialization.
-        unknown: the number of uses of each primitive without a rule.
-        budget_bytes: the budget that the plan keeps. seconds: the planning time.
+        program: the planned program, without rematerialization.
+        unknown: number of uses of each primitive without a usable sharding rule.
+        budget_bytes: the peak memory that the plan may have, per device.
+        seconds: planning time.
+        memory_bound: whether the fastest plan without a memory limit exceeds the budget.
     """
     parts, solution, graph = made.parts, made.solution, made.formulation.graph
     check_explicit(parts.explicit, graph)
@@ -67,12 +68,12 @@ def plan_of(
         microbatches=microbatches_of(made.program, mesh, parts.constraints),
         rematerialized=made.rematerialized,
         combine_threshold_bytes=parts.combine_threshold_bytes,
-        early_reductions=named(graph, parts.early_reductions),
+        early_reductions=with_place_names(graph, parts.early_reductions),
         unfused_reductions=unfused_reductions_of(graph, parts.device),
         replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
-        memory=memory_over_step(graph, parts.device, parts.most_held, parts.timeline, mesh, own_rates),
+        memory=memory_over_step(graph, parts.device, parts.peak_order, parts.timeline, mesh, own_rates),
         efficiency=efficiency_of(
             program.as_traced.graph,
             parts.inputs,
@@ -90,23 +91,22 @@ def plan_of(
 def _replicated(
     graph: Graph, device: DeviceProgram, unknown: Counter[str], mesh: MeshShape, own_rates: HardwareProfile
 ) -> tuple[Replicated, ...]:
-    """Operations without a rule, which run replicated, and their time; empty on one device."""
+    """The primitives without a usable sharding rule, with their time per step; empty on a single device."""
     if mesh.num_devices == 1 or not unknown:
         return ()
     seconds = seconds_by_node(device, mesh, own_rates)
     nodes: dict[str, list[int]] = {}
-    for n, node in enumerate(graph.nodes):
-        view = NodeView.of(node, graph)
-        if not node.effect and (name := called(view)) in unknown and lacks_rule(view):
+    for n, name in enumerate(of_each_node(graph, without_rule)):
+        if name and not graph.nodes[n].effect:
             nodes.setdefault(name, []).append(n)
     found = [
         Replicated(
             name=name,
-            count=len(those),
-            time_s=sum(seconds.get(n, 0.0) for n in those),
-            source=graph.nodes[those[0]].source,
+            count=len(uses),
+            time_s=sum(seconds.get(n, 0.0) for n in uses),
+            source=graph.nodes[uses[0]].source,
         )
-        for name, those in nodes.items()
+        for name, uses in nodes.items()
     ]
     return tuple(sorted(found, key=lambda one: (-one.time_s, one.name)))
 
@@ -115,7 +115,7 @@ def _outcome(solution: Solution, formulation: Formulation, seconds: float, memor
     return Outcome(
         cost_s=solution.cost,
         lower_bound_s=solution.lower_bound,
-        gap=solution.gap if formulation.decisions else 0.0,  # a program of small values leaves no choice
+        gap=solution.gap if formulation.decisions else 0.0,  # a program of small values has no decisions
         status=solution.status.value,
         num_nodes=len(formulation.decisions),
         num_strategies=sum(d.num_strategies for d in formulation.decisions),

@@ -9,7 +9,7 @@ In: a traced program, a `PlanRequest`. Out: `Plan`. Each pass is a module of thi
 3. `microbatch_count`: the numbers of microbatches to plan for
 4. `mesh_search`: the meshes; on each of them `one_mesh`:
    a. `program_groups`: sharding rules, and groups of nodes with one strategy
-   b. `mesh_task`: the ILP and its solution
+   b. `mesh_task`: the optimization problem and its solution
    c. `plan_assembly`: the explicit program, the device program, the timeline
    d. `overlap_search`, `memory_search`, `simplest_plan`: other candidates
    e. `plan_record`: the plan
@@ -30,7 +30,7 @@ from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
 from autopar.transforms.program import Program
 
-#: A plan that follows metadata given as a hint may be slower by this part.
+#: A plan that follows metadata given as a hint may be slower by this share.
 _HINT_TOLERANCE = 0.05
 
 
@@ -38,7 +38,7 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
     """The plan of a traced program.
 
     Raises:
-        AutoparError: a subclass; the text says what to change.
+        AutoparError: one of its subclasses; the text says what to change.
     """
     request = request.as_of(request.like)
     hints = layout_hints(program, request)
@@ -73,13 +73,13 @@ def _plan_with(program: Program, request: PlanRequest, hints: LayoutHints) -> Fo
 
 
 def _plan_if_no_slower(program: Program, request: PlanRequest, hints: LayoutHints) -> Found:
-    """The plan that follows the metadata, unless that is impossible or too slow."""
+    """The plan that follows the metadata; where none fits or it is too slow, the fastest plan without the metadata."""
     other = _plan_with(program, request, hints.without_metadata)
     try:
         found = _plan_with(program, request, hints)
     except (PinError, BudgetError) as error:
         return other.with_notes(f"the metadata of the arguments were not followed: {error}")
-    fastest_s = other.plan.prediction.step_time_s  # 0 of a step that computes nothing
+    fastest_s = other.plan.prediction.step_time_s  # 0 for a step that computes nothing
     slower = found.plan.prediction.step_time_s / fastest_s - 1 if fastest_s else 0.0
     if slower <= _HINT_TOLERANCE:
         return found.with_notes(f"follows the metadata of the arguments, at {slower:+.1%} step time")

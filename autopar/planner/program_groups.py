@@ -1,4 +1,4 @@
-"""Group the nodes of a program: a sharding rule for each node, and the nodes that share one strategy.
+"""Group the nodes of a program: find a sharding rule for each node, and the nodes that share one strategy.
 
 In: a `Graph`, pinned inputs. Out: `ProgramGroups`, which is the same on every mesh.
 """
@@ -16,7 +16,7 @@ from autopar.rules.table import rules_of
 
 @dataclass(frozen=True, slots=True)
 class ProgramGroups:
-    """Groups of nodes, and how often a primitive without a rule is used."""
+    """Groups of nodes, and the number of uses of each primitive without a usable rule."""
 
     groups: tuple[Group, ...]
     unknown: Counter[str]
@@ -26,7 +26,7 @@ def program_groups(graph: Graph, pinned: Container[int] = ()) -> ProgramGroups:
     """The groups of a graph.
 
     Args:
-        pinned: positions of inputs whose sharding is given, which no group decides.
+        pinned: positions of inputs whose sharding is fixed, so that no group decides it.
     """
     rules, unknown = rules_of(graph)
     absorbable = frozenset(position for position in range(len(graph.inputs)) if position not in pinned)

@@ -1,4 +1,4 @@
-"""Represent the user's planning options: devices, memory, shardings, microbatches, and time limits.
+"""Define the request for a plan: devices, memory, shardings, microbatches, and limits of the search.
 
 In: options of `autopar.plan`. Out: `PlanRequest`, which all passes of the planner read.
 """
@@ -26,11 +26,11 @@ from autopar.solve.problem import Solver
 
 Progress = Callable[[str, float], None]
 
-#: What is done with metadata on a step's arguments.
+#: The effect of sharding metadata on a step's arguments.
 Metadata = Literal["pin", "hint", "ignore"]
 
-#: Fields that do not enter the key of a kept plan as they are: devices are described by `meshes` and `profile`, `like` by the
-#: layouts that follow from it, and the others change no plan.
+#: Fields that are not part of the key in the plan cache. `meshes` and `profile` describe the devices, `LayoutHints` describes
+#: `like` and the metadata; the other fields change no plan.
 _NOT_IN_KEY = frozenset(
     ["mesh", "num_devices", "hardware", "like", "metadata", "logical_axis_rules", "progress", "cache", "dump"]
 )
@@ -38,11 +38,11 @@ _NOT_IN_KEY = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """Options of `autopar.plan` for a step that is one program; the public ones are documented there.
+    """Options of `autopar.plan` for a step that is one program; see `autopar.plan` for the public options.
 
     Args:
-        any_that_fits: if memory is short, take the first plan found that fits.
-        held: required shardings by value, for a program with one form and without rematerialization.
+        any_that_fits: whether to return the first plan found that fits the memory budget, instead of the fastest.
+        held: value -> the sharding that its producer must give it, for a program of one form without rematerialization.
     """
 
     mesh: str | MeshShape | jax.sharding.Mesh | None = None
@@ -81,7 +81,7 @@ class PlanRequest:
 
     @property
     def budget(self) -> MemoryBudget:
-        """The memory budget of one device."""
+        """The memory budget per device."""
         given = self.memory_budget_bytes
         return MemoryBudget(self.profile.usable_bytes if given is None else float(given))
 
@@ -89,20 +89,24 @@ class PlanRequest:
         """The user's solver; by default an `Ilp` with a share of the time limit.
 
         Args:
-            options: further options of `Ilp`.
+            options: options of `Ilp`.
         """
         return self.solver or Ilp(time_limit_s=share * self.time_limit_s, **options)
 
     def report(self, stage: str, fraction: float) -> None:
-        """Report the progress of planning."""
+        """Report progress to the user.
+
+        Args:
+            fraction: the completed part of planning, 0 to 1.
+        """
         if self.progress is not None:
             self.progress(stage, fraction)
 
     def as_of(self, plan: Plan | None) -> PlanRequest:
-        """This request, with the mesh, hardware and budget of another plan where it says nothing else.
+        """This request, with the mesh, hardware and budget of another plan where it gives none itself.
 
         Raises:
-            PlanMismatchError: this request is for another mesh.
+            PlanMismatchError: the plan is for another number of devices.
         """
         if plan is None:
             return self
@@ -120,19 +124,19 @@ class PlanRequest:
         )
 
     def key(self) -> dict[str, Any]:
-        """The options that a plan depends on, by name. Options with default values are left out, so that a new option
+        """The options that a plan depends on, by name. Options with their default value are left out, so that a new option
         changes no key."""
-        usual = PlanRequest()
+        default = PlanRequest()
         names = [one.name for one in fields(self) if one.name not in _NOT_IN_KEY]
-        given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+        given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
         return given | {"meshes": self.meshes, "hardware": self.profile}
 
 
 def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...]:
-    """The meshes to plan for; all have the same number of devices.
+    """The meshes to plan for: the given mesh, or all meshes of the given number of devices.
 
     Raises:
-        MeshError: the two disagree, or a mesh cannot be read.
+        MeshError: `mesh` and `num_devices` disagree, or `mesh` cannot be parsed.
     """
     if mesh is None:
         return factorisations(jax.device_count() if num_devices is None else num_devices)
@@ -149,7 +153,7 @@ def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...
 
 
 def requested_profile(hardware: str | HardwareProfile | None) -> HardwareProfile:
-    """The profile with a given name; by default that of the visible devices."""
+    """The hardware profile with a name; without a name, that of the visible devices."""
     if isinstance(hardware, HardwareProfile):
         return hardware
     if hardware is None:

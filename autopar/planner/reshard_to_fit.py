@@ -1,6 +1,6 @@
 """Reshard a program so that its predicted peak memory is within a budget.
 
-In: a candidate over the budget. Out: a candidate of the same program within the budget, or a bound of the lowest peak.
+In: a candidate over the memory budget. Out: a candidate of the same program within it; or the candidate with the lowest peak.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from autopar.errors import TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.ir.device_program import stored_values
 from autopar.ir.mesh import MeshShape
-from autopar.planner.candidate import Candidate, Planning
+from autopar.planner.candidate import Candidate
+from autopar.planner.mesh_task import MeshTask
 from autopar.solve.ilp import minimum_memory
 from autopar.solve.problem import Solution, Status
 
-#: How often the problem's memory limit is tightened by the peak of a whole plan.
+#: How often the problem's memory limit is lowered because the plan's predicted peak exceeds the budget.
 _MOST_TIGHTENINGS = 4
 
 
@@ -24,28 +25,33 @@ class TooLargeError(Exception):
     """No plan of a program fits.
 
     Args:
-        least: the plan with the lowest peak. estimate: returns an estimate of the lowest peak on another mesh.
+        smallest: the plan with the lowest peak.
+        estimate: estimates the lowest peak on another mesh, in bytes per device.
     """
 
-    def __init__(self, least: Candidate, estimate: Callable[[MeshShape], float]) -> None:
+    def __init__(self, smallest: Candidate, estimate: Callable[[MeshShape], float]) -> None:
         super().__init__()
-        self.least, self.estimate = least, estimate
+        self.smallest, self.estimate = smallest, estimate
 
 
-def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_least: bool = True) -> Candidate:
-    """A plan of the same program whose predicted peak is within a budget.
+def resharded_to_fit(task: MeshTask, unlimited: Candidate, *, minimize_peak: bool = True) -> Candidate:
+    """A plan of the same program whose predicted peak is within the memory budget.
 
-    The problem counts the values that the free plan stores. What XLA would really keep is known only for a whole plan. So
-    the problem's memory limit is the budget scaled by the ratio of the two, and is tightened while a plan is still over.
+    The problem counts only the values that the plan without a limit stores; the predicted peak, which is known only for a
+    whole plan, also counts what XLA adds. So the problem's memory limit is the budget times the ratio of the two. It is
+    lowered while the plan's peak exceeds the budget.
 
     Args:
-        at_least: if nothing is found, search for the plan with the lowest peak.
+        unlimited: the plan without a memory limit.
+        minimize_peak: whether to solve for the lowest peak where no plan under the limit fits.
 
     Raises:
-        TooLargeError: no such plan was found.
+        TooLargeError: no plan found fits.
+        TimeLimitError: the solver found no plan in time.
     """
-    stored = stored_values(free.parts.device)
-    before, choices, parts = free.formulation, free.solution.choices, free.parts
+    budget = task.budget_bytes
+    stored = stored_values(unlimited.parts.device)
+    before, choices, parts = unlimited.formulation, unlimited.solution.choices, unlimited.parts
 
     def formulation(mesh: MeshShape) -> Formulation:
         graph, groups, profile = before.graph, before.groups, before.profile
@@ -54,51 +60,52 @@ def resharded_to_fit(budget: float, free: Candidate, planning: Planning, *, at_l
             groups,
             mesh,
             profile,
-            pins=planning.pins,
+            pins=task.pins,
             memory_budget_bytes=budget,
             stored=stored,
-            held=planning.held,
+            held=task.request.held,
         )
 
     f = formulation(before.mesh)
     ratio = f.problem.peak_memory(_with_copies(before, f, choices)) / parts.prediction.peak_bytes
     limit = budget * ratio
-    least, status = free, Status.NOT_FOUND
+    smallest, status = unlimited, Status.NOT_FOUND
     for _ in range(_MOST_TIGHTENINGS):
         limited = replace(f, problem=replace(f.problem, memory_limit=limit))
-        solution = planning.limited.solve(limited.problem)
+        solution = task.approximate_solver.solve(limited.problem)
         status = solution.status
         if len(solution.choices) != len(f.decisions):
             break
-        made = planning.made(free.program, limited, solution, free.rematerialized)
-        if made.peak_bytes <= budget:
-            return made
-        least = min(least, made, key=lambda one: one.peak_bytes)
-        limit *= 0.995 * budget / made.peak_bytes
+        candidate = task.candidate(unlimited.program, limited, solution, unlimited.rematerialized)
+        if candidate.peak_bytes <= budget:
+            return candidate
+        smallest = min(smallest, candidate, key=lambda one: one.peak_bytes)
+        limit *= 0.995 * budget / candidate.peak_bytes
     if status is Status.NOT_FOUND:
         raise TimeLimitError(f"planning for mesh {before.mesh} within its memory budget ended without a plan")
 
-    smallest = minimum_memory(f.problem) if at_least else None
-    if smallest is not None and smallest.choices:  # XLA may store more of that plan than the problem counts
-        solution = Solution(smallest.choices, f.problem.evaluate(smallest.choices), 0.0, Status.FEASIBLE)
-        made = planning.made(free.program, f, solution, free.rematerialized)
-        if made.peak_bytes <= budget:
-            return made
-        least = min(least, made, key=lambda one: one.peak_bytes)
+    minimum = minimum_memory(f.problem) if minimize_peak else None
+    if minimum is not None and minimum.choices:  # the predicted peak may still exceed the problem's
+        solution = Solution(minimum.choices, f.problem.evaluate(minimum.choices), 0.0, Status.FEASIBLE)
+        candidate = task.candidate(unlimited.program, f, solution, unlimited.rematerialized)
+        if candidate.peak_bytes <= budget:
+            return candidate
+        smallest = min(smallest, candidate, key=lambda one: one.peak_bytes)
 
     def estimate(mesh: MeshShape) -> float:
         return minimum_memory(formulation(mesh).problem).peak_bytes / ratio
 
-    raise TooLargeError(least, estimate)
+    raise TooLargeError(smallest, estimate)
 
 
-def _with_copies(free: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
-    """Translate choices of the problem without a budget to the problem with one.
+def _with_copies(unlimited: Formulation, limited: Formulation, choices: Sequence[int]) -> tuple[int, ...]:
+    """Translate choices of the problem without a memory limit to the problem with one.
 
-    The latter has copies of more values, and each copy also says whether it is its producer's own buffer; those come first.
+    The problem with a limit has copies of more values. It has each sharding of a copy twice: first as the producer's own
+    buffer, then as a buffer of its own.
     """
-    copies = {d.value: choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind == "copy"}
-    others = iter(choice for d, choice in zip(free.decisions, choices, strict=True) if d.kind != "copy")
+    copies = {d.value: choice for d, choice in zip(unlimited.decisions, choices, strict=True) if d.kind == "copy"}
+    others = iter(choice for d, choice in zip(unlimited.decisions, choices, strict=True) if d.kind != "copy")
     mapped = [-1 if decision.kind == "copy" else next(others) for decision in limited.decisions]
     made = {f.target: f.made[mapped[f.source]] for f in limited.flows if limited.decisions[f.target].kind == "copy"}
     wanted = {f.source: f.wanted[mapped[f.target]] for f in limited.flows if f.source in made}

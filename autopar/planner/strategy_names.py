@@ -15,31 +15,36 @@ from autopar.ir.sharding import TensorSharding
 from autopar.plans.records import Role, TensorPlan
 from autopar.rules.grouping import Define, Group, Read, Work
 
-#: An axis is named for what it does in at least this share of the forward arithmetic, or of the forward activations.
+#: An axis has a role if it has the role in more than this share of the forward FLOPs, or of the forward activations.
 _SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class _Roles:
-    """The dims of activations, as (value, dim), that index the examples of the batch and the positions in an example."""
+    """The dims of activations, as (value, dim), that index the examples of the batch, and those that index the positions in an
+    example."""
 
     examples: frozenset[tuple[int, int]]
     positions: frozenset[tuple[int, int]]
 
 
 def strategy_text(f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> str:
-    """Name what each mesh axis does in the forward pass and to the stored state."""
+    """The name of the strategy: the role of each mesh axis in the forward pass and for the state.
+
+    Args:
+        choices: by decision, the position of its strategy.
+    """
     work = _Work(f, choices, inputs)
-    whole, most = work.axes("data"), {role: _state_axes(f, inputs, role) for role in ("parameter", "optimizer")}
+    data, most = work.axes("data"), {role: _state_axes(f, inputs, role) for role in ("parameter", "optimizer")}
     stored = [axis for axis in f.mesh.axis_names if not work.splits_weights(axis)]
     parameters = [axis for axis in stored if axis in most["parameter"]]
     optimizer = [axis for axis in stored if axis in most["optimizer"]]
     has_optimizer = any(tensor.role == "optimizer" for tensor in inputs)
-    fsdp = [axis for axis in whole if axis in parameters and (axis in optimizer or not has_optimizer)]
-    zero1 = [axis for axis in whole if axis in optimizer and axis not in parameters]
-    replicas = [axis for axis in whole if axis in stored and axis not in (*fsdp, *zero1)]
+    fsdp = [axis for axis in data if axis in parameters and (axis in optimizer or not has_optimizer)]
+    zero1 = [axis for axis in data if axis in optimizer and axis not in parameters]
+    replicas = [axis for axis in data if axis in stored and axis not in (*fsdp, *zero1)]
     is_hybrid = bool(fsdp and replicas)
-    plain = [axis for axis in whole if axis not in (*fsdp, *zero1) and not (is_hybrid and axis in replicas)]
+    plain = [axis for axis in data if axis not in (*fsdp, *zero1) and not (is_hybrid and axis in replicas)]
     phrases = [f"HSDP: FSDP (ZeRO-3) over {_names(fsdp)}, replicas over {_names(replicas)}"] if is_hybrid else []
     phrases += _phrases(
         ("FSDP (ZeRO-3)", [] if is_hybrid else fsdp),
@@ -62,11 +67,7 @@ def strategy_text(f: Formulation, choices: Sequence[int], inputs: Sequence[Tenso
 
 
 class _Work:
-    """What each mesh axis splits in the forward pass.
-
-    Args:
-        f, choices, inputs: see `strategy_text`.
-    """
+    """The FLOPs and activations that each mesh axis shards in the forward pass, by role. Arguments as for `strategy_text`."""
 
     def __init__(self, f: Formulation, choices: Sequence[int], inputs: Sequence[TensorPlan]) -> None:
         self._f = f
@@ -83,21 +84,24 @@ class _Work:
                 self._add_activations(group, axes)
 
     def axes(self, kind: str) -> list[str]:
-        """The axes that split forward FLOPs in this way."""
+        """The axes with a role in the forward FLOPs.
+
+        Args:
+            kind: the role: "data", "tensor", "expert", "context", "spatial" or "attention".
+        """
         return [a for a in self._f.mesh.axis_names if self._flops[a][kind] > _SHARE * self._total > 0]
 
     def splits_weights(self, axis: str) -> bool:
-        """Whether an axis splits the weights for the arithmetic, not for their storage."""
+        """Whether an axis shards the weights in contractions, not only in storage."""
         return any(self._flops[axis][kind] > _SHARE * self._total > 0 for kind in ("tensor", "expert"))
 
     def is_megatron(self, axis: str) -> bool:
-        """Whether an axis splits the columns of some weights and the rows of others, so that two matmuls share an
-        all-reduce."""
+        """Whether an axis shards the columns of some weights and the rows of others, so that two matmuls share an all-reduce."""
         dims = self._weight_dims[axis]
         return all(dims[kind] > _SHARE * self._total for kind in ("columns", "rows"))
 
     def splits_positions(self, axis: str) -> bool:
-        """Whether an axis splits the activations between matmuls along the sequence (sequence parallelism)."""
+        """Whether an axis shards activations over the sequence between matmuls."""
         return self._by_position.get(axis, 0.0) > _SHARE * self._activations
 
     def _add_flops(self, group: Group, axes: Sequence[Sequence[str]]) -> None:
@@ -113,15 +117,18 @@ class _Work:
                         self._weight_dims[axis]["rows" if is_summed else "columns"] += flops
 
     def _kind(self, group: Group, factor: int) -> str:
-        """The kind of parallelism that splitting a factor of a contraction is. With experts, each weight has its own
-        inputs, so their factor is in all tensors; with ragged groups of inputs it is in the weights alone."""
+        """The role of sharding a factor of a contraction.
+
+        The factor of experts is in all tensors of the contraction; where the inputs are in groups of unequal size, it is in
+        the weights alone.
+        """
         weights = _factors(read for read in group.reads if read.value in self._derived)
-        given = _factors(read for read in group.reads if read.value not in self._derived)
+        activations = _factors(read for read in group.reads if read.value not in self._derived)
         if not weights:
-            return "attention"  # batch and heads are both batch dims here, so the kind is unknown
+            return "attention"  # a shard of the batch or of the heads, as in the matmuls around it
         if factor not in weights:
             return "context" if self._is_position(group, factor) else "data"
-        is_expert = (factor in given) == (factor in _factors(group.defines))
+        is_expert = (factor in activations) == (factor in _factors(group.defines))
         is_convolution = any(self._f.graph.nodes[n].primitive == "conv_general_dilated" for n in group.nodes)
         return "expert" if is_expert and not is_convolution else "tensor"
 
@@ -157,8 +164,8 @@ def _forward_contractions(f: Formulation, group: Group) -> Iterator[tuple[Work, 
 
 
 def _roles_of_dims(f: Formulation, inputs: Sequence[TensorPlan]) -> _Roles:
-    """Follow the dims of the batch through the forward pass, by the factors that name them. A merged dim has the role of its
-    outermost part, for that is what an even split of it splits."""
+    """Follow the dims of the batch through the forward pass by their factors. A merged dim has the role of its outermost part,
+    because sharding the dim evenly shards that part."""
     examples, positions = set[tuple[int, int]](), set[tuple[int, int]]()
     for value, tensor in zip(f.graph.inputs, inputs, strict=True):
         rank = len(tensor.shape)
@@ -172,20 +179,20 @@ def _roles_of_dims(f: Formulation, inputs: Sequence[TensorPlan]) -> _Roles:
                 dim[0] for read in group.reads for i, dim in enumerate(read.dims) if dim and (read.value, i) in found
             }
             found |= {
-                (made.value, i) for made in group.defines for i, dim in enumerate(made.dims) if factors & set(dim[:1])
+                (one.value, i) for one in group.defines for i, dim in enumerate(one.dims) if factors & set(dim[:1])
             }
     return _Roles(frozenset(examples), frozenset(positions - examples))
 
 
 def _state_axes(f: Formulation, inputs: Sequence[TensorPlan], role: Role) -> list[str]:
-    """The axes that split more than half of the bytes of a kind of state."""
+    """The axes that shard more than half of the bytes of parameters or optimizer state."""
     sizes: list[tuple[float, TensorSharding]] = [
         (f.graph.values[value].num_bytes, tensor.sharding)
         for value, tensor in zip(f.graph.inputs, inputs, strict=True)
         if tensor.role == role
     ]
     half = sum(size for size, _ in sizes) / 2
-    return [a for a in f.mesh.axis_names if half and sum(size for size, split in sizes if a in split.axes) > half]
+    return [a for a in f.mesh.axis_names if half and sum(size for size, sharding in sizes if a in sharding.axes) > half]
 
 
 def _factors(sides: Iterator[Read] | Sequence[Read | Define]) -> set[int]:
@@ -201,7 +208,7 @@ def _names(axes: Sequence[str]) -> str:
 
 
 def _parameter_derived(f: Formulation) -> set[int]:
-    """Values computed from parameters alone: the weights of contractions, cast or reshaped."""
+    """Values computed from parameters alone, such as cast or reshaped weights."""
     carried = {f.graph.inputs[i] for i, _ in f.graph.carried}
     derived = set(carried)
     for node in f.graph.nodes:

@@ -79,22 +79,16 @@ def unknown_rule(view: NodeView) -> Rule:
     )
 
 
-def lacks_rule(view: NodeView) -> bool:
-    """Whether a node has no usable rule."""
-    return rule_for(view) is None or needs_local(view)
+def without_rule(view: NodeView) -> str:
+    """The name of a node's primitive if it has no usable rule, else an empty string."""
+    return called(view) if rule_for(view) is None or needs_local(view) else ""
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:
     """One rule per node, and the primitives without a usable rule, with the number of their uses."""
     unknown: Counter[str] = Counter()
-    known = of_each_node(graph, _rule_and_lack)
-    for node, (_, lacking) in zip(graph.nodes, known, strict=True):
-        if lacking:
-            unknown[lacking] += not node.effect
+    known = of_each_node(graph, lambda view: (rule_for(view) or unknown_rule(view), without_rule(view)))
+    for node, (_, name) in zip(graph.nodes, known, strict=True):
+        if name:
+            unknown[name] += not node.effect
     return tuple(rule for rule, _ in known), unknown
-
-
-def _rule_and_lack(view: NodeView) -> tuple[Rule, str]:
-    """A node's rule, and the name of its primitive if it has no usable rule, else an empty string."""
-    rule = rule_for(view)
-    return rule or unknown_rule(view), called(view) if rule is None or needs_local(view) else ""
