@@ -438,7 +438,7 @@ def test_output_is_checked_before_planning(planner: FakePlanner, capsys: pytest.
 
 def test_saved_plan_is_already_decided(capsys: pytest.CaptureFixture[str]) -> None:
     err = fails(capsys, "explain", "p.json", "--mesh", "2x4", "--pin", "x=P()")
-    assert "'p.json' is a saved plan, already decided: drop --mesh, --pin, or explain a TARGET" in err
+    assert "'p.json' is a saved plan, which fixes these options: drop --mesh, --pin, or explain a TARGET" in err
 
 
 def test_damaged_plan(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -343,7 +343,7 @@ def test_interrupted_command(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert main(["compare", "train.py:few", "--hardware", "small.toml,large.toml"]) == 130
     out, err = capsys.readouterr()
     assert "large" in out
-    assert err == "autopar: interrupted; the tables above are what was planned until then\n"
+    assert err == "autopar: interrupted; the tables above show the plans made until then\n"
 
 
 def exit_code(argv: list[str]) -> Any:

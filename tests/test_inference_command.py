@@ -50,10 +50,13 @@ def test_it_prints_the_output_of_the_engine(model: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ((), "needs a text to go on from"),
+        ((), "needs a prompt"),
         (("--prompt", ""), "prompt 1 has no tokens"),
-        (("--prompt", "a", "--prompt", "b" * 130), "prompt 2 has 130 tokens, and 1 more .* at most 128: shorten"),
-        (("--prompt", "ab", "--max-tokens", "127"), "2 tokens, and 127 more are wanted .--max-tokens., .* at most 128"),
+        (
+            ("--prompt", "a", "--prompt", "b" * 130),
+            "prompt 2 has 130 tokens and 1 more .* --max-length is 128: shorten",
+        ),
+        (("--prompt", "ab", "--max-tokens", "127"), "2 tokens and 127 more .* --max-length is 128"),
         (("--prompt", "ab", "--max-tokens", "0"), "--max-tokens is 0: give 1 or more"),
         (("--prompt", "ab", "--best-of", "0"), "--best-of is 0: give 1 or more"),
         (("--prompt", "ab", "--slots", "0"), "--slots is 0: give 1 or more"),

@@ -99,6 +99,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["why", "params/up", "train.py:make", "--plan", "p.json"]) == 0
     assert "(h100-sxm)" in capsys.readouterr().out
     assert main(["why", "params/up", "train.py:make", "--plan", "p.json", "--mesh", "8"]) == 2
-    assert "already decided: drop --mesh, or leave out --plan" in capsys.readouterr().err
+    assert "which fixes these options: drop --mesh, or leave out --plan" in capsys.readouterr().err
     assert main(["why", "params/upp", "train.py:make", *planning]) == 2
     assert "'params/up'" in capsys.readouterr().err

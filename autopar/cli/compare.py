@@ -52,10 +52,13 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. The exit code is 2 if a target could not be planned, 130 if the user interrupted.
+    """Compare, and print the tables.
+
+    Returns:
+        The exit code: 2 where a target could not be planned, 130 where the user interrupted.
 
     Raises:
-        TargetError: some options exclude each other.
+        TargetError: options exclude each other.
     """
     if "=" in options.hardware:
         raise TargetError(f"--hardware {options.hardware!r}: `compare` plans one kind at a time: give NAME,NAME,...")
@@ -67,7 +70,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run_fewest(options: argparse.Namespace) -> int:
-    """Compare the plans on one device and on the fewest devices that fit."""
+    """Compare one device and the fewest devices that fit."""
     from autopar.comparison.by_hardware import MAX_DEVICES, compare, profiles_of
     from autopar.comparison.by_hardware_text import comparison_json, render_comparison
 
@@ -110,6 +113,6 @@ def _exit_code(found: Comparison | GridComparison, targets: Iterable[Compared]) 
         if one.error:
             print(f"autopar: {one.target}: {one.error}", file=sys.stderr)
     if found.interrupted:
-        print("autopar: interrupted; the tables above are what was planned until then", file=sys.stderr)
+        print("autopar: interrupted; the tables above show the plans made until then", file=sys.stderr)
         return 130
     return 2 if found.failed else 0

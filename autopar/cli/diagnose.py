@@ -1,7 +1,7 @@
 """`autopar diagnose`: find the unintended collectives of a step sharded by hand, and the changes that help most.
 
-In: a target whose step is jitted with shardings. Out: its cost and the changes; exit code 1 if it has unintended
-collectives.
+In: a target whose step is jitted with shardings. Out: the collectives, their cost, and changes; exit code 1 where the step has
+unintended collectives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. The exit code is 1 if the step has unintended collectives."""
+    """Diagnose the step. The exit code is 1 where it has unintended collectives."""
     check_output(options)
     from autopar.xla_compiler.compiler import Compiler
 

@@ -24,7 +24,7 @@ def add_command(added: Any) -> None:
     )
     diff = added.add_parser("diff", help=about, description=about)
     diff.add_argument("before", metavar="A.json", help="a saved plan, or the folder of a checkpoint (CHECKPOINTS/100)")
-    diff.add_argument("after", metavar="B.json|TARGET", help="another one; with --check, the step as it is now")
+    diff.add_argument("after", metavar="B.json|TARGET", help="another saved plan; with --check, the step as it is now")
     about = "for CI: plan TARGET with the options of A.json, and fail (exit code 1) where it needs another collective or more memory"
     diff.add_argument("--check", action="store_true", help=about)
     about = "with --check: how much more memory is allowed, 5%% of the plan's or 200MB (default: 5%%)"
@@ -38,7 +38,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int | None:
-    """Compare two plans. With `--check`, the exit code is 1 if the code differs from its plan."""
+    """Compare two plans; with `--check`, the exit code is 1 where the code needs more than the plan allows."""
     if options.check:
         return _run_check(options)
     useless = given(options, ("memory", "time", "hardware"), empty=True)
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int | None:
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    """Check the code against its plan. The exit code is 1 if they differ."""
+    """Compare a plan with the current code. The exit code is 1 where the code needs more than the plan allows."""
     from autopar.pipeline.plan_files import load_plan
 
     saved = load_plan(plan_within(options.before))
@@ -84,7 +84,7 @@ def _more_time(text: str) -> tuple[float, float]:
 
 
 def _more(text: str, amount: Callable[[str], float]) -> tuple[float, float]:
-    """Parse a tolerated increase: a fraction or an amount."""
+    """An allowed increase, as (fraction, amount)."""
     percent = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*", text)
     if percent is not None:
         return float(percent[1]) / 100, 0.0

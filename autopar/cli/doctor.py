@@ -1,4 +1,4 @@
-"""`autopar doctor`: report packages, devices and compilers, and what to install for which feature.
+"""`autopar doctor`: report installed packages, devices and compilers, and what to install for which command.
 
 In: this machine. Out: a table or JSON; exit code 1 if autopar cannot run here.
 """
@@ -22,7 +22,7 @@ from autopar.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: The extras of the package that users install, and what for. `verify` is looked at by itself.
+#: The extras of the package, and their purpose. `_gpu_compiler` examines the extra `verify`.
 _EXTRAS = {
     "inference": "tokenizers, for `autopar generate` and text in `autopar.inference`",
     "plot": "`--plot`",
@@ -33,11 +33,11 @@ _STYLES = {"ok": "green", "missing": "yellow", "broken": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check, such as whether a package is installed.
+    """The state of a package, device or compiler.
 
     Args:
-        state: `missing` if only some commands need it; `broken` if autopar cannot run without it.
-        advice: how to repair it; empty if nothing is to be done.
+        state: "missing" where only some commands need it; "broken" where autopar cannot run.
+        advice: what to do; empty where nothing is to be done.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Finding:
 
 def add_command(added: Any) -> None:
     """Add the command to a parser's commands."""
-    about = "report what is installed, which devices and compilers there are, and what to install for what"
+    about = "report installed packages, devices and compilers, and what to install for which command"
     doctor = added.add_parser("doctor", help=about, description=about)
     shared.add_json(doctor)
     doctor.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. The exit code is 1 if a requirement of autopar is missing or broken."""
+    """Examine the machine. The exit code is 1 where autopar cannot run."""
     found = [*examine()]
     output(options, lambda: [asdict(one) for one in found], lambda console: _render(found, console))
     return 1 if any(one.state == "broken" for one in found) else 0
@@ -104,7 +104,7 @@ def _devices() -> Finding:
 
 
 def _gpu_compiler() -> Finding:
-    """Check XLA's GPU compiler. Without it, plans for absent GPUs can be made but not verified."""
+    """XLA's GPU compiler, which verifies plans for GPUs that this machine does not have."""
     from autopar.xla_compiler.gpu_target import require_wheels
 
     try:
@@ -112,7 +112,7 @@ def _gpu_compiler() -> Finding:
     except AutoparError as error:
         reason = str(error).splitlines()[0]
         return Finding("XLA's GPU compiler", "missing", reason, f"for verify and diagnose: {_pip('autopar[verify]')}")
-    return Finding("XLA's GPU compiler", "ok", "verify and diagnose compile for GPUs that need not be here")
+    return Finding("XLA's GPU compiler", "ok", "verify and diagnose compile for GPUs that this machine need not have")
 
 
 def _render(found: list[Finding], console: Console) -> None:
@@ -127,7 +127,7 @@ def _render(found: list[Finding], console: Console) -> None:
 
 
 def _requirements() -> dict[str, dict[str, str]]:
-    """The required packages with their version ranges, by extra; "" stands for the package itself."""
+    """By extra ("" for the package itself), the required packages with their version ranges."""
     found: dict[str, dict[str, str]] = {}
     for text in requires("autopar") or ():
         requirement, _, marker = text.partition(";")
@@ -147,7 +147,7 @@ def _version(name: str) -> str | None:
 
 
 def _is_in_range(found: str, wanted: str) -> bool:
-    """Whether a version meets `>=0.10,<0.13`, by its leading numbers."""
+    """Whether a version is in a range such as `>=0.10,<0.13`, by its leading numbers."""
     numbers = _numbers(found)
     for comparison in filter(None, wanted.split(",")):
         match = re.match(r"(>=|<=|==|<|>)(.*)", comparison.strip())

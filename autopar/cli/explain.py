@@ -46,7 +46,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Explain a plan."""
+    """Print the report of a plan, and write its page and timeline."""
     check_html(options)
     plan = load_saved(options) if is_plan_file(options.target) else plan_target(options)
     from autopar.report.explain import explain, explain_json, render
@@ -68,7 +68,7 @@ def _staged(plan: AnyPlan) -> PipelinePlan:
     if isinstance(plan, PipelinePlan):
         return plan
     raise TargetError(
-        f"the plan of `{plan.program.name}` is of one program, on mesh {plan.mesh.describe()}: --stage is for pipeline"
+        f"the plan of `{plan.program.name}` is for one program, on mesh {plan.mesh.describe()}: --stage is for pipeline"
         " plans, which `autopar plan --stages` makes"
     )
 

@@ -1,6 +1,6 @@
-"""`autopar export`: write a plan as a Python file that needs only JAX.
+"""`autopar export`: write a plan as a Python file that needs JAX alone.
 
-In: a saved plan and its target. Out: the file, or its text on standard output.
+In: a saved plan, its target. Out: the file, or its text on standard output.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def add_command(added: Any) -> None:
     about = "write a plan as plain JAX: a Python file that shards the step and needs no autopar"
     export = added.add_parser("export", help=about, description=about)
     export.add_argument("plan", metavar="PLAN.json", help="a saved plan")
-    export.add_argument("target", metavar="TARGET", help="what it was made for")
-    export.add_argument("-o", "--output", metavar="FILE.py", help="where it goes (default: standard output)")
+    export.add_argument("target", metavar="TARGET", help="the target that the plan was made for")
+    export.add_argument("-o", "--output", metavar="FILE.py", help="output file (default: standard output)")
     export.set_defaults(run=run)
 
 

@@ -1,6 +1,6 @@
-"""Read saved plans, and check output paths before the work begins.
+"""Read saved plans, and check output paths before planning.
 
-In: the user's paths. Out: plans, pages, or an error.
+In: the user's paths. Out: plans, HTML pages, or an error.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from autopar.errors import PlanFileError, TargetError
 if TYPE_CHECKING:
     from autopar.pipeline.plan import AnyPlan
 
-#: Planning options that a saved plan has decided.
+#: Planning options that a saved plan fixes.
 _DECIDED = ("devices", "mesh", "hardware", *OF_PROGRAM)
 
 
 def is_plan_file(target: str) -> bool:
-    """Whether the argument is a saved plan rather than a target."""
+    """Whether an argument names a saved plan instead of a target."""
     return target.endswith(".json") or (Path(target).is_file() and not target.endswith(".py"))
 
 
 def plan_within(path: str) -> str:
-    """The plan file; for a checkpoint's folder, the plan under which it was saved."""
+    """The path of a plan file; for a checkpoint's folder, the plan by which its state was sharded."""
     within = Path(path) / "plan" / "metadata"
     return str(within) if within.is_file() else path
 
@@ -38,22 +38,26 @@ def load_saved(options: argparse.Namespace, option: str = "target", allowed: Seq
     """Load the plan from the file given by an option.
 
     Args:
-        allowed: planning options that may be combined with a saved plan.
+        allowed: planning options that the user may give nevertheless.
 
     Raises:
-        TargetError: other planning options were given, although the plan is fixed.
+        TargetError: the user gave other planning options, which a saved plan fixes.
     """
     path = getattr(options, option)
     useless = given(options, [name for name in _DECIDED if name not in allowed], empty=True)
     instead = "explain a TARGET" if option == "target" else f"leave out --{option}"
-    refuse(useless, f"{path!r} is a saved plan, already decided", f", or {instead}")
+    refuse(useless, f"{path!r} is a saved plan, which fixes these options", f", or {instead}")
     from autopar.pipeline.plan_files import load_plan
 
     return load_plan(path)
 
 
 def check_output(options: argparse.Namespace) -> None:
-    """Refuse what cannot be written to now, rather than when all is done."""
+    """Check before planning that the output file can be written.
+
+    Raises:
+        PlanFileError: it cannot be written.
+    """
     if options.output is not None:
         folder = Path(options.output).resolve().parent
         if Path(options.output).is_dir() or not os.access(folder, os.W_OK):
@@ -61,17 +65,21 @@ def check_output(options: argparse.Namespace) -> None:
 
 
 def check_html(options: argparse.Namespace) -> None:
-    """Refuse what cannot be written to now, rather than when all is done."""
+    """Check before planning that the HTML page can be written.
+
+    Raises:
+        TargetError: `--verification` was given without `--html`.
+    """
     if options.html is not None:
         from autopar.report.html.document import check_can_write
 
         check_can_write(options.html)
     elif getattr(options, "verification", None) is not None:
-        raise TargetError(f"--verification {options.verification!r} is shown in a page: add --html FILE")
+        raise TargetError(f"--verification {options.verification!r} is shown in the HTML page: add --html FILE")
 
 
 def write_html(plan: AnyPlan, path: str, verification: Any = None) -> None:
-    """Write the page, and print its path on standard error."""
+    """Write the HTML page, and print its path to standard error."""
     from autopar.report.html.document import write_report
 
     write_report(plan, path, verification=verification)

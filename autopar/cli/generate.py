@@ -1,6 +1,6 @@
-"""`autopar generate`: generate text with the model in a folder, and stream it to the terminal.
+"""`autopar generate`: generate text with a model from a folder, and stream it to the terminal.
 
-In: a folder, prompts, options. Out: text on standard output; throughput and latency on standard error.
+In: a model's folder, prompts, options. Out: text on standard output; token counts and throughput on standard error.
 """
 
 from __future__ import annotations
@@ -19,57 +19,58 @@ from autopar.errors import InferenceError
 if TYPE_CHECKING:
     from autopar.inference import Engine, Generation
 
-#: By default at most so many are generated.
+#: Default maximum number of generated tokens.
 _MOST_TOKENS = 128
 
 
 def add_command(added: Any) -> None:
     """Add the command to a parser's commands."""
-    about = "generate text from a model's folder, on the devices that are here"
+    about = "generate text with a model from a folder, on the devices of this machine"
     generate = added.add_parser("generate", help=about, description=about)
     about = "a model as Hugging Face writes it: config.json, *.safetensors, tokenizer.json"
     generate.add_argument("model", metavar="MODEL_DIR", help=about)
     group = generate.add_argument_group("what to generate")
-    about = "text to go on from; may be repeated: all are generated at once; - reads standard input"
+    about = "prompt; may be repeated: all texts are generated in one batch; - reads standard input"
     group.add_argument("--prompt", action="append", metavar="TEXT", help=about)
-    about = "instead of text: tokens, as numbers with commas between; their continuation is printed as tokens"
+    about = "prompt as token numbers, comma-separated; the generated tokens are printed as numbers"
     group.add_argument("--tokens", action="append", metavar="N,N...", help=about)
-    about = "at most so many (default: 128, or what the longest text leaves)"
+    about = "maximum number of generated tokens (default: 128, or as many as --max-length leaves)"
     group.add_argument("--max-tokens", type=int, metavar="N", help=about)
-    about = "0 takes the most probable token each time (default: 0; with --best-of: 1)"
+    about = "sampling temperature; 0 takes the most probable token (default: 0; with --best-of: 1)"
     group.add_argument("--temperature", type=float, metavar="T", help=about)
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="draw from the N most probable (default: all)")
-    about = "draw from the most probable that make up P together (default: 1, all)"
+    group.add_argument(
+        "--top-k", type=int, default=0, metavar="N", help="sample from the N most probable (default: all)"
+    )
+    about = "sample from the most probable tokens whose probabilities add up to P (default: 1, all)"
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help=about)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn (default: 0)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
-    about = "draw N texts from each prompt, and print that which the model itself finds most probable"
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the samples (default: 0)")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    about = "sample N texts for each prompt, and print the text with the highest probability"
     group.add_argument("--best-of", type=int, default=1, metavar="N", help=about)
     group = generate.add_argument_group("how to serve it")
     group.add_argument(
-        "--mesh", metavar="MESH", help="of the devices: 8, 2x4 or data=2,model=4 (default: all in a row)"
+        "--mesh", metavar="MESH", help="mesh of the devices: 8, 2x4 or data=2,model=4 (default: one axis)"
     )
-    about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
+    about = "memory per device: 40GB, 512MiB or bytes (default: all that the device has)"
     group.add_argument("--memory-budget", type=size, metavar="SIZE", help=about)
     group.add_argument(
-        "--dtype", metavar="NAME", help="of weights and cache, e.g. bfloat16 (default: the checkpoint's)"
+        "--dtype", metavar="NAME", help="dtype of weights and KV cache, e.g. bfloat16 (default: the checkpoint's)"
     )
-    group.add_argument("--slots", type=int, metavar="N", help="texts that are generated at once (default: 16)")
-    about = "tokens of the longest text, prompt and all (default: what the model was made for, at most 4096)"
+    group.add_argument("--slots", type=int, metavar="N", help="sequences in a batch (default: 16)")
+    about = "maximum tokens of a text, with its prompt (default: the model's maximum, at most 4096)"
     group.add_argument("--max-length", type=int, metavar="N", help=about)
-    about = (
-        "who guesses tokens, which are verified several at once: n-gram, or the folder of a small model with the same"
-    )
-    about += " tokenizer; what comes out is the same"
+    about = "speculative decoding: n-gram, or the folder of a small draft model with the same tokenizer; the text is the same"
     group.add_argument("--propose", metavar="n-gram|MODEL_DIR", help=about)
-    about = "how it is computed: gather, blocks or pallas (default: the fastest that is right here, tried at the start)"
+    about = (
+        "attention kernel: gather, blocks or pallas (default: the fastest of those with correct results on this device)"
+    )
     group.add_argument("--attention", metavar="NAME", help=about)
-    generate.add_argument("--json", action="store_true", help="print JSON when all is there: texts, tokens, logprobs")
+    generate.add_argument("--json", action="store_true", help="print JSON at the end: texts, tokens, logprobs")
     generate.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Generate, and print."""
+    """Generate and print texts."""
     from autopar.inference import Engine, SamplingOptions
 
     prompts, serving = _prompts(options), _serving(options)
@@ -98,12 +99,16 @@ def _prompts(options: argparse.Namespace) -> list[str | list[int]]:
     texts = [sys.stdin.read() if text == "-" else text for text in options.prompt or []]
     tokens = [_numbers(text) for text in options.tokens or []]
     if not texts and not tokens:
-        raise InferenceError("`autopar generate` needs a text to go on from: --prompt TEXT, or --tokens N,N...")
+        raise InferenceError("`autopar generate` needs a prompt: give --prompt TEXT, or --tokens N,N...")
     return [*texts, *tokens]
 
 
 def _most_tokens(options: argparse.Namespace, prompts: list[str | list[int]], longest: int) -> list[int]:
-    """The number of tokens to generate for each prompt. All options are checked before the model is loaded."""
+    """The maximum number of tokens to generate for each prompt, checked before the model is loaded.
+
+    Raises:
+        InferenceError: a prompt is empty or too long.
+    """
     from autopar.inference.model.config import DecoderConfig
     from autopar.inference.model.tokenizer import load_tokenizer, tokens_of
     from autopar.inference.schedule.stop_strings import TextUntilStop
@@ -112,26 +117,26 @@ def _most_tokens(options: argparse.Namespace, prompts: list[str | list[int]], lo
     TextUntilStop(options.stop)
     needs_tokenizer = options.stop or any(isinstance(prompt, str) for prompt in prompts)
     tokenizer = load_tokenizer(options.model) if needs_tokenizer else None
-    wanted: list[int] = []
+    counts: list[int] = []
     for number, prompt in enumerate(prompts, 1):
         length = len(tokens_of(prompt, tokenizer, vocab_size))
         if length == 0:
-            raise InferenceError(f"prompt {number} has no tokens: give some text to go on from")
+            raise InferenceError(f"prompt {number} has no tokens: give a longer text")
         most = options.max_tokens or max(1, min(_MOST_TOKENS, longest - length))
         if length + most > longest:
             raise InferenceError(
-                f"prompt {number} has {length} tokens, and {most} more are wanted (--max-tokens), but a text has at most"
-                f" {longest}: shorten the prompt, ask for fewer, or give a larger --max-length, if the model was made for it"
+                f"prompt {number} has {length} tokens and {most} more are to be generated (--max-tokens), but --max-length is"
+                f" {longest}: shorten the prompt, lower --max-tokens, or raise --max-length if the model allows it"
             )
-        wanted.append(most)
-    return wanted
+        counts.append(most)
+    return counts
 
 
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InferenceError(f"--tokens {text!r} is not a list of token ids: write comma-separated integers") from None
+        raise InferenceError(f"--tokens {text!r} is no list of tokens: write comma-separated numbers") from None
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:
@@ -179,14 +184,14 @@ def _dtype(name: str | None) -> Any:
 def _results(
     engine: Engine, prompts: list[str | list[int]], options: argparse.Namespace, requests: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the completion of each prompt. Without `--json` its text is printed as it is generated."""
+    """The result of each prompt. Without `--json`, texts are printed while they are generated."""
     if options.best_of > 1:
         from autopar.inference import best_of
 
         for prompt, how in zip(prompts, requests, strict=True):
-            chain = best_of(engine, prompt, options.best_of, **how).best
-            _print(_text_of(engine, chain.text, chain.tokens), options, len(prompts))
-            yield {"prompt": prompt, **{k: v for k, v in asdict(chain).items() if k not in ("prompt", "error")}}
+            best = best_of(engine, prompt, options.best_of, **how).best
+            _print(_text_of(engine, best.text, best.tokens), options, len(prompts))
+            yield {"prompt": prompt, **{k: v for k, v in asdict(best).items() if k not in ("prompt", "error")}}
         return
     generations = [engine.submit(prompt, **how) for prompt, how in zip(prompts, requests, strict=True)]
     try:

@@ -1,6 +1,6 @@
-"""Translate the command lines of version 0 that were renamed, for one release.
+"""Translate renamed command lines of version 0, for one release.
 
-In: arguments. Out: the current spelling, and the new command line to show in a warning.
+In: arguments. Out: the arguments in the current spelling, and the new command line for a warning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def modern(argv: Sequence[str]) -> tuple[_Arguments, str | None]:
     """The current spelling of a command line.
 
     Returns:
-        The arguments, and the command line to name in a warning; None if nothing was renamed.
+        The arguments, and the command line for a warning; None where the spelling is current.
 
     >>> modern(["plan", "--for", "search", "--corpus", "1e9x100:int8"])
     (['estimate', 'search', '--corpus', '1e9x100:int8'], 'autopar estimate search --corpus 1e9x100:int8')
@@ -36,7 +36,7 @@ def _plan(rest: _Arguments) -> _Arguments | None:
     if not any(part == "--compare" or part.startswith("--compare=") for part in rest):
         return None
     names, others = _taken(rest, "--compare")
-    if not names or names.startswith("-"):  # alone: by device count
+    if not names or names.startswith("-"):  # without hardware: compare device counts
         return ["compare", *(part for part in rest if part not in ("--compare", "--compare="))]
     most, others = _taken(others, "--devices")
     return ["compare", *others, "--hardware", names, *([] if most is None else ["--max-devices", most])]
@@ -53,7 +53,7 @@ def _explain(rest: _Arguments) -> _Arguments | None:
         return ["why", path, *others]
     plan = next((part for part in others if not part.startswith("-")), None)
     if plan is None:
-        return None  # there is no plan: the parser says so
+        return None  # the parser reports the missing plan
     return ["why", path, target, "--plan", plan, *(part for part in others if part != plan)]
 
 

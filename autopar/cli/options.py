@@ -1,6 +1,6 @@
 """Define the options that several commands share, and parse their values.
 
-In: texts. Out: groups of options for `argparse`; sizes, shardings and hardware as the planner takes them.
+In: option texts. Out: groups of options for `argparse`; sizes, shardings and hardware in the planner's types.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from autopar.system.units import parse_size
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-#: What a TARGET is, after the help of every command that takes one.
+#: The help of every command with a TARGET ends with this text.
 TARGET_IS = """\
 TARGET is path/file.py:function or package.module:function. The function takes nothing and returns
 (step, args): the train step and the tuple of its arguments, arrays or jax.ShapeDtypeStructs.
 """
 
-#: Planning options that describe how to plan a program, whatever the mesh and the hardware.
+#: Planning options of a program, which do not depend on the mesh and the hardware.
 OF_PROGRAM = (
     "memory_budget",
     "no_rematerialize",
@@ -38,7 +38,11 @@ OF_PROGRAM = (
 
 
 def add_command(added: Any, name: str, about: str, examples: str = "") -> argparse.ArgumentParser:
-    """Add a command whose help ends with example command lines."""
+    """Add a command whose help ends with examples.
+
+    Args:
+        examples: command lines without `autopar`, one per line.
+    """
     lines = "".join(f"  autopar {line}\n" for line in examples.strip().splitlines())
     epilog = (f"examples:\n{lines}" if lines else "") + (f"\n{TARGET_IS}" if "TARGET" in about else "")
     raw = argparse.RawDescriptionHelpFormatter
@@ -46,7 +50,7 @@ def add_command(added: Any, name: str, about: str, examples: str = "") -> argpar
 
 
 def add_mesh_options(command: argparse.ArgumentParser) -> None:
-    """Add the options for devices: their number or mesh, and the hardware profile."""
+    """Add the options for the number of devices, the mesh and the hardware."""
     group = command.add_argument_group("devices")
     where = group.add_mutually_exclusive_group()
     about = "plan every mesh of at most two axes and keep the best (default: as many as are visible)"
@@ -58,9 +62,13 @@ def add_mesh_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_solver_options(command: argparse.ArgumentParser, *, keeps_plans: bool = True) -> None:
-    """Add the options for the memory budget, the solver's time limit, and the plan cache."""
+    """Add the options for the memory budget, the solver's time limit, and the plan cache.
+
+    Args:
+        keeps_plans: whether the command uses the plan cache.
+    """
     group = command.add_argument_group("solver")
-    about = "per device: 40GB, 512MiB or bytes (default: what the device has)"
+    about = "memory per device: 40GB, 512MiB or bytes (default: all that the device has)"
     group.add_argument("--memory-budget", type=size, metavar="SIZE", help=about)
     group.add_argument("--time-limit", type=seconds, metavar="S", help="seconds for the solver, per problem")
     if keeps_plans:
@@ -71,10 +79,10 @@ def add_solver_options(command: argparse.ArgumentParser, *, keeps_plans: bool = 
 
 
 def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = False) -> None:
-    """Add the options for rematerialization, gradient accumulation, pipeline stages and pins.
+    """Add the options for rematerialization, gradient accumulation, pins and pipeline stages.
 
     Args:
-        any_mesh: leave out pins and pipelines, which are for one mesh.
+        any_mesh: whether the command plans several meshes; then pins and pipeline options are left out.
     """
     group = command.add_argument_group("program")
     about = "no rematerialization (activation checkpointing), even where no plan fits without it"
@@ -104,7 +112,7 @@ def add_json(command: argparse.ArgumentParser) -> None:
 
 
 def whole_number(text: str) -> int | None:
-    """Parse an integer such as `1.4e9`; None if the text is not an integer."""
+    """Parse a whole number such as `1.4e9`; None where the text is not one."""
     try:
         number = float(text)
     except ValueError:
@@ -121,13 +129,13 @@ def count(text: str) -> int:
 
 def device_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        several = "; `autopar compare` takes several, with commas between" if "," in text else ""
+        several = "; `autopar compare` takes several, comma-separated" if "," in text else ""
         raise argparse.ArgumentTypeError(f"invalid device count {text!r}: write a whole number, 1 or more{several}")
     return int(text)
 
 
 def device_counts(text: str) -> tuple[int, ...]:
-    """Parse comma-separated numbers of devices."""
+    """Parse comma-separated device counts."""
     return tuple(dict.fromkeys(device_count(part) for part in text.split(",")))
 
 
@@ -159,7 +167,7 @@ def size(text: str) -> float:
 
 
 def parse_hardware(text: str | None) -> str | dict[str, int] | None:
-    """Parse a profile's name, or the number of devices of each profile.
+    """Parse the name of a hardware profile, or the number of devices of each profile.
 
     >>> parse_hardware("a100-sxm-40=8,v100-sxm-16=16")
     {'a100-sxm-40': 8, 'v100-sxm-16': 16}
@@ -176,10 +184,10 @@ def parse_hardware(text: str | None) -> str | dict[str, int] | None:
 
 
 def parse_pin(text: str) -> tuple[str, PartitionSpec]:
-    """Read `PATH=P(...)`; the spec is parsed, never run.
+    """Parse `PATH=P(...)` without evaluating it.
 
     Raises:
-        PinError: it cannot be parsed.
+        PinError: the text cannot be parsed.
 
     >>> parse_pin("state/params/*/kernel=P(None, ('data', 'model'))")
     ('state/params/*/kernel', P(None, ('data', 'model')))

@@ -25,7 +25,7 @@ def add_command(added: Any) -> None:
     """Add the command to a parser's commands."""
     plan = shared.add_command(added, "plan", "plan how to shard TARGET, print a summary, and save the plan", _EXAMPLES)
     plan.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
-    plan.add_argument("-o", "--output", metavar="FILE", help="where the plan goes, e.g. gpt.plan.json")
+    plan.add_argument("-o", "--output", metavar="FILE", help="plan file to write, e.g. gpt.plan.json")
     about = "write what each planner pass produces into this folder, as text: graph, problem, solution, timeline, ..."
     plan.add_argument("--dump", metavar="DIR", help=about)
     shared.add_mesh_options(plan)
@@ -35,7 +35,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, print, save."""
+    """Plan the target, save the plan, and print its summary."""
     check_output(options)
     plan = plan_target(options)
     from autopar.report.explain import explain_json, render_summary

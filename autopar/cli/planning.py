@@ -1,6 +1,6 @@
 """Turn parsed options into the planner's keyword arguments.
 
-In: the options parsed by `argparse`. Out: keyword arguments of `autopar.plan`, or the plan of the target.
+In: parsed options. Out: keyword arguments of `autopar.plan`, or the plan of the target.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.errors import TargetError
 if TYPE_CHECKING:
     from autopar.pipeline.plan import AnyPlan
 
-#: By option: the planner's argument.
+#: The planner's argument by option.
 _ARGUMENTS = {
     "time_limit": "time_limit_s",
     "num_microbatches": "num_microbatches",
@@ -28,7 +28,7 @@ _ARGUMENTS = {
 
 
 def plan_target(options: argparse.Namespace) -> AnyPlan:
-    """Plan the target."""
+    """The plan of the target."""
     more = planning(options) | ({} if getattr(options, "dump", None) is None else {"dump": options.dump})
     step, args = load_target(options.target)
     from autopar.api.make_plan import plan
@@ -56,14 +56,14 @@ def refuse_several_kinds(options: argparse.Namespace, command: str) -> None:
     """Refuse `--hardware NAME=N,NAME=N`, which is for pipelines.
 
     Raises:
-        TargetError: it was given.
+        TargetError: the option has this form.
     """
     if "=" in (options.hardware or ""):
         raise TargetError(f"--hardware {options.hardware!r}: `{command}` plans devices of one kind: give one name")
 
 
 def how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments that do not depend on mesh and hardware; each command has some of them."""
+    """The keyword arguments that do not depend on mesh and hardware, of the options that the command has."""
     given = {name: getattr(options, option, None) for option, name in _ARGUMENTS.items()}
     more = {name: value for name, value in given.items() if value not in (None, False)}
     return more | ({"rematerialize": False} if getattr(options, "no_rematerialize", False) else {})

@@ -28,7 +28,7 @@ def add_command(added: Any) -> None:
     about = "optimized HLO as text: XLA's dump *after_optimizations.txt, or compiled.as_text()"
     replay.add_argument("hlo", metavar="HLO.txt", help=about)
     replay.add_argument("--hardware", metavar="NAME", required=True, help="device whose rates apply, e.g. h100-sxm")
-    about = "devices that NVLink connects (default: as the hardware has it)"
+    about = "devices that NVLink connects (default: as in the hardware profile)"
     replay.add_argument("--devices-per-domain", type=shared.device_count, metavar="N", help=about)
     about = "trip count of loops for which XLA knows none (default: 1)"
     replay.add_argument("--trip-count", type=shared.device_count, default=1, metavar="N", help=about)
@@ -41,7 +41,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Replay a file."""
+    """Replay an HLO file, and print the estimate."""
     from pathlib import Path
 
     from autopar.xla_replay.run import replay

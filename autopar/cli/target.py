@@ -1,6 +1,6 @@
-"""Load a TARGET of the command line: import `path/file.py:function` or `package.module:function` and call it.
+"""Load a command line's TARGET: import `path/file.py:function` or `package.module:function`, and call the function.
 
-In: the text. Out: the step and its arguments, or a `TargetError` with the cause and the source line.
+In: the TARGET as text. Out: the step and its arguments, or a `TargetError` with the problem and its source line.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from autopar.frontend.step import Step
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Import a target's module, call its function, and return its step and arguments.
 
-    A step made by `parallelize` is unwrapped, and the options of the command line replace its own. The returned step
-    includes keyword arguments and the names of static arguments.
+    A step made by `parallelize` is unwrapped, because the command line's options replace its own. The returned step contains
+    the keyword arguments and the names of static arguments.
 
     Raises:
-        TargetError: it fails; the text has the cause and, if known, the source line.
+        TargetError: the target cannot be loaded; with the problem and its source line, where there is one.
     """
     place, _, name = target.rpartition(":")
     if not place or not name.isidentifier():
@@ -41,7 +41,7 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         ]
         raise TargetError(f"{place} has no function {name!r}; it has {', '.join(known) or 'none'}")
     _refuse_parameters(make, target)
-    with _blaming(f"`{name}` failed", _file_of(module)):
+    with _as_target_error(f"`{name}` failed", _file_of(module)):
         made = make()
     return _checked(made, f"`{name}` ({_line_of(make)})")
 
@@ -51,14 +51,14 @@ def _load_file(path: Path) -> ModuleType:
         raise TargetError(f"there is no file {str(path)!r} (in {Path.cwd()})")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
-        sys.path.insert(0, folder)  # so that it can import its neighbours, as `python file.py` does
+        sys.path.insert(0, folder)  # so that the file can import modules of its folder, as with `python file.py`
     name = f"autopar_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    with _blaming(f"{str(path)!r} cannot be imported", str(path)):
+    sys.modules[name] = module  # dataclasses look up their module
+    with _as_target_error(f"{str(path)!r} cannot be imported", str(path)):
         spec.loader.exec_module(module)
     return module
 
@@ -67,13 +67,13 @@ def _import_module(name: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)
-    with _blaming(f"module {name!r} cannot be imported", ""):
+    with _as_target_error(f"module {name!r} cannot be imported", ""):
         return importlib.import_module(name)
 
 
 @contextlib.contextmanager
-def _blaming(what: str, file: str) -> Iterator[None]:
-    """Convert any exception of the target's code to a `TargetError` with the source line."""
+def _as_target_error(what: str, file: str) -> Iterator[None]:
+    """Turn any exception of the target's code into a `TargetError` with the source line."""
     try:
         yield
     except (Exception, SystemExit) as error:
@@ -100,7 +100,7 @@ def _line_of(function: Callable[..., Any]) -> str:
 def _refuse_parameters(make: Callable[..., Any], target: str) -> None:
     try:
         signature = inspect.signature(make)
-    except (TypeError, ValueError):  # a built-in may have none to tell: the call will
+    except (TypeError, ValueError):  # built-in functions may have no signature
         return
     try:
         signature.bind()

@@ -1,4 +1,4 @@
-"""Print tables and JSON, show progress, refuse options, and keep JAX off the accelerators.
+"""Print tables and JSON, show progress, refuse options, and restrict JAX to CPUs.
 
 In: a renderer, data, names of options. Out: text on standard output, a progress bar on standard error, or a `TargetError`.
 """
@@ -18,12 +18,12 @@ from autopar.errors import TargetError
 if TYPE_CHECKING:
     from rich.console import Console
 
-#: Options whose flag is not their name.
+#: Options whose flag differs from their name.
 _SPELLED = {"target": "TARGET", "block_bytes": "--block", "run_step": "--run"}
 
 
 def show(draw: Callable[[Console], None]) -> None:
-    """Print tables in the width of the terminal, or plain text of a fixed width if the output is piped."""
+    """Print tables in the terminal's width; print plain text of a fixed width to a pipe."""
     from autopar.system.text_tables import new_console, plain_text
 
     console = new_console(highlight=False)
@@ -34,7 +34,7 @@ def show(draw: Callable[[Console], None]) -> None:
 
 
 def print_json(data: Any) -> None:
-    """Print all rows as JSON with plain, finite numbers."""
+    """Print JSON for programs: all rows, plain finite numbers."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
@@ -56,7 +56,7 @@ def output(options: argparse.Namespace, to_json: Callable[[], Any], draw: Callab
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str, float], None] | None]:
-    """A progress bar on standard error during planning, removed afterwards; none if standard error is piped."""
+    """Show a progress bar on standard error while planning, and remove it afterwards; a pipe gets none."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -71,13 +71,17 @@ def progress() -> Iterator[Callable[[str, float], None] | None]:
 
 
 def given(options: argparse.Namespace, names: Iterable[str], *, empty: bool = False) -> list[str]:
-    """The options among these that the user gave; with `empty`, also those given as an empty text."""
+    """The options that the user gave.
+
+    Args:
+        empty: whether an option given as an empty text counts.
+    """
     unset = (None, False, []) if empty else (None, False, [], "")
     return [name for name in names if getattr(options, name) not in unset]
 
 
 def flags(names: Iterable[str]) -> str:
-    """Format options as on the command line.
+    """Options as flags.
 
     >>> flags(["target", "memory_budget"])
     'TARGET, --memory-budget'
@@ -86,19 +90,23 @@ def flags(names: Iterable[str]) -> str:
 
 
 def refuse(useless: list[str], why: str, or_else: str = "") -> None:
-    """Refuse options that have no effect here.
+    """Refuse options that have no effect.
+
+    Args:
+        useless: names of the given options without effect.
+        why: the reason, the start of the error.
+        or_else: another way out, the end of the error.
 
     Raises:
-        TargetError: there are such options; the text is `why` and names them.
+        TargetError: there are such options.
     """
     if useless:
         raise TargetError(f"{why}: drop {flags(useless)}{or_else}")
 
 
 def use_cpu_only() -> None:
-    """Keep JAX off the accelerators if the options describe the target machine completely. If the number or kind of
-    devices is that of this machine, JAX may use its accelerators.
-    """
+    """Restrict JAX to CPUs. Commands call it where the options describe the target devices in full, so that planning needs no
+    accelerator of this machine."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if "jax" in sys.modules:  # it has read the environment already
         jax = sys.modules["jax"]

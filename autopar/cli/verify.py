@@ -1,6 +1,6 @@
 """`autopar verify`: compare a plan's predictions with the program that XLA compiles from it.
 
-In: a target. Out: predicted and compiled figures; exit code 1 if they differ.
+In: a target. Out: a table of predicted and compiled figures; exit code 1 where they differ.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def add_command(added: Any) -> None:
     about = "compare the plan of TARGET with the program that XLA's GPU compiler makes of it; no GPU is needed"
     verify = shared.add_command(added, "verify", about, _EXAMPLES)
     verify.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
-    verify.add_argument("--plan", metavar="PLAN.json", help="its saved plan; by default it is planned first")
+    verify.add_argument("--plan", metavar="PLAN.json", help="its saved plan (default: plan the target first)")
     about = "number of hosts that the GPUs are on (default: as few as possible)"
     verify.add_argument("--hosts", type=shared.device_count, metavar="N", help=about)
-    about = "run and measure the step too; needs the GPUs themselves"
+    about = "run and measure the step too, which needs the GPUs"
     verify.add_argument("--run", dest="run_step", action="store_true", help=about)
     about = "write the page of `autopar explain --html`, with predicted against compiled"
     verify.add_argument("--html", metavar="FILE", help=about)
-    about = "save the verified plan: a tighter one, where the first took too much memory"
+    about = "save the verified plan; if the first plan needed too much memory, the plan with a lower budget"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
     shared.add_mesh_options(verify)
     shared.add_program_options(verify)
@@ -48,7 +48,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command. The exit code is 1 if predicted and compiled figures differ."""
+    """Verify the plan. The exit code is 1 where predicted and compiled figures differ."""
     check_output(options)
     check_html(options)
     plan = None if options.plan is None else load_saved(options, "plan", allowed=("hardware",))
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 def _verified(options: argparse.Namespace, plan: AnyPlan | None) -> Verification | StagesVerification:
     from autopar.xla_compiler.compiler import Compiler
 
-    # It starts while the target is loaded, and before JAX is restricted to CPUs: it may use GPUs.
+    # The compiler process starts before JAX is restricted to CPUs, because it may use GPUs, and while the target is loaded.
     with Compiler() as compiler:
         more = planning(options) if plan is None else _planned(plan, options.hardware)
         step, args = load_target(options.target)

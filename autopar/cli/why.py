@@ -1,6 +1,6 @@
 """`autopar why`: plan again with the runner-up sharding of one tensor forced, and show the time that it costs.
 
-In: the path of an array or a module, a target, and optionally its saved plan. Out: a comparison of the two plans.
+In: the path of an array or a module, a target, its saved plan if there is one. Out: a comparison of the two plans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def add_command(added: Any) -> None:
     why = shared.add_command(added, "why", about, _EXAMPLES)
     why.add_argument("path", metavar="PATH", help="an array or a module; may be a glob")
     why.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
-    why.add_argument("--plan", metavar="PLAN.json", help="its saved plan; by default it is planned first")
+    why.add_argument("--plan", metavar="PLAN.json", help="its saved plan (default: plan the target first)")
     shared.add_mesh_options(why)
     shared.add_program_options(why)
     shared.add_solver_options(why)
@@ -35,7 +35,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan twice, and compare."""
+    """Plan twice, and print the comparison."""
     if options.stages not in (None, 1):
         raise TargetError("`autopar why` is for plans of one program: drop --stages")
     more = _options_of_saved(options) if options.plan is not None else _options_of_one_program(options)

@@ -1,7 +1,7 @@
 """`autopar estimate collectives`: price all-reduce by every algorithm over each axis of a mesh.
 
-In: a mesh and a hardware profile. Out: a table or a plot: seconds by formula and by message simulation, and the
-algorithm that the back end chooses.
+In: a mesh, a hardware profile. Out: a table or a plot of the seconds by formula and message by message, and the algorithm that
+the back end uses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXAMPLES = "estimate collectives --mesh 2x8 --hardware h100-sxm --plot all-redu
 
 def add_command(added: Any) -> None:
     """Add the command to the parser of `estimate`."""
-    about = "estimate an all-reduce by every algorithm over each axis of a mesh, and show which one the back end takes"
+    about = "estimate an all-reduce by every algorithm over each axis of a mesh, and show which one the back end uses"
     command = shared.add_command(added, "collectives", about, _EXAMPLES)
     about = "time every message too, next to the formulas"
     command.add_argument("--messages", action="store_true", help=about)
@@ -34,7 +34,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print the table, and plot it if requested."""
+    """Print the table, and draw the plot."""
     from autopar.report.all_reduce_table import check_can_plot, plot_all_reduce, price_all_reduce, render_all_reduce
 
     if options.plot is not None:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _mesh_and_hardware(options: argparse.Namespace) -> tuple[MeshShape, HardwareProfile]:
-    """The given mesh and hardware; by default those of the visible devices."""
+    """The given mesh and hardware profile; by default those of the visible devices."""
     from autopar.hardware import profile as hardware
     from autopar.ir.mesh import parse_mesh
 

@@ -1,4 +1,4 @@
-"""`autopar estimate`: estimate inference, vector search or collectives without a user program.
+"""`autopar estimate`: estimate inference, vector search and collectives, without a program of the user's.
 
 In: a model, a corpus or a mesh. Out: times and memory on devices that need not exist.
 """

@@ -1,6 +1,6 @@
 """`autopar estimate inference`: estimate the serving of a model on devices that need not exist.
 
-In: a model's config, a workload. Out: the result of `inference.estimate`, as tables or JSON.
+In: a model's config, a workload. Out: the results of `inference.estimate`, as tables or JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from autopar.cli.files import check_output
 from autopar.cli.planning import planning, refuse_several_kinds
 from autopar.cli.terminal import output, progress
 
-#: By option: the field of `PaperInference`.
+#: The field of `PaperInference` by option.
 _FIELDS = {
     "batch": "batch",
     "prompt_tokens": "prompt",
@@ -59,7 +59,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, print, and save the plan of a decode iteration."""
+    """Estimate, print the tables, and save the plan of a decode iteration."""
     check_output(options)
     refuse_several_kinds(options, "estimate inference")
     more = planning(options)

@@ -1,6 +1,6 @@
 """`autopar estimate search`: estimate a vector search on devices that need not exist.
 
-In: the size of a corpus, index parameters. Out: the result of `vector_search.estimate`, as tables or JSON.
+In: the size of a corpus, index parameters. Out: the results of `vector_search.estimate`, as tables or JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Plan, print, and save the plan of a batch of queries."""
+    """Estimate, print the tables, and save the plan of a batch of queries."""
     check_output(options)
     refuse_several_kinds(options, "estimate search")
     case, more = _case(options), planning(options)
@@ -74,10 +74,10 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _case(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `SearchSpec` that were given.
+    """The arguments of `SearchSpec` that the user gave.
 
     Raises:
-        SearchError: the corpus or a block cannot be parsed.
+        SearchError: `--corpus` cannot be parsed.
     """
     num_vectors, dim, dtype = parse_corpus(options.corpus)
     more: dict[str, Any] = {name: getattr(options, name) for name in _FIELDS if getattr(options, name) is not None}
@@ -89,10 +89,10 @@ def _case(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_corpus(text: str) -> tuple[int, int, str]:
-    """Parse a corpus: the number of vectors, their dim, and their dtype.
+    """Parse a corpus into the number of vectors, the elements of a vector, and their dtype.
 
     Raises:
-        SearchError: it cannot be parsed.
+        SearchError: the text cannot be parsed.
 
     >>> parse_corpus("1.4e9x100:int8")
     (1400000000, 100, 'int8')
