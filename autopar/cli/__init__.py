@@ -1,4 +1,4 @@
-"""Implement the command line: parse arguments, call the library, print the result.
+"""The command line: parse arguments, call the library, print results.
 
 In: command-line arguments.
 Out: text, files, an exit code.

@@ -25,13 +25,8 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure or read, and print the fits and where they are saved."""
-    if options.profile is not None:
-        refuse(given(options, ["seconds"]), "--from measures nothing")
-        _from_profile(options)
-        return
-    refuse(given(options, ["hlo", "program"]), "without --from the devices of this machine are measured")
-    from autopar.calibration.calibrate import DEFAULT_SECONDS, calibrate
+    """Measure the devices, and print a summary and the path of the profile."""
+    from autopar.calibration.calibrate import calibrate
     from autopar.calibration.calibration import describe
 
     budget = options.seconds or DEFAULT_SECONDS

@@ -51,7 +51,7 @@ def collective_uses(
 
 
 def _place(op: Communicate) -> tuple[int, int, int]:
-    """A sort key that keeps the program's order within a flow and a decision."""
+    """The sort key of a communication. Communications of one flow or decision stay in program order."""
     first = min(op.flows) if op.flows else min(op.decisions, default=0)
     return _ORDER[op.cause], first, _WITHIN.get(op.cause, 0)
 

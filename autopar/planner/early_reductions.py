@@ -47,32 +47,32 @@ class EarlyStart:
             slack: extra time between a reduction and its barrier, relative to the time of the reduction.
         """
         ops, starts, early = list(self.program.ops), self.clock.starts, list[EarlyReduction]()
-        free = 0.0
+        idle_from = 0.0  # when the reductions of the buckets so far are complete
         for bucket in _buckets(self.chains, self.program.ops, combine_threshold_bytes):
             ready = max(starts[min(chain)] for chain in bucket)
             seconds = self.clock.together(bucket)
-            free = max(free, ready) + seconds
+            idle_from = max(idle_from, ready) + seconds
             last = [chain[-1] for chain in bucket]
             values = tuple(sorted({self.program.buffers[ops[i].writes[0]].value for i in last}))
             produced = max(self.producers[value] for value in values)
-            at = next(
+            barrier = next(
                 (
                     (i, node, operand)
                     for i, node, operand in self.matmuls
-                    if starts[i] >= free + slack * seconds and i > max(last) and node > produced
+                    if starts[i] >= idle_from + slack * seconds and i > max(last) and node > produced
                 ),
                 None,
             )
-            if at is None or at[0] >= min(self.clock.first_read[i] for i in last):
+            if barrier is None or barrier[0] >= min(self.clock.first_read[i] for i in last):
                 continue
-            i, node, operand = at
+            i, node, operand = barrier
             early.append(EarlyReduction(node=node, operand=operand, values=values))
             ops[i] = replace(ops[i], reads=(*ops[i].reads, *(ops[j].writes[0] for j in last)))
         return (replace(self.program, ops=tuple(ops)), tuple(early)) if early else (self.program, ())
 
 
 class _Clock:
-    """Start times of the operations in program order, if no collective is waited for. The time of an operation is the mean of
+    """Start times of the operations in program order, without waiting for collectives. The time of an operation is the mean of
     its time by the device's own rates and by XLA's latency estimator."""
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:

@@ -89,7 +89,7 @@ def _num_processes() -> int:
 class Workers(Generic[Request, Answer]):
     """This process, which is worker 0, and its forks.
 
-    The caller iterates over the requests for this process, and notes each answer. The forks answer the other requests in the
+    The caller iterates over the requests for this process, and records each answer (`note`). The forks answer the other requests in the
     meantime. Requests whose fork failed come last, to this process.
 
     Attributes:
@@ -104,7 +104,7 @@ class Workers(Generic[Request, Answer]):
         return 1 + len(self._forks)
 
     def note(self, request: Request, answer: Answer) -> None:
-        """Note the answer of this process to a request."""
+        """Record this process's answer to a request."""
         self.answers[request] = 0, answer
 
     def spread(self, requests: Sequence[Request]) -> Iterator[Request]:

@@ -49,7 +49,7 @@ class MicrobatchSearch:
             count *= 2
 
     def note(self, count: int, found: Found) -> None:
-        """Note the plan for a number of microbatches."""
+        """Record the plan for a number of microbatches."""
         plan, best = found.plan, self._best
         self._tried.append(_tried(count, plan))
         slower = best is not None and plan.prediction.step_time_s >= best.plan.prediction.step_time_s
@@ -57,10 +57,10 @@ class MicrobatchSearch:
         self._is_done = not plan.outcome.memory_bound or (slower and not plan.rematerialized)
 
     def fail(self, count: int, error: NothingFitsError | MicrobatchError | TimeLimitError) -> None:
-        """Note that there is no plan for a number of microbatches.
+        """Record that there is no plan for a number of microbatches.
 
         Raises:
-            BudgetError: that number was requested.
+            BudgetError: no plan fits, and the user requested this number.
             MicrobatchError: one microbatch does not fit and the batch cannot be split.
             TimeLimitError: the solver found no plan in time, and no plan fits yet.
         """

@@ -47,7 +47,7 @@ def _num_examples(program: Program) -> int:
 
 
 def microbatch_notes(program: Program, mesh: MeshShape) -> tuple[str, ...]:
-    """Note where a microbatch has too few examples to shard over an axis that divides the batch."""
+    """A note if a mesh axis divides the batch but not a microbatch, which then cannot be sharded over the axis."""
     axes = [size for size in mesh.axis_sizes if size > 1]
     whole = num_examples(program.graph) if program.num_microbatches > 1 else 1
     each = whole // program.num_microbatches

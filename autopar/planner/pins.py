@@ -26,11 +26,11 @@ def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any])
     Raises:
         PinError: no mesh has them all.
     """
-    wanted = {axis for spec in pin.values() for axis in _axes_named(spec)}
-    matching = [mesh for mesh in meshes if wanted <= set(mesh.axis_names)]
+    named = {axis for spec in pin.values() for axis in _axes_named(spec)}
+    matching = [mesh for mesh in meshes if named <= set(mesh.axis_names)]
     if not matching:
         known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
-        missing = ", ".join(sorted(wanted - set(known)) or sorted(wanted))
+        missing = ", ".join(sorted(named - set(known)) or sorted(named))
         raise PinError(f"a pin names the mesh axis {missing}, but the mesh has {', '.join(known)}: use its names")
     return matching
 

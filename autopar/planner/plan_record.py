@@ -31,7 +31,7 @@ from autopar.xla_model.step_summary import memory_over_step, seconds_by_bound, s
 
 
 def plan_of(
-    made: Candidate,
+    candidate: Candidate,
     program: Program,
     unknown: Counter[str],
     *,
@@ -48,15 +48,15 @@ def plan_of(
         seconds: planning time.
         memory_bound: whether the fastest plan without a memory limit exceeds the budget.
     """
-    parts, solution, graph = made.parts, made.solution, made.formulation.graph
+    parts, solution, graph = candidate.parts, candidate.solution, candidate.formulation.graph
     check_explicit(parts.explicit, graph)
-    mesh, own_rates = made.formulation.mesh, replace(made.formulation.profile, xla_estimator=None)
+    mesh, own_rates = candidate.formulation.mesh, replace(candidate.formulation.profile, xla_estimator=None)
     return Plan(
         program=program.signature,
         mesh=mesh,
-        hardware=made.formulation.profile.name,
+        hardware=candidate.formulation.profile.name,
         memory_budget_bytes=budget_bytes,
-        strategy=strategy_text(made.formulation, solution.choices, parts.inputs),
+        strategy=strategy_text(candidate.formulation, solution.choices, parts.inputs),
         inputs=parts.inputs,
         outputs=parts.outputs,
         carried=graph.carried,
@@ -65,8 +65,8 @@ def plan_of(
         decisions=parts.decisions,
         collectives=parts.collectives,
         regions=parts.regions,
-        microbatches=microbatches_of(made.program, mesh, parts.constraints),
-        rematerialized=made.rematerialized,
+        microbatches=microbatches_of(candidate.program, mesh, parts.constraints),
+        rematerialized=candidate.rematerialized,
         combine_threshold_bytes=parts.combine_threshold_bytes,
         early_reductions=with_place_names(graph, parts.early_reductions),
         unfused_reductions=unfused_reductions_of(graph, parts.device),
@@ -80,7 +80,7 @@ def plan_of(
             [(mesh.num_devices, own_rates)],
             seconds_by_bound(parts.device, parts.timeline, own_rates),
         ),
-        outcome=_outcome(solution, made.formulation, seconds, memory_bound),
+        outcome=_outcome(solution, candidate.formulation, seconds, memory_bound),
         notes=(*plan_notes(graph, mesh, unknown, parts.inputs), *microbatch_notes(program, mesh)),
         versions=versions_of(),
         in_tree=program.trace.in_tree,

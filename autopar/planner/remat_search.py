@@ -26,7 +26,7 @@ _WORTH_LOOKING = 0.01
 _MOST_HIDDEN = 0.03
 #: How many levels are chosen by their expected memory before the search bisects.
 _MOST_GUESSES = 3
-#: At least this part of a repeated collective is exposed.
+#: At least this share of a repeated collective is exposed.
 _LEAST_EXPOSED = 0.1
 
 

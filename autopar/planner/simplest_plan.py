@@ -54,13 +54,13 @@ def simplest(best: Candidate, candidates: Sequence[Candidate], to_beat: float, t
     if best.compared_s > limit_s or best.peak_bytes > task.budget_bytes:
         return best
     most_s = (1 + TIE) * best.step_time_s  # the step time that users see must be tied too
-    able = (
+    fitting = (
         one
         for one in (*candidates, *_with_replicated_state(best, limit_s, task))
         if one.peak_bytes <= task.budget_bytes
     )
-    near = [one for one in able if one.compared_s <= limit_s and one.step_time_s <= most_s]
-    return min(near, key=lambda one: (num_split(one.parts.inputs), one.compared_s), default=best)
+    tied = [one for one in fitting if one.compared_s <= limit_s and one.step_time_s <= most_s]
+    return min(tied, key=lambda one: (num_split(one.parts.inputs), one.compared_s), default=best)
 
 
 def _with_replicated_state(best: Candidate, limit_s: float, task: MeshTask) -> list[Candidate]:

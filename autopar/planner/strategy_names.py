@@ -125,7 +125,7 @@ class _Work:
         weights = _factors(read for read in group.reads if read.value in self._derived)
         activations = _factors(read for read in group.reads if read.value not in self._derived)
         if not weights:
-            return "attention"  # a shard of the batch or of the heads, as in the matmuls around it
+            return "attention"  # sharding over the batch or over heads, which look alike here
         if factor not in weights:
             return "context" if self._is_position(group, factor) else "data"
         is_expert = (factor in activations) == (factor in _factors(group.defines))

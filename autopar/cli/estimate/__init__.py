@@ -1,6 +1,6 @@
-"""Implement `autopar estimate`: estimates that need no user program.
+"""The subcommands of `autopar estimate`, which need no program of the user's.
 
 In: a model's config, the size of a corpus, or a mesh.
-Out: times and memory on devices that need not exist.
+Out: predicted times and memory, on devices that need not exist.
 Imported by: cli.
 """

@@ -1,6 +1,6 @@
-"""Which values to recompute: candidates, their costs, a minimum cut.
+"""Choose the values to recompute (activation checkpointing): candidates, their costs, a minimum cut.
 
-In: a `Graph`, a memory budget.
-Out: sets of nodes to compute again, cheapest first.
+In: a `Graph`, the assignment of a plan, its device program.
+Out: sets of nodes to compute again, in order of the memory that they save.
 Imported by: planner.
 """

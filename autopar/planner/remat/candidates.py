@@ -135,7 +135,7 @@ def _steps(graph: Graph, site: Site, segment: Segment, costs: Costs) -> tuple[di
         steps[-1 - value] = Step(site.num_iterations * costs.num_bytes[value], float("inf"), ())
     for value in () if site.is_loop else _gathered(graph, site, segment, costs):
         producers[value] = -1 - value
-        steps[-1 - value] = Step(costs.held[value], site.repeat * costs.seconds[value], ())
+        steps[-1 - value] = Step(costs.live_bytes[value], site.repeat * costs.seconds[value], ())
     for n in segment.nodes:
         node = graph.nodes[n]
         seconds = sum(costs.seconds.get(v, 0.0) for v in node.results)
@@ -152,7 +152,7 @@ def _steps(graph: Graph, site: Site, segment: Segment, costs: Costs) -> tuple[di
 def _gathered(graph: Graph, site: Site, segment: Segment, costs: Costs) -> list[int]:
     """Inputs that are gathered for this segment, and that only the segment and the backward pass read."""
     inputs, own = set(graph.inputs), set(segment.nodes)
-    read = {v for n in segment.nodes for v in graph.nodes[n].operands if v in inputs and costs.held.get(v)}
+    read = {v for n in segment.nodes for v in graph.nodes[n].operands if v in inputs and costs.live_bytes.get(v)}
     elsewhere = {
         v for n, node in enumerate(graph.nodes[: site.start]) if n not in own for v in node.operands if v is not None
     }
@@ -165,7 +165,7 @@ def _kept_bytes(graph: Graph, site: Site, results: Sequence[int], costs: Costs) 
     if site.is_loop:
         return site.num_iterations * sum(costs.num_bytes[v] for v in results)
     large = [v for v in results if graph.values[v].size > SMALL_SIZE]
-    kept = [costs.held.get(v) or costs.num_bytes[v] for v in large if v in costs.stored]
+    kept = [costs.live_bytes.get(v) or costs.num_bytes[v] for v in large if v in costs.stored]
     return float("inf") if large and not kept else sum(kept)
 
 
@@ -192,13 +192,13 @@ def _recomputation(
     if not read:
         return None
     kept = _kept_of(graph, site, steps, states, again, costs)
-    held = _held(site, values, costs)
+    live = _live_bytes(site, values, costs)
     extra = sum(
         steps[n].num_bytes
         for n in states.kept
-        if (results := {-1 - n} if n < 0 else set(graph.nodes[n].results)) and not _is_held(site, results, costs)
+        if (results := {-1 - n} if n < 0 else set(graph.nodes[n].results)) and not _is_live(site, results, costs)
     )
-    largest = max(nodes or (0,), key=lambda n: sum(costs.held.get(v, 0.0) for v in graph.nodes[n].results))
+    largest = max(nodes or (0,), key=lambda n: sum(costs.live_bytes.get(v, 0.0) for v in graph.nodes[n].results))
     onward = None
     if len(kept) == 1:
         start = min(n for n in steps if n >= 0)
@@ -207,7 +207,7 @@ def _recomputation(
     return Rematerialization(
         segment=RematSegment(nodes=nodes, before=before, regathered=regathered, kept=kept, onward=onward),
         path=common_path([graph.nodes[n].path for n in nodes]) or graph.nodes[largest].path,
-        saved_bytes=held - extra,
+        saved_bytes=live - extra,
         time_s=sum(steps[n].seconds for n in again),
     )
 
@@ -215,7 +215,7 @@ def _recomputation(
 def _kept_of(
     graph: Graph, site: Site, steps: dict[int, Step], states: States, again: set[int], costs: Costs
 ) -> tuple[int, ...]:
-    """Kept values that are computed from rematerialized values, as the sums of a softmax are from its scores. XLA may postpone
+    """Kept values that are computed from rematerialized values, such as the sums of a softmax from its scores. XLA may postpone
     their producers to the backward pass, which would keep the scores of the forward pass live until then."""
     if site.is_loop:
         return ()
@@ -251,14 +251,14 @@ def _onward(following: Sequence[Node], values: set[int], kept: int, costs: Costs
     return None
 
 
-def _held(site: Site, values: set[int], costs: Costs) -> float:
+def _live_bytes(site: Site, values: set[int], costs: Costs) -> float:
     if site.is_loop:
         return site.num_iterations * sum(costs.num_bytes[v] for v in values if v in site.read)
-    return sum(costs.held.get(v, 0.0) for v in values)
+    return sum(costs.live_bytes.get(v, 0.0) for v in values)
 
 
-def _is_held(site: Site, values: set[int], costs: Costs) -> bool:
-    return any(v in site.read if site.is_loop else v in costs.held for v in values)
+def _is_live(site: Site, values: set[int], costs: Costs) -> bool:
+    return any(v in site.read if site.is_loop else v in costs.live_bytes for v in values)
 
 
 def common_path(paths: Sequence[str]) -> str:

@@ -20,14 +20,14 @@ class Costs:
 
     Args:
         num_bytes: the local size of the value as its producer writes it.
-        held: bytes of the value and its resharded copies that the backward pass reads.
+        live_bytes: bytes of the value and its resharded copies that the backward pass reads.
         stored: the values that are in memory, directly or as a resharded copy; all others exist only inside kernels.
         seconds: the time of the kernels that produce the value, plus the exposed time of its collectives; missing for a value
             that exists only inside a kernel.
     """
 
     num_bytes: dict[int, float]
-    held: dict[int, float]
+    live_bytes: dict[int, float]
     stored: frozenset[int]
     seconds: dict[int, float]
 
@@ -42,7 +42,7 @@ def costs_of(
         exposed: exposed share by kind of collective; 1 for a missing kind.
     """
     profile = replace(f.profile, xla_estimator=None)
-    held: dict[int, float] = defaultdict(float)
+    live_bytes: dict[int, float] = defaultdict(float)
     stored: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
     written: set[int] = set()
@@ -56,12 +56,12 @@ def costs_of(
             written.add(b)
             stored.add(buffer.value)
             if b in read_later:
-                held[buffer.value] += buffer.num_bytes
+                live_bytes[buffer.value] += buffer.num_bytes
         if op.kind != "border":
             for value in {device.buffers[b].value for b in own}:  # recomputing any of them repeats the whole kernel
                 part = exposed.get(op.collective, 1.0) if op.kind == "collective" else 1.0
                 seconds[value] += part * op_seconds(op, f.mesh, profile)
-    return Costs(_sizes(f, choices), dict(held), frozenset(stored), dict(seconds))
+    return Costs(_sizes(f, choices), dict(live_bytes), frozenset(stored), dict(seconds))
 
 
 def _sizes(f: Formulation, choices: Sequence[int]) -> dict[int, float]:

@@ -91,7 +91,7 @@ def _ends(site: Site, graph: Graph, costs: Costs, last: dict[int, int]) -> list[
             if last.get(value, -1) > n:
                 live += size
                 leaving[last[value]] = leaving.get(last[value], 0.0) + size
-            own[i + 1] += costs.held.get(value, 0.0)
+            own[i + 1] += costs.live_bytes.get(value, 0.0)
         upto = site.forward[i + 1] if i + 1 < count else site.start
         for read in [r for r in leaving if r < upto]:
             live -= leaving.pop(read)
@@ -107,11 +107,11 @@ def _ends(site: Site, graph: Graph, costs: Costs, last: dict[int, int]) -> list[
         cuts = _cheapest_cuts(places, passing, own, most)
         if cuts is None:
             break
-        held = max(own[b] - own[a] for a, b in zip([0, *cuts], cuts, strict=False))
-        total = held + sum(passing[i - 1] for i in cuts[:-1])
+        largest = max(own[b] - own[a] for a, b in zip([0, *cuts], cuts, strict=False))
+        total = largest + sum(passing[i - 1] for i in cuts[:-1])
         if total < lowest:
             best, lowest = cuts, total
-        most = 0.8 * held
+        most = 0.8 * largest
     return best
 
 
