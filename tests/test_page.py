@@ -287,7 +287,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
         (["p.json", "--html", "r.html", "--verification", "none.json"], "cannot use the verification 'none.json'"),
         (["p.json", "--html", "r.html", "--verification", "damaged.json"], "it is damaged"),
         (["p.json", "--verification", "p.json"], "is shown in the HTML page: add --html FILE"),
-        (["p.json", "--timeline", "t.json"], "does not say what runs when"),
+        (["p.json", "--timeline", "t.json"], "has no timeline"),
         (["traced.json", "--timeline", "t.svg"], "give a file that ends in .json"),
         (["traced.json", "--timeline", "nowhere/t.json"], "cannot write 'nowhere/t.json'"),
     ],

@@ -136,7 +136,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise InferenceError(f"--tokens {text!r} is no list of tokens: write comma-separated numbers") from None
+        raise InferenceError(f"--tokens {text!r} is not a list of token ids: write comma-separated integers") from None
 
 
 def _serving(options: argparse.Namespace) -> dict[str, Any]:

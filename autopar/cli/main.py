@@ -1,9 +1,9 @@
 """Parse the command line and run its command.
 
-In: arguments. Out: text, tables or JSON on standard output; progress, warnings and errors on standard error; an exit code. Exit
-codes: 0 success; 1 a verification or check fails, or a diagnosis finds unintended collectives; 2 a user error; 130 interrupted.
-A command only parses and prints. It imports its packages when it runs, so that `--help` and `explain` of a saved plan need not
-import JAX.
+In: arguments. Out: text, tables or JSON on standard output; progress, warnings and errors on standard error; an exit code:
+0 for success, 1 if a verification or check fails or a diagnosis finds unintended collectives, 2 for a user error, 130
+if interrupted. Commands only parse and print. They import what they need when they run, so that `--help` and `explain`
+of a saved plan do not import JAX.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from autopar.errors import AutoparError
 from autopar.system.units import without_controls
 from autopar.version import __version__
 
-#: The commands, in the order of the help.
-_COMMANDS = (plan, explain, why, verify, replay, diagnose, compare, diff, export, estimate, calibrate, generate, doctor)
-_DESCRIPTION = (
-    "Plan how to shard a JAX train step over many devices, and explain why. Planning needs none of the devices."
+#: In the order of the help.
+_COMMANDS = (
+    *(plan, explain, why, verify, replay, compare_profile, diagnose, compare, diff, export),
+    *(estimate, calibrate, generate, doctor),
 )
+_DESCRIPTION = "Plan how to shard a JAX train step over many devices, and say why. No device of the target is needed."
 _EPILOG = """\
 start here:
   autopar doctor
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("autopar: interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # a reader such as `head` has closed the pipe
+    except BrokenPipeError:  # `head`, say, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code or 0
@@ -91,13 +92,13 @@ def _parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def _log_to_stderr() -> Iterator[None]:
-    """Print the package's log, for example that a plan came from the cache."""
+    """Print the package's log on standard error, for example cache hits."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("autopar")
     handler.setFormatter(logging.Formatter("autopar: %(message)s"))
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # otherwise Python prints warnings twice
+    logger.propagate = False  # or Python says a warning twice
     try:
         yield
     finally:

@@ -44,8 +44,8 @@ def _unknown_trip_counts(graph: Graph) -> Iterator[str]:
     loops = [node for node in graph.nodes if node.primitive == "predicate"]
     if loops:
         yield (
-            f"how often a `while` loop runs is known only as it does: each of {len(loops)} is priced for"
-            f" {UNKNOWN_TRIP_COUNT:g} trips. The first is at {loops[0].source or 'an unknown line'}"
+            f"the trip count of a `while` loop is unknown before it runs: each of {len(loops)} is priced for"
+            f" {UNKNOWN_TRIP_COUNT:g} iterations. The first is at {loops[0].source or 'an unknown line'}"
         )
 
 

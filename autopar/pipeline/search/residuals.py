@@ -86,7 +86,7 @@ class Crossings:
         sites = sites_of(layout.trace) if self.read else ()
         start = sites[0].start if sites else len(equations)
         self.repeat = sites[0].repeat if sites else 1.0
-        self.costs = costs_of(made.formulation, made.solution.choices, made.parts.device, start, {})
+        self.costs = costs_of(candidate.formulation, candidate.solution.choices, candidate.parts.device, start, {})
         self.layer_of = {n: equations[n].layer for n in (sites[0].forward if sites else ()) if phases[n] == "forward"}
         #: Values that leave the stage or the iteration in the forward pass, so they are computed there.
         self.leaving = {v for n in range(*layout.loop.exit) for v in equations[n].operands if isinstance(v, int)}
@@ -185,8 +185,8 @@ class Crossings:
             seconds += recompute_s
             most = max(most, self._num_bytes(v for v in own if v in costs.stored))
         read |= set(self.read) - renewed
-        passing = read & self.made_forward
-        if not self.apart:
+        passing = read & self.produced_forward
+        if not self.separate:
             passing &= costs.stored
         return Crossing(
             tuple(recomputed),

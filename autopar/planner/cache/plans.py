@@ -111,8 +111,8 @@ class PlanEntry(Generic[P]):
         return found
 
     def keep(self, plan: P) -> None:
-        """Write a plan to the cache, unless the user interrupted planning."""
-        if self.path is not None and self.key is not None and plan.outcome.status != "interrupted":
+        """Write a plan to the cache, unless the user interrupted the solver."""
+        if self.path is not None and self.key is not None and plan.outcome.status != Status.INTERRUPTED.value:
             _write(self.path, plan, self.program, self.key)
 
 
