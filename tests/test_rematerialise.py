@@ -372,7 +372,7 @@ def test_the_program_of_a_plan_is_the_one_it_was_made_of() -> None:
 def test_it_is_told() -> None:
     plan = planned_within(False, 0.6)
     text = str(autopar.explain(plan))
-    assert "are recomputed in the backward pass" in " ".join(text.split())
+    assert "are rematerialized in the backward pass" in " ".join(text.split())
     assert len(explain_json(plan)["rematerialized"]) == len(plan.rematerialized)
 
 

@@ -1,4 +1,4 @@
-"""The command line: parse arguments, call the library, print results.
+"""Implement the command line: parse arguments, call the library, print the result.
 
 In: command-line arguments.
 Out: text, files, an exit code.

@@ -63,7 +63,7 @@ def refuse_several_kinds(options: argparse.Namespace, command: str) -> None:
 
 
 def how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments that do not depend on mesh and hardware, of the options that the command has."""
+    """The keyword arguments for the given options that apply to any mesh and hardware."""
     given = {name: getattr(options, option, None) for option, name in _ARGUMENTS.items()}
     more = {name: value for name, value in given.items() if value not in (None, False)}
     return more | ({"rematerialize": False} if getattr(options, "no_rematerialize", False) else {})

@@ -38,7 +38,7 @@ class _Passes:
 
 
 def make_folder(folder: str | os.PathLike[str]) -> Path:
-    """Create the folder of a dump, before planning takes its time.
+    """Create the folder of a dump. The planner calls it first, so that an invalid folder fails before planning.
 
     Raises:
         OptionError: the name is empty, or the folder cannot be created.

@@ -1,4 +1,4 @@
-"""Record the figures behind MFU, throughput and the bound of a step.
+"""Record model FLOPs, examples, tokens and bounds of a step, from which MFU and throughput follow.
 
 In: the graph of a step, its inputs, devices, seconds by bound (compute, memory, ...). Out: `Efficiency`.
 """

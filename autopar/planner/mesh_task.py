@@ -70,6 +70,7 @@ class MeshTask:
 
         Args:
             like: the formulation of another form of the program, on the same mesh.
+            recomputed: the rematerializations in `program`.
             seconds_per_byte: price of the memory that arguments occupy.
 
         Raises:
