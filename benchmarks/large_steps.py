@@ -26,8 +26,8 @@ from autopar.api import make_plan
 from autopar.hardware import profile as hardware
 from autopar.planner import mesh_search, mesh_task, one_mesh, reshard_to_fit
 from autopar.plans.plan import Plan
-from autopar.solve.exact_search import PROVEN
 from autopar.solve.ilp import Ilp
+from autopar.solve.incumbent import PROVEN
 from benchmarks.absent_gpus import absent_mesh
 from benchmarks.models import llama_8b_scanned_target, llama_8b_target
 from benchmarks.zoo.training import Target

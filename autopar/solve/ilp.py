@@ -15,17 +15,15 @@ evaluated again in float64 on the original problem, and its memory limit is chec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.solve.exact_search import PROVEN, Search
+from autopar.solve.exact_search import Search
+from autopar.solve.incumbent import PROVEN, Incumbent, Progress
 from autopar.solve.minimum_memory import minimum_memory as minimum_memory
 from autopar.solve.problem import Problem, Solution, Status
 from autopar.solve.search_budget import Budget
-
-Progress = Callable[[float, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +60,18 @@ class Ilp:
         budget = Budget(time.monotonic() + self.time_limit_s, self.step_limit)
         search = Search(problem, budget, self.progress, seed=self.seed, relative_gap=self.relative_gap)
         search.run()
-        if not search.choices:
-            status = Status.INFEASIBLE if search.bound == np.inf else Status.NOT_FOUND
-            return Solution((), np.inf, search.bound, status)
-        return Solution(search.choices, search.cost, min(search.bound, search.cost), _status(search, budget))
+        best = search.best
+        if not best.choices:
+            status = Status.INFEASIBLE if best.bound == np.inf else Status.NOT_FOUND
+            return Solution((), np.inf, best.bound, status)
+        return Solution(best.choices, best.cost, min(best.bound, best.cost), _status(best, budget))
 
 
-def _status(search: Search, budget: Budget) -> Status:
-    if search.proven:
+def _status(best: Incumbent, budget: Budget) -> Status:
+    if best.proven:
         return Status.OPTIMAL
-    if search.close:
+    if best.close:
         return Status.CLOSE
-    if search.interrupted:
+    if best.interrupted:
         return Status.INTERRUPTED
     return Status.STEPPED if budget.stepped and not budget.overdue else Status.FEASIBLE
