@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.flow import Flow
 from autopar.pipeline.cut.recompute_aliases import aliases_of
-from autopar.transforms.microbatch.classify import PARTIAL
+from autopar.transforms.microbatch.value_kinds import PARTIAL
 
 
 @dataclass(frozen=True, slots=True)

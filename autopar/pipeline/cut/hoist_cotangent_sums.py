@@ -16,7 +16,7 @@ from autopar.frontend.trace import Trace
 from autopar.frontend.trace_builder import TraceBuilder
 from autopar.pipeline.cut.flow import Flow
 from autopar.rules.table import traits_of
-from autopar.transforms.microbatch.classify import PARTIAL
+from autopar.transforms.microbatch.value_kinds import PARTIAL
 
 
 def added_where_made(flow: Flow, trace: Trace) -> Trace:

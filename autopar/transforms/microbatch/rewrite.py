@@ -24,10 +24,11 @@ from autopar.ir.graph import Graph
 from autopar.jax_interop import compat as jax_compat
 from autopar.transforms.microbatch import slices as parts
 from autopar.transforms.microbatch.batch_dims import Places, leading_dim
-from autopar.transforms.microbatch.classify import PARTIAL, Split, classify
+from autopar.transforms.microbatch.classify import Split, classify
 from autopar.transforms.microbatch.random_bits import with_drawn_bits
 from autopar.transforms.microbatch.resize import is_as_written, resized
 from autopar.transforms.microbatch.slices import Cut
+from autopar.transforms.microbatch.value_kinds import PARTIAL
 
 
 def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statistics: bool = False) -> Trace:

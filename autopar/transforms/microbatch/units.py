@@ -6,7 +6,7 @@ In: a trace and its graph. Out: `Unit`s in order. Microbatching and pipelining m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.frontend.equations import Equation, Region
 from autopar.frontend.trace import Trace
@@ -27,6 +27,37 @@ class Unit:
     region: Region | None
     operands: tuple[int, ...]
     results: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Placement:
+    """Where the units of a step run, relative to the loop over microbatches.
+
+    Args:
+        producers: value -> the position of the unit that makes it.
+        before, inside, after: positions of units; a unit may run in two places.
+    """
+
+    units: list[Unit]
+    producers: dict[int, int]
+    before: set[int] = field(default_factory=set)
+    inside: set[int] = field(default_factory=set)
+    after: set[int] = field(default_factory=set)
+
+    @staticmethod
+    def of(units: Iterable[Unit]) -> Placement:
+        """Units of which none is placed yet."""
+        units = list(units)
+        return Placement(units, {value: i for i, unit in enumerate(units) for value in unit.results})
+
+    def move_inside(self, i: int) -> None:
+        """Move a unit from after the loop into it."""
+        self.after.discard(i)
+        self.inside.add(i)
+
+    def equations(self, place: Iterable[int]) -> frozenset[int]:
+        """The positions of the equations of some units."""
+        return frozenset(n for i in place for n in range(self.units[i].start, self.units[i].stop))
 
 
 def backward_of(units: Iterable[Unit], equations: Sequence[Equation]) -> list[Unit]:
