@@ -17,7 +17,6 @@ STILL_LARGE = {
     "inference/serve/engine.py Engine": 295,
     "pipeline/cut/unroll_layers.py _Unstacking": 266,
     "runtime/replay.py Replay": 289,
-    "transforms/microbatch/rewrite.py _Rewriting": 269,
 }
 
 
