@@ -15,20 +15,19 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from jax import lax
 
 from autopar.frontend.accumulators import sums_of
 from autopar.frontend.equations import Atom, Equation, Nest, Region, items_of
 from autopar.frontend.trace import Trace
-from autopar.frontend.trace_builder import TraceBuilder, flat_border
+from autopar.frontend.trace_builder import flat_border
 from autopar.ir.graph import Graph
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.layer_loops import Stack
+from autopar.pipeline.cut.layer_slices import SlicedValues
 from autopar.transforms.microbatch.batch_dims import Place, Places
 from autopar.transforms.microbatch.resize import is_as_written, resized
-from autopar.transforms.microbatch.slices import COMBINE
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -92,46 +91,6 @@ def unstacked(before: Unstacked, places: Places, stack: Stack, starts: Sequence[
     return _Unstacking(before, places, stack, starts).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _LayerSlices:
-    """Slices along the layer dim, as functions of arrays.
-
-    Args:
-        num_layers: layers of the whole.
-        bounds: first layer of each slice, and the layer after its last.
-    """
-
-    num_layers: int
-    bounds: tuple[tuple[int, int], ...]
-
-    def local(self, shape: Sequence[int], place: Place, bounds: tuple[int, int]) -> tuple[int, ...]:
-        """The shape of a slice."""
-        size = shape[place.dim] // self.num_layers * (bounds[1] - bounds[0])
-        return (*shape[: place.dim], size, *shape[place.dim + 1 :])
-
-    def _apart(self, shape: Sequence[int], place: Place) -> tuple[tuple[int, ...], int]:
-        """The shape with a separate dim for the layers, and the position of that dim."""
-        dim, minor = place.dim, place.minor
-        of_layers = shape[dim] // minor
-        major = max(1, of_layers // self.num_layers)
-        outer = (*shape[:dim], *(size for size in (major,) if size > 1))
-        inner = (*(size for size in (minor,) if size > 1), *shape[dim + 1 :])
-        return (*outer, of_layers // major, *inner), len(outer)
-
-    def cut(self, whole: Any, place: Place, bounds: tuple[int, int]) -> Any:
-        """One slice of the whole."""
-        shape, at = self._apart(whole.shape, place)
-        part = lax.slice_in_dim(lax.reshape(whole, shape), *bounds, axis=at)
-        return lax.reshape(part, self.local(whole.shape, place, bounds))
-
-    def assembled(self, slices: Sequence[Any], place: Place, shape: tuple[int, ...]) -> Any:
-        """The whole, of this shape, from all slices."""
-        apart, at = self._apart(shape, place)
-        shapes = [(*apart[:at], stop - start, *apart[at + 1 :]) for start, stop in self.bounds]
-        parts = [lax.reshape(value, one) for value, one in zip(slices, shapes, strict=True)]
-        return lax.reshape(lax.concatenate(parts, at), shape)
-
-
 class _Unstacking:
     """Rewrites the step; the one mutable object of this module. Its builder's origins are those of `Unstacked`."""
 
@@ -139,40 +98,29 @@ class _Unstacking:
         self.before, self.trace, self.places, self.dims = before, before.trace, places, stack.dims
         self.loops = frozenset(stack.loops)
         self.bounds = tuple(itertools.pairwise((*starts, stack.length)))
-        self.slices = _LayerSlices(stack.length, self.bounds)
-        self.builder = TraceBuilder(self.trace)
-        self.like = self.trace.equations[0]  # the equation that is being rewritten
-        self.parts: dict[int, list[Atom]] = {}  # value -> its slice for each part of the stack
-        self.wholes: dict[int, Atom] = {}  # value -> its replacement
+        self.values = SlicedValues(self.trace, stack.dims, self.bounds, before.origins)
+        self.builder = self.values.builder
         #: Inputs that this stack divides; an input that an earlier stack divided stays as it is.
         self.split = {p for p in stack.dims.inputs if before.inputs[p].rows is None}
 
     def run(self) -> Unstacked:
         """Rewrite the whole trace."""
         for value in (self.trace.inputs[position] for position in self.split):
-            avals = [self._part_aval(value, bounds) for bounds in self.bounds]
-            self.parts[value] = [self.builder.new(aval, self.trace.repeats[value]) for aval in avals]
+            avals = [self.values.part_aval(value, bounds) for bounds in self.bounds]
+            self.values.parts[value] = [self.builder.new(aval, self.trace.repeats[value]) for aval in avals]
         items = items_of(self.trace.equations, self.trace.regions)
         for (n, _, region), item in zip(self.trace.walk(), items, strict=True):
-            self._stand_at(n)
+            self.values.attribute_to(n)
             if isinstance(item, Equation):
                 if not self._in_parts(n, item):
-                    self.builder.add(item.reading(self._whole))
+                    self.builder.add(item.reading(self.values.whole))
             elif region is not None and n in self.loops:
                 self._loop(region, item)
             elif item.kind == "barrier":
                 self._barrier(item)
             else:
-                self.builder.add(replace(item, enter=[piece.reading(self._whole) for piece in item.enter]))
+                self.builder.add(replace(item, enter=[piece.reading(self.values.whole) for piece in item.enter]))
         return self._finished()
-
-    def _stand_at(self, n: int) -> None:
-        self.like = self.trace.equations[n]
-        self.builder.origin = self.before.origins[n]
-
-    def _stand_at_layer(self, layer: int) -> None:
-        """Attribute the equations that follow to the part that begins at this layer."""
-        self.builder.origin = self.builder.origin[0], layer
 
     # -- one equation ------------------------------------------------------------------------
 
@@ -186,7 +134,7 @@ class _Unstacking:
         factor = places.factor(n, dims)
         if factor is None or places.created(n, factor):
             return False
-        if any(held) and not any(isinstance(atom, int) and atom in self.parts for atom in equation.operands):
+        if any(held) and not any(isinstance(atom, int) and atom in self.values.parts for atom in equation.operands):
             return False
         kind = places.reduction(n, factor)
         stacked = [] if kind is not None else list(equation.results)
@@ -194,7 +142,7 @@ class _Unstacking:
             return False
         if not any(held):  # it creates a stack: also make the whole, for users of the whole
             self.builder.add(equation)
-            self.wholes.update({v: v for v in equation.results})
+            self.values.wholes.update({v: v for v in equation.results})
         shapes = [self.trace.avals[atom].shape if isinstance(atom, int) else () for atom in equation.operands]
         made = [self._one_part(equation, shapes, i, kind) for i in range(len(self.bounds))]
         if any(one is None for one in made):
@@ -202,9 +150,9 @@ class _Unstacking:
         for j, value in enumerate(equation.results):
             terms = [one[j] for one in made if one is not None]
             if kind is None:
-                self.parts[value] = terms
+                self.values.parts[value] = terms
             else:
-                self.wholes[value] = self._combined(kind, terms)
+                self.values.wholes[value] = self.values.combined(kind, terms)
         return True
 
     def _one_part(
@@ -212,15 +160,15 @@ class _Unstacking:
     ) -> Sequence[Atom] | None:
         """The results of an equation for one part; None if they have other shapes than the slices."""
         bounds = self.bounds[i]
-        types = {v: self.trace.avals[v] if kind else self._part_aval(v, bounds) for v in equation.results}
-        part = equation.reading(lambda v: self._part(v, i) if v in self.dims.places else self._whole(v))
-        self._stand_at_layer(bounds[0])
+        types = {v: self.trace.avals[v] if kind else self.values.part_aval(v, bounds) for v in equation.results}
+        part = equation.reading(lambda v: self.values.part(v, i) if v in self.dims.places else self.values.whole(v))
+        self.values.attribute_to_layer(bounds[0])
         if equation.piece is None and is_as_written(equation.source):
             new = self.builder.copy(part, {}, types=types.__getitem__)
             self.builder.add(new)
             return new.results
         shapes = [aval.shape for aval in types.values()]
-        made = self._write(
+        made = self.values.write(
             ("part", equation.params_text, repr(whole), repr(shapes)),
             part.operands,
             lambda values: resized(equation.source, values, whole, shapes),
@@ -229,37 +177,32 @@ class _Unstacking:
         same_types = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in types.values()]
         return made if same_types else None
 
-    def _combined(self, kind: str, terms: Sequence[Atom]) -> Atom:
-        total = terms[0]
-        for term in terms[1:]:
-            (total,) = self._write(("combine", kind), [total, term], lambda values: [COMBINE[kind](*values)])
-        return total
-
     # -- regions -----------------------------------------------------------------------------
 
     def _loop(self, region: Region, nest: Nest) -> None:
         carries, summed = region.carries(self.trace.equations), sums_of(self.trace, region)
         enters, leaves = [enter for enter, _ in carries], [leave for _, leave in carries]
         adds = [pair in summed for pair in carries]
-        carry = [self._whole(self.trace.equations[n].operands[0]) for n in enters]
+        carry = [self.values.whole(self.trace.equations[n].operands[0]) for n in enters]
         terms: list[list[Atom]] = [[] for _ in carry]
         stacks: dict[int, list[Atom]] = {}
         order = reversed(self.bounds) if nest.source.params["reverse"] else iter(self.bounds)
         for bounds in order:
-            self._stand_at_layer(bounds[0])
+            self.values.attribute_to_layer(bounds[0])
             last = self._iterations(nest, bounds, carry, stacks)
             for one, term in zip(terms, last, strict=True):
                 one.append(term)
             carry = [start if is_sum else end for start, is_sum, end in zip(carry, adds, last, strict=True)]
         for n, is_sum, one in zip(leaves, adds, terms, strict=True):
             (result,) = self.trace.equations[n].results
-            self.wholes[result] = self._combined("sum", one) if is_sum else one[-1]
+            self.values.wholes[result] = self.values.combined("sum", one) if is_sum else one[-1]
         for result, parts in stacks.items():
             in_order = parts[::-1] if nest.source.params["reverse"] else parts
             if self.dims.of(result) == Place(0):
-                self.parts[result] = in_order
+                self.values.parts[result] = in_order
             else:
-                (self.wholes[result],) = self._write("join", in_order, lambda values: [lax.concatenate(values, 0)])
+                (whole,) = self.values.write("join", in_order, lambda values: [lax.concatenate(values, 0)])
+                self.values.wholes[result] = whole
 
     def _iterations(
         self, nest: Nest, bounds: tuple[int, int], carry: Sequence[Atom], stacks: dict[int, list[Atom]]
@@ -273,9 +216,9 @@ class _Unstacking:
             (atom,) = piece.operands
             is_slice = piece.piece == "enter_slice"
             if is_slice and isinstance(atom, int):
-                operand = self._part_at(atom, Place(0), self.bounds.index(bounds))
+                operand = self.values.part_at(atom, Place(0), self.bounds.index(bounds))
             else:
-                operand = next(starts) if piece.piece == "enter_carry" else self._whole(atom)
+                operand = next(starts) if piece.piece == "enter_carry" else self.values.whole(atom)
             repeat = piece.repeat * (share if is_slice else 1.0)
             enter.append(self.builder.copy(replace(piece, operands=(operand,)), {}, times=share, repeat=repeat))
             env.update(zip(piece.results, enter[-1].results, strict=True))
@@ -296,67 +239,28 @@ class _Unstacking:
 
     def _barrier(self, nest: Nest) -> None:
         """Divide a barrier by parts: a slice waits only for slices of the same part."""
+        parts = self.values.parts
         nests = [Nest(nest.kind, nest.source) for _ in range(len(self.bounds) + 1)]
         for piece in nest.enter:
             (atom,), (value,) = piece.operands, piece.results
             place = self.dims.of(value)
-            if not isinstance(atom, int) or atom not in self.parts or place is None or place != self.dims.of(atom):
-                nests[-1].enter.append(piece.reading(self._whole))
+            if not isinstance(atom, int) or atom not in parts or place is None or place != self.dims.of(atom):
+                nests[-1].enter.append(piece.reading(self.values.whole))
                 continue
-            self.parts[value] = []
-            for part, bounds, one in zip(self.parts[atom], self.bounds, nests, strict=False):
-                one.enter.append(self.builder.copy(piece, {atom: part}, types=partial(self._part_aval, bounds=bounds)))
-                self.parts[value] += one.enter[-1].results
+            parts[value] = []
+            for part, bounds, one in zip(parts[atom], self.bounds, nests, strict=False):
+                types = partial(self.values.part_aval, bounds=bounds)
+                one.enter.append(self.builder.copy(piece, {atom: part}, types=types))
+                parts[value] += one.enter[-1].results
         for one, (start, _) in zip(nests, (*self.bounds, (0, 0)), strict=True):
-            self._stand_at_layer(start)
+            self.values.attribute_to_layer(start)
             if one.enter:
                 self.builder.add(one)
-
-    # -- operands ----------------------------------------------------------------------------
-
-    def _whole(self, atom: Atom) -> Atom:
-        """The whole value in the rewritten trace."""
-        if not isinstance(atom, int) or (atom not in self.wholes and atom not in self.parts):
-            return atom
-        if atom not in self.wholes:
-            place, shape = self.dims.of(atom), self.trace.avals[atom].shape
-            assert place is not None
-            (self.wholes[atom],) = self._write(
-                ("join", place, shape), self.parts[atom], lambda values: [self.slices.assembled(values, place, shape)]
-            )
-        return self.wholes[atom]
-
-    def _part(self, value: int, i: int) -> Atom:
-        """One slice of a value; a value that is not in slices is sliced."""
-        if value not in self.parts:
-            place = self.dims.of(value)
-            assert place is not None
-            self.parts[value] = [self._part_at(value, place, j) for j in range(len(self.bounds))]
-        return self.parts[value][i]
-
-    def _part_at(self, value: int, place: Place, i: int) -> Atom:
-        if value in self.parts and self.dims.of(value) == place:
-            return self.parts[value][i]
-        bounds, whole, origin = self.bounds[i], self._whole(value), self.builder.origin
-        self._stand_at_layer(bounds[0])
-        (part,) = self._write(
-            ("slice", place, bounds), [whole], lambda values: [self.slices.cut(values[0], place, bounds)]
-        )
-        self.builder.origin = origin
-        return part
-
-    def _part_aval(self, value: int, bounds: tuple[int, int]) -> Any:
-        place, aval = self.dims.of(value), self.trace.avals[value]
-        assert place is not None
-        return aval.update(shape=self.slices.local(aval.shape, place, bounds))
-
-    def _write(self, what: Any, atoms: Sequence[Atom], function: Any) -> list[Atom]:
-        return self.builder.write(self.like, what, atoms, function, repeat=1.0)
 
     # -- the step's border -------------------------------------------------------------------
 
     def _finished(self) -> Unstacked:
-        self._stand_at(len(self.trace.equations) - 1)
+        self.values.attribute_to(len(self.trace.equations) - 1)
         outputs: list[tuple[Leaf, Atom, str]] = []
         given: list[range] = []
         renews = {b: a for a, b in self.before.carried}
@@ -364,9 +268,9 @@ class _Unstacking:
         for position, (leaf, atom, path) in enumerate(leaves):
             place, start = self._leaves_in_parts(leaf, atom, renews.get(position)), len(outputs)
             if place is None or not isinstance(atom, int):
-                outputs.append((leaf, self._whole(atom), path))
+                outputs.append((leaf, self.values.whole(atom), path))
             else:
-                values = [self._part_at(atom, place, i) for i in range(len(self.bounds))]
+                values = [self.values.part_at(atom, place, i) for i in range(len(self.bounds))]
                 outputs += self._rows(leaf, place, values, path)
             given.append(range(start, len(outputs)))
         inputs: list[tuple[Leaf, Atom, str]] = []
@@ -376,7 +280,7 @@ class _Unstacking:
         for position, (leaf, value, path) in enumerate(leaves):
             place, start = self.dims.of(value), len(inputs)
             if position in self.split and place is not None:
-                inputs += self._rows(leaf, place, self.parts[value], path)
+                inputs += self._rows(leaf, place, self.values.parts[value], path)
             else:
                 inputs.append((leaf, value, path))
             if position in state:
@@ -394,7 +298,7 @@ class _Unstacking:
         """The layer dim of a result that is returned in slices: state that comes in slices, or a value made in them."""
         if renewed is not None:
             return self.dims.of(self.trace.inputs[renewed]) if renewed in self.split else None
-        if leaf.rows is not None or not isinstance(atom, int) or atom not in self.parts:
+        if leaf.rows is not None or not isinstance(atom, int) or atom not in self.values.parts:
             return None
         place, shape = self.dims.of(atom), self.trace.avals[atom].shape
         return place if place is not None and shape[place.dim] == self.dims.size else None
