@@ -15,7 +15,6 @@ STILL_LARGE = {
     "api/parallelize.py ParallelStep": 327,
     "inference/schedule/scheduler.py Scheduler": 315,
     "inference/serve/engine.py Engine": 295,
-    "runtime/replay.py Replay": 289,
 }
 
 

@@ -11,47 +11,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from autopar.frontend.equations import Equation, LiteralOperand, Region
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import run_shard_map
-from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop import compat as jax_compat
-from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Plan
 from autopar.plans.records import EarlyReduction, UnfusedReduction, split_dims
 from autopar.rules.table import traits_of
 from autopar.runtime.manual.region import run_region
-from autopar.runtime.registered_collectives import RegisteredResharding, steps_of
-from autopar.transforms.split_dims.undo import as_written, run_whole, seen_whole
-
-_Path = tuple[TensorSharding, ...]
-_Steps = tuple[TensorSharding | RegisteredResharding, ...]
+from autopar.runtime.planned_shardings import PlannedShardings, Scope
+from autopar.transforms.split_dims.undo import as_written, run_whole
 
 
 class OtherShapesError(TypeError):
     """The arguments differ from the planned ones; the caller plans again."""
-
-
-@dataclass(slots=True)
-class _Scope:
-    """The known values inside one loop body, branch or the step, and their resharded versions."""
-
-    values: dict[int, Any]
-    resharded: dict[int, dict[_Steps, Any]] = field(default_factory=lambda: defaultdict(dict))
-    forgets: bool = True  # drop values after their last use
-    #: For each separate reduction: its inputs in memory behind a barrier, and the values computed from them.
-    behind: dict[UnfusedReduction, dict[Any, Any]] = field(default_factory=lambda: defaultdict(dict))
-
-    def inner(self) -> _Scope:
-        """A nested scope with all values of this one; values traced in it stay in it."""
-        known = defaultdict(dict, {v: dict(known) for v, known in self.resharded.items()})
-        return _Scope(dict(self.values), known, self.forgets)
 
 
 class Replay:
@@ -60,18 +39,10 @@ class Replay:
     def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
         self.trace, self.mesh = trace, mesh
         self.is_on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-        self.at_definition: dict[int, _Path] = {}
-        self.barriers = {constraint.value for constraint in plan.constraints if constraint.barrier}
-        self.at_operand: dict[tuple[int, int], _Steps] = {}
-        for constraint in plan.constraints:
-            if constraint.node is None or constraint.operand is None:
-                self.at_definition[constraint.value] = constraint.shardings
-            else:
-                self.at_operand[constraint.node, constraint.operand] = steps_of(constraint)
+        self.shardings = PlannedShardings(plan, trace, mesh)
         self.early_reductions = defaultdict[int, list[EarlyReduction]](list)
         for one in plan.early_reductions:
             self.early_reductions[one.node].append(one)
-        self.scattered = _scattered_as_read(plan)
         self.manual = {region.node: region for region in plan.regions}
         self.as_written = as_written(trace, split_dims(plan.constraints))
         separate = (one for one in plan.unfused_reductions if self.as_written.keys().isdisjoint(one.nodes))
@@ -82,11 +53,11 @@ class Replay:
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Compute the step's results from the leaves of its arguments."""
         self._check(leaves)
-        scope = _Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
+        scope = Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
         scope.values.update(self.trace.constants)
         end = len(self.trace.equations)
         self._span(scope, 0, end)
-        return [self._taken(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
+        return [self.shardings.traced_operand(scope, end, i, atom) for i, atom in enumerate(self.trace.outputs)]
 
     def part(self, given: Mapping[int, Any]) -> Part:
         """A part of the step, to run equation by equation.
@@ -94,9 +65,9 @@ class Replay:
         Args:
             given: values that other parts produced, with their shardings.
         """
-        return Part(self, _Scope({**dict(self.trace.constants), **given}, forgets=False))
+        return Part(self, Scope({**dict(self.trace.constants), **given}, forgets=False))
 
-    def _span(self, scope: _Scope, start: int, stop: int) -> None:
+    def _span(self, scope: Scope, start: int, stop: int) -> None:
         for n, after, region in self.trace.walk(start, stop):
             if region is None:
                 self._equation(scope, n)
@@ -106,12 +77,12 @@ class Replay:
                 scope.values.pop(position, None)
                 scope.resharded.pop(position, None)
 
-    def _equation(self, scope: _Scope, n: int) -> None:
+    def _equation(self, scope: Scope, n: int) -> None:
         equation = self.trace.equations[n]
         whole = self.as_written.get(n)
         if whole is not None and whole.start != n:  # its first equation runs it
             return
-        take = self._taken if whole is None else self._operand
+        take = self.shardings.traced_operand if whole is None else self.shardings.operand
         with _context(equation):
             if n in self.separate and self.behind[n] <= scope.values.keys():
                 operands = self._behind_barrier(scope, self.separate[n], n)
@@ -120,16 +91,18 @@ class Replay:
             for one in self.early_reductions.get(n, ()):
                 operands[one.operand] = self._after(scope, operands[one.operand], one.values)
             if whole is not None:
-                self._define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
+                self.shardings.define(scope, self.trace.equations[whole.stop - 1], run_whole(whole, operands))
                 return
             for position, value in zip(equation.results, self._run(n, equation, operands), strict=True):
-                path = self.at_definition.get(position, ())  # a manual region takes all steps but the last itself
-                scope.values[position] = self._at_definition(position, value, path[-1:] if n in self.manual else path)
+                path = self.shardings.at_definition.get(position, ())
+                if n in self.manual:  # the region itself takes all steps but the last
+                    path = path[-1:]
+                scope.values[position] = self.shardings.defined(position, value, path)
 
     def _run(self, n: int, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """Run an equation; if the plan has a manual region for it, under `shard_map`."""
         if n in self.manual:
-            paths = [self.at_definition.get(position, ()) for position in equation.results]
+            paths = [self.shardings.at_definition.get(position, ()) for position in equation.results]
             targets = [path[-1] if path else None for path in paths]
             return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
         if equation.primitive == "shard_map":
@@ -142,10 +115,10 @@ class Replay:
             operands = [operands[0], jax.lax.optimization_barrier(operands[1]), *operands[2:]]
         return jax_compat.bind(equation.source, operands)
 
-    def _after(self, scope: _Scope, operand: Any, values: Sequence[int]) -> Any:
-        """An operand behind a barrier that waits for other values, if this part of the step computes them."""
+    def _after(self, scope: Scope, operand: Any, values: Sequence[int]) -> Any:
+        """An operand that depends on other values by a barrier; in a part of the step, on those that it has."""
         known = [
-            self._resharded(scope, position, self.scattered.get(position, ()))
+            self.shardings.resharded(scope, position, self.shardings.scattered.get(position, ()))
             for position in values
             if position in scope.values
         ]
@@ -161,14 +134,14 @@ class Replay:
             found.update(set(atoms) - set(inside))
         return found
 
-    def _behind_barrier(self, scope: _Scope, one: UnfusedReduction, n: int) -> list[Any]:
+    def _behind_barrier(self, scope: Scope, one: UnfusedReduction, n: int) -> list[Any]:
         """The operands of a separate reduction, or of the equations computed for it. Values in memory are read
         through a barrier of their own, so that XLA does not merge the reads with others."""
         known = scope.behind[one]
         equation, operands = self.trace.equations[n], list[Any]()
         for i, atom in enumerate(equation.operands):
             producer = None if isinstance(atom, LiteralOperand) else self.trace.producers.get(atom)
-            key = atom if producer in one.nodes else (atom, self.at_operand.get((n, i)))
+            key = atom if producer in one.nodes else (atom, self.shardings.at_operand.get((n, i)))
             if isinstance(atom, LiteralOperand):
                 operands.append(atom.value)
                 continue
@@ -177,70 +150,30 @@ class Replay:
                 with _context(made):
                     again = self._run(producer, made, self._behind_barrier(scope, one, producer))
                     for position, value in zip(made.results, again, strict=True):
-                        known[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
+                        path = self.shardings.at_definition.get(position, ())
+                        known[position] = self.shardings.defined(position, value, path)
             elif key not in known:
-                known[key] = jax.lax.optimization_barrier(self._taken(scope, n, i, atom))
+                known[key] = jax.lax.optimization_barrier(self.shardings.traced_operand(scope, n, i, atom))
             operands.append(known[key])
         return operands
 
-    def _taken(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
-        """An operand in its traced shape; the value may have another shape if a dim is seen as two."""
-        value = self._operand(scope, node, index, atom)
-        if isinstance(atom, LiteralOperand) or value.shape == self.trace.avals[atom].shape:
-            return value
-        return jax.lax.reshape(value, self.trace.avals[atom].shape)
-
-    def _operand(self, scope: _Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
-        """An operand with its planned sharding."""
-        if isinstance(atom, LiteralOperand):
-            return atom.value
-        return self._resharded(scope, atom, self.at_operand.get((node, index), ()))
-
-    def _resharded(self, scope: _Scope, atom: int, path: _Steps) -> Any:
-        value = scope.values[atom]
-        known = scope.resharded[atom]
-        for length in range(1, len(path) + 1):  # one constraint per value and target, shared by all users
-            prefix = path[:length]
-            if prefix not in known:
-                known[prefix] = self._constrain(atom, value, prefix[-1:])
-            value = known[prefix]
-        return value
-
-    def _define(self, scope: _Scope, equation: Equation, values: Sequence[Any]) -> None:
-        for position, value in zip(equation.results, values, strict=True):
-            scope.values[position] = self._at_definition(position, value, self.at_definition.get(position, ()))
-
-    def _at_definition(self, position: int, value: Any, path: _Path) -> Any:
-        value = self._constrain(position, value, path)
-        return jax.lax.optimization_barrier(value) if position in self.barriers else value
-
-    def _constrain(self, position: int, value: Any, steps: _Steps) -> Any:
-        shape = self.trace.avals[position].shape if steps else ()
-        for sharding in steps:
-            if isinstance(sharding, RegisteredResharding):
-                value = sharding.run(value if value.shape == shape else jax.lax.reshape(value, shape), self.mesh)
-                continue
-            whole = sharding if value.shape == shape else seen_whole(sharding, shape, value.shape)
-            value = jax.lax.with_sharding_constraint(value, NamedSharding(self.mesh, partition_spec(whole)))
-        return value
-
     # -- regions -----------------------------------------------------------------------------
 
-    def _region(self, scope: _Scope, region: Region) -> None:
+    def _region(self, scope: Scope, region: Region) -> None:
         """Run a loop or branches, and define their results."""
         equations = self.trace.equations
         entering = range(*region.enter)
-        given = {n: self._taken(scope, n, 0, equations[n].operands[0]) for n in entering}
+        given = {n: self.shardings.traced_operand(scope, n, 0, equations[n].operands[0]) for n in entering}
         with _context(equations[region.enter[0]] if entering else equations[region.exit[0]]):
             results = getattr(self, f"_{region.kind}")(scope, region, given)
         leaving = [n for n in range(*region.exit) if equations[n].results] or list(entering)
         for n, value in zip(leaving, results, strict=True):
-            self._define(scope, equations[n], [value])
+            self.shardings.define(scope, equations[n], [value])
 
-    def _barrier(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+    def _barrier(self, scope: Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
         return jax.lax.optimization_barrier(list(given.values()))
 
-    def _scan(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+    def _scan(self, scope: Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
         carries, slices = (self._pieces(region.enter, piece) for piece in ("enter_carry", "enter_slice"))
         leave = self._section(scope, region, 0, given)
         num_carries = len(carries)
@@ -260,7 +193,7 @@ class Replay:
         )
         return [*carry, *stacks]
 
-    def _while(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+    def _while(self, scope: Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
         carries = self._pieces(region.enter, "enter_carry")
         test, body = (self._section(scope, region, i, given) for i in range(2))
 
@@ -289,7 +222,7 @@ class Replay:
         (atom,) = self.trace.equations[n].operands
         return not isinstance(atom, LiteralOperand) and self.trace.avals[atom].shape != ()
 
-    def _cond(self, scope: _Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
+    def _cond(self, scope: Scope, region: Region, given: dict[int, Any]) -> Sequence[Any]:
         branches = [self._section(scope, region, i, given) for i in range(len(region.sections))]
         chosen, *entering = range(*region.enter)
 
@@ -300,7 +233,7 @@ class Replay:
         return jax.lax.switch(given[chosen], functions, *(given[n] for n in entering))
 
     def _section(
-        self, scope: _Scope, region: Region, section: int, given: dict[int, Any]
+        self, scope: Scope, region: Region, section: int, given: dict[int, Any]
     ) -> Callable[[dict[int, Any]], list[Any]]:
         """A function from the inputs of a section, by their equations, to its outputs."""
         equations = self.trace.equations
@@ -309,27 +242,16 @@ class Replay:
         def run(entered: dict[int, Any]) -> list[Any]:
             inside = scope.inner()
             for n, value in (given | entered).items():
-                self._define(inside, equations[n], [value] if equations[n].results else [])
+                self.shardings.define(inside, equations[n], [value] if equations[n].results else [])
             self._span(inside, *region.sections[section])
-            outs = [(n, self._taken(inside, n, i, equations[n].operands[i])) for n, i in leaving]
-            return [self._as_carried(n, value) for n, value in outs]
+            outs = [(n, self.shardings.traced_operand(inside, n, i, equations[n].operands[i])) for n, i in leaving]
+            return [self.shardings.as_carried(n, value) for n, value in outs]
 
         return run
 
     def _start(self, given: dict[int, Any], carries: Sequence[int]) -> list[Any]:
         """The initial carry of a loop with the loop's shardings."""
-        return [self._as_carried(n, given[n]) for n in carries]
-
-    def _as_carried(self, n: int, value: Any) -> Any:
-        """A value with the traced dtype, even if it is a literal, and with its planned sharding in the loop."""
-        equation = self.trace.equations[n]
-        if not equation.results:
-            return value
-        value = jax_compat.as_typed(value, self.trace.avals[equation.results[0]])
-        if equation.piece == "exit_stack":  # the stack of all iterations has another rank
-            return value
-        (position,) = equation.results
-        return self._constrain(position, value, self.at_definition.get(position, ())[-1:])
+        return [self.shardings.as_carried(n, given[n]) for n in carries]
 
     def _pieces(self, span: tuple[int, int], piece: str) -> list[int]:
         return [n for n in range(*span) if self.trace.equations[n].piece == piece]
@@ -350,7 +272,7 @@ class Part:
     """A subset of a step's equations and the values computed so far. Made by `Replay.part`."""
 
     replay: Replay
-    scope: _Scope
+    scope: Scope
 
     def run(self, start: int, stop: int) -> None:
         """Run equations, including loops and branches among them."""
@@ -358,30 +280,29 @@ class Part:
 
     def enter(self, n: int) -> Any:
         """The value that enters a loop, with its sharding inside; for a stack, one value per iteration."""
-        equation = self.replay.trace.equations[n]
-        value = self.replay._taken(self.scope, n, 0, equation.operands[0])
+        shardings, equation = self.replay.shardings, self.replay.trace.equations[n]
+        value = self.operand(n, 0)
         if equation.piece == "enter_carry":
-            return self.replay._as_carried(n, value)
+            return shardings.as_carried(n, value)
         (position,) = equation.results
-        path = self.replay.at_definition.get(position, ())
+        path = shardings.at_definition.get(position, ())
         if equation.piece != "enter_slice":
-            return self.replay._at_definition(position, value, path)
+            return shardings.defined(position, value, path)
         each = (jax.lax.index_in_dim(value, i, keepdims=False) for i in range(value.shape[0]))
-        return tuple(self.replay._at_definition(position, one, path) for one in each)
+        return tuple(shardings.defined(position, one, path) for one in each)
 
     def leave(self, n: int) -> Any:
         """The value that leaves an iteration of a loop."""
-        return self.replay._as_carried(
-            n, self.replay._taken(self.scope, n, 0, self.replay.trace.equations[n].operands[0])
-        )
+        return self.replay.shardings.as_carried(n, self.operand(n, 0))
 
     def define(self, n: int, value: Any) -> None:
         """Define the result of an equation."""
-        self.replay._define(self.scope, self.replay.trace.equations[n], [value])
+        self.replay.shardings.define(self.scope, self.replay.trace.equations[n], [value])
 
     def operand(self, n: int, i: int) -> Any:
         """An operand of an equation with its planned sharding."""
-        return self.replay._taken(self.scope, n, i, self.replay.trace.equations[n].operands[i])
+        atom = self.replay.trace.equations[n].operands[i]
+        return self.replay.shardings.traced_operand(self.scope, n, i, atom)
 
     def value(self, position: int) -> Any:
         """A computed value with the sharding of its definition."""
@@ -389,32 +310,13 @@ class Part:
 
     def output(self, i: int) -> Any:
         """A result of the whole step."""
-        return self.replay._taken(self.scope, len(self.replay.trace.equations), i, self.replay.trace.outputs[i])
+        trace = self.replay.trace
+        return self.replay.shardings.traced_operand(self.scope, len(trace.equations), i, trace.outputs[i])
 
 
 def _context(equation: Equation) -> Any:
     source = equation.source
     return jax_compat.equation_context(source.source_info.traceback, equation.name_stack, source.ctx.manager)
-
-
-def _scattered_as_read(plan: Plan) -> dict[int, _Path]:
-    """For values that a barrier waits for: the sharding that all users need, if it has more axes than the one at the
-    definition. XLA then makes one reduce-scatter."""
-    early_reductions = {value for one in plan.early_reductions for value in one.values}
-    made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
-    for constraint in plan.constraints:
-        if constraint.value not in early_reductions:
-            continue
-        if constraint.node is None:
-            made[constraint.value] = _axes(constraint.shardings[-1])
-        else:
-            wanted[constraint.value].add(constraint.shardings[0])
-    paths = {value: tuple(one) for value, one in wanted.items() if len(one) == 1}
-    return {value: path for value, path in paths.items() if value in made and made[value] < _axes(path[0])}
-
-
-def _axes(sharding: TensorSharding) -> set[str]:
-    return {axis for axes in sharding.dims for axis in axes}
 
 
 def _sums(one: UnfusedReduction, trace: Trace) -> list[int]:

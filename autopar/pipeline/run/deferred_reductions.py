@@ -144,7 +144,7 @@ class _Finding:
         for i, atom in enumerate(equation.operands):
             if isinstance(atom, LiteralOperand):
                 return None
-            path = self.replay.at_operand.get((chain[0], i)) or self.replay.at_definition.get(atom)
+            path = self.replay.shardings.at_operand.get((chain[0], i)) or self.replay.shardings.at_definition.get(atom)
             if not path:
                 return None
             sharding = reached(path[-1])
@@ -158,7 +158,7 @@ class _Finding:
         for n in chain[1:]:
             if traits_of(trace.equations[n].primitive).permutes:
                 dims = tuple(dims[i] for i in trace.equations[n].source.params["permutation"])
-        planned = self.replay.at_definition.get(carry, (TensorSharding(((),) * len(dims)),))[-1]
+        planned = self.replay.shardings.at_definition.get(carry, (TensorSharding(((),) * len(dims)),))[-1]
         sharding, shape = TensorSharding(dims), trace.avals[carry].shape
         used = [axis for axis in (*axes, *sharding.axes) if self.mesh.size(axis) > 1]
         fits = sharding.divides(shape, self.mesh) and len(set(used)) == len(used)

@@ -159,7 +159,7 @@ class StagePieces:
             zip(stage.program.inputs, named_shardings([t.sharding for t in plan.inputs], stage.mesh), strict=True)
         )
         for value, inner in pieces.takes_inside.items():
-            path = self.replay.at_definition.get(inner, ())
+            path = self.replay.shardings.at_definition.get(inner, ())
             if path:  # it arrives with the loop's sharding
                 self.shardings[Port("inside", value)] = named_shardings(path[-1:], stage.mesh)[0]
         out = named_shardings([t.sharding.resolved() for t in plan.outputs], stage.mesh)
@@ -236,8 +236,8 @@ class StagePieces:
             operand, (inner,) = equations[n].operands[0], equations[n].results
             if equations[n].piece != "enter_const" or not isinstance(operand, int) or operand not in inputs:
                 continue
-            path = (*replay.at_operand.get((n, 0), ()), *replay.at_definition.get(inner, ()))
-            if inner not in replay.barriers and all(sharding == planned[operand] for sharding in path):
+            path = (*replay.shardings.at_operand.get((n, 0), ()), *replay.shardings.at_definition.get(inner, ()))
+            if inner not in replay.shardings.barriers and all(sharding == planned[operand] for sharding in path):
                 yield Slot("once", inner), inputs[operand]
 
     def _does_something(self, piece: Piece) -> bool:
