@@ -7,14 +7,12 @@ changed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import operator
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -22,6 +20,16 @@ import jax
 import numpy as np
 
 from autopar.api.checkpoint import state_tree as checkpoint_state
+from autopar.api.checkpoint.checkpoint_folder import (
+    ABOUT,
+    EXTRA,
+    PLAN,
+    CheckpointFolder,
+    DamagedError,
+    about_of,
+    digest,
+    store,
+)
 from autopar.api.parallelize import ParallelStep
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.frontend.state import makes_state, state_apart
@@ -29,25 +37,12 @@ from autopar.pipeline.plan import AnyPlan
 from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.run.stacked_leaves import as_arrays
 from autopar.report.diff import PlanDiff, diff
-from autopar.runtime.distributed.exchange import among_processes
 from autopar.runtime.own_arrays import make_own
-from autopar.version import __version__
 
 if TYPE_CHECKING:
     from autopar.api.checkpoint import orbax_store
 
-#: What a checkpoint says it is, and the version of its fields.
-FORMAT, VERSION = "autopar-checkpoint", 1
-#: Its JSON parts: what it holds, the plan that the state was laid out by, and what the user gave along.
-_ABOUT, _PLAN, _EXTRA = "about", "plan", "extra"
-
 _log = logging.getLogger(__name__)
-
-
-class _DamagedError(CheckpointError):
-    """A checkpoint that differs from what was written. `why` is the reason without the way out."""
-
-    why = ""
 
 
 class Checkpoints:
@@ -78,9 +73,7 @@ class Checkpoints:
             )
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise CheckpointError(f"`keep` is {keep!r}: give 1 or more, or None to keep all")
-        self._folder = _store().folder_of(directory)
-        if self._folder.exists() and not self._folder.is_dir():
-            raise CheckpointError(f"{self.directory!r} is a file: give a folder for the checkpoints")
+        self._saved = CheckpointFolder(directory)
         self._step, self._keep = step, keep
         self._writer: orbax_store.Writer | None = None
         self._encoded: tuple[AnyPlan, Any] | None = None
@@ -91,17 +84,17 @@ class Checkpoints:
     @property
     def directory(self) -> str:
         """The folder of the checkpoints."""
-        return str(self._folder)
+        return self._saved.directory
 
     @property
     def steps(self) -> tuple[int, ...]:
         """The numbers of the complete checkpoints, in order."""
-        return tuple(_store().steps(self._folder))
+        return self._saved.steps
 
     @property
     def latest(self) -> int | None:
         """The newest complete checkpoint, or None."""
-        return max(self.steps, default=None)
+        return self._saved.latest
 
     @property
     def last_map(self) -> PlanDiff | None:
@@ -112,14 +105,14 @@ class Checkpoints:
         """The plan under which a checkpoint was saved, by default the latest."""
         number = self._existing(at)
         try:
-            return plan_from_json(self._part(number, _PLAN))
+            return plan_from_json(self._saved.part(number, PLAN))
         except PlanFileError as error:
-            raise self._damaged(number, f"its plan cannot be read: {error}") from error
+            raise self._saved.damaged(number, f"its plan cannot be read: {error}") from error
 
     def extra(self, at: int | None = None) -> Any:
         """The `extra` of a checkpoint; None where there is none."""
         number = self._existing(at)
-        return self._part(number, _EXTRA) if _store().has_part(self._folder, number, _EXTRA) else None
+        return self._saved.part(number, EXTRA) if self._saved.has_part(number, EXTRA) else None
 
     # -- saving ------------------------------------------------------------------------------
 
@@ -145,16 +138,9 @@ class Checkpoints:
             tree = checkpoint_state.stored(as_arrays(arrays))
             leaves = checkpoint_state.leaves_of(arrays)
         plan_json, plan_digest = self._plan_json(plan)
-        parts = {_PLAN: plan_json} | ({} if extra is None else {_EXTRA: _json(extra)})
-        about = {
-            "format": FORMAT,
-            "version": VERSION,
-            "arguments": list(names),
-            "leaves": checkpoint_state.to_json(leaves),
-            "versions": {"autopar": __version__, "jax": jax.__version__},
-            "digests": {_PLAN: plan_digest} | {name: _digest(part) for name, part in parts.items() if name != _PLAN},
-        }
-        parts[_ABOUT] = about | {"digest": _digest(about)}
+        parts = {PLAN: plan_json} | ({} if extra is None else {EXTRA: _json(extra)})
+        of_parts = {name: plan_digest if name == PLAN else digest(part) for name, part in parts.items()}
+        parts[ABOUT] = about_of(names, leaves, of_parts)
         self.wait()
         latest = self.latest
         if latest is not None and number <= latest:
@@ -164,14 +150,14 @@ class Checkpoints:
                 f" the checkpoints from {number} on"
             )
         try:
-            writer = self._writer or _store().Writer(self._folder, self._keep)
+            writer = self._writer or store().Writer(self._saved.path, self._keep)
             self._writer = writer
             # A thread digests the arrays while orbax copies them; both are done before the step may donate them.
             with ThreadPoolExecutor(1) as thread:
                 digests = thread.submit(checkpoint_state.parts_started, tree, leaves, once=True)
                 writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests.result()))
         except Exception as error:
-            raise self._not_written(number, error) from error
+            raise self._saved.not_written(number, error) from error
         if wait:
             self.wait()
 
@@ -186,7 +172,7 @@ class Checkpoints:
         try:
             self._writer.wait()
         except Exception as error:
-            raise self._not_written(None, error) from error
+            raise self._saved.not_written(None, error) from error
 
     def close(self) -> None:
         """Wait for all saves, and end the background threads. A `with autopar.Checkpoints(...)` block does it."""
@@ -225,8 +211,9 @@ class Checkpoints:
         with state_apart(target) as (arrays, _):
             try:
                 values = self._restored(number, arrays)
-            except _DamagedError as error:
-                raise self._damaged(number, error.why, last_good=self._last_good(number, arrays)) from error.__cause__
+            except DamagedError as error:
+                last_good = self._last_good(number, arrays)
+                raise self._saved.damaged(number, error.why, last_good) from error.__cause__
         with state_apart(create_state if not makes_state(create_state) else target) as (arrays, rebuild):
             template, structure = jax.tree.flatten(arrays)
             return rebuild(jax.tree.unflatten(structure, map(_as_given, values, template)))
@@ -242,63 +229,21 @@ class Checkpoints:
 
     def _restored(self, number: int, target: Any) -> list[Any]:
         """The arrays of a checkpoint with the shardings of `target`, after their digests were checked."""
-        about = self._about(number)
-        saved, names_before = about["leaves"], about["arguments"]
+        about = self._saved.about(number)
         plan, names = self._plan_of(target)
-        what = checkpoint_state.difference(saved, checkpoint_state.leaves_of(target))
+        what = checkpoint_state.difference(about["leaves"], checkpoint_state.leaves_of(target))
         if what is not None:
             raise CheckpointError(
                 f"checkpoint {number} in {self.directory!r} holds the state of another program than"
                 f" `{plan.program.name}` with these arguments: {what}. Build the state as it was when it was saved (the"
                 " same model, sizes and optimizer), or give the folder of this program's checkpoints"
             )
-        planned = diff(_renamed(self.plan(number), names_before, names), plan)
-        try:
-            read = dict(_store().read_state(self._folder, number, checkpoint_state.wanted(target)))
-            values = checkpoint_state.restored(read, target)
-            found, cause = checkpoint_state.parts_to_json(checkpoint_state.parts_started(read, saved, once=False)), None
-        except Exception as error:
-            values, found, cause = [], [], error
-        why = self._why_damaged(number, about, found, cause)
-        if why is not None:
-            raise self._damaged(number, why) from cause
+        planned = diff(_renamed(self.plan(number), about["arguments"], names), plan)
+        values = self._saved.arrays(number, about, target)
         make_own(values)
         self._last_map = planned
         _log.info("restored step %d from %s: %s", number, self.directory, planned.summary)
         return values
-
-    def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:
-        """Why the arrays that were read are wrong, as a text equal in all processes; None if they are right.
-
-        Args:
-            found: the digests of this process's shards. cause: the reason why it could not read them.
-        """
-        if "digests" not in about:
-            _log.info("checkpoint %d was saved without digests: its arrays are taken as they are", number)
-
-        def judge(of_all: Sequence[Any]) -> str | None:
-            failed = next((one["failed"] for one in of_all if one["failed"]), None)
-            if failed or "digests" not in about:
-                return failed
-            try:
-                said = _store().read_digests(self._folder, number)
-                changed = checkpoint_state.changed(said, [one["found"] for one in of_all])
-            except (OSError, TypeError, ValueError) as error:
-                return f"its digests cannot be read ({error})"
-            return self._changed_words(number, changed) if changed else None
-
-        mine, processes = {"failed": cause and _first_line(cause), "found": found}, among_processes()
-        if processes is None:
-            return judge([mine])
-        return processes.judged("restoring a checkpoint", mine, lambda given: judge([one.value for one in given]))
-
-    def _changed_words(self, number: int, changed: Sequence[Sequence[str]]) -> str:
-        try:
-            files = sorted({file for keys in changed for file in _store().files_of(self._folder, number, keys)})
-        except Exception:  # of tensorstore: where the array lies is damaged, too
-            files = []
-        named, where = checkpoint_state.some([f"`{'/'.join(keys)}`" for keys in changed]), checkpoint_state.some(files)
-        return f"{named} is not what was written (another digest), in {where or 'its part `state`'}"
 
     def _last_good(self, number: int, target: Any) -> int | None:
         """The newest other checkpoint that can be restored; all processes search it together."""
@@ -312,47 +257,7 @@ class Checkpoints:
 
     def _existing(self, at: int | None) -> int:
         self.wait()  # what was saved just now is there, too
-        steps = self.steps
-        if at is None and steps:
-            return steps[-1]
-        if at in steps and at is not None:
-            return at
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
-        requested = "no checkpoint" if at is None else f"no checkpoint {at!r}"
-        raise CheckpointError(
-            f"{requested} in {self.directory!r}: {there}. Give the folder of the saved checkpoints"
-            + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
-        )
-
-    def _about(self, number: int) -> dict[str, Any]:
-        """The metadata of a checkpoint, checked."""
-        if not _store().has_part(self._folder, number, _ABOUT):
-            raise CheckpointError(
-                f"checkpoint {number} in {self.directory!r} was not saved by `autopar.Checkpoints`, or is damaged."
-                " One of orbax's own is restored into `step.abstract_state(create_state, ...)`, which says the shapes"
-                " and shardings: `manager.restore(number, args=ocp.args.StandardRestore(abstract_state))`"
-            )
-        try:
-            about = dict(_store().read_part(self._folder, number, _ABOUT))
-            if (about["format"], about["version"]) != (FORMAT, VERSION):
-                raise ValueError(f"it is a {about['format']} of version {about['version']}")
-            if about.pop("digest", None) != (_digest(about) if "digests" in about else None):
-                raise ValueError("it is not what was written")
-            about["leaves"] = tuple(checkpoint_state.from_json(about["leaves"]))
-            about["arguments"] = tuple(map(str, about["arguments"]))
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-            raise self._damaged(number, f"what it says of itself cannot be read ({error})") from error
-        return about
-
-    def _part(self, number: int, name: str) -> Any:
-        try:
-            part = _store().read_part(self._folder, number, name)
-        except (OSError, ValueError) as error:
-            raise self._damaged(number, f"its part `{name}` cannot be read ({error})") from error
-        digests = self._about(number).get("digests")
-        if digests is not None and digests.get(name) != _digest(part):
-            raise self._damaged(number, f"its part `{name}`, the file {name}/metadata, is not what was written")
-        return part
+        return self._saved.existing(at)
 
     def _plan_of(self, state: Any) -> tuple[AnyPlan, tuple[str, ...]]:
         """The plan of the step's last call with a state of this structure."""
@@ -375,31 +280,8 @@ class Checkpoints:
         """A plan as JSON, and its digest: the same at every save."""
         if self._encoded is None or self._encoded[0] is not plan:
             encoded = plan.to_json()
-            self._encoded = plan, (encoded, _digest(encoded))
+            self._encoded = plan, (encoded, digest(encoded))
         return self._encoded[1]
-
-    def _not_written(self, number: int | None, error: Exception) -> CheckpointError:
-        what = "a checkpoint" if number is None else f"checkpoint {number}"
-        good = f"the last good one is {self.latest}" if self.latest is not None else "there is none yet"
-        return CheckpointError(
-            f"{what} could not be written to {self.directory!r} ({_first_line(error)}); {good}. Give a folder that can"
-            " be written to and has room"
-        )
-
-    def _damaged(self, number: int, why: str, last_good: int | None = None) -> _DamagedError:
-        others = [str(step) for step in self.steps if step != number]
-        if last_good is not None:
-            way = f"the last good one is {last_good}: restore it with `at={last_good}`"
-        else:
-            way = f"restore another with `at=` ({', '.join(others)})" if others else "there is no other"
-        error = _DamagedError(f"checkpoint {number} in {self.directory!r} is damaged: {why}. Remove its folder; {way}")
-        error.why = why
-        return error
-
-
-def _store() -> Any:
-    """Import orbax, which takes a second, only where it is needed."""
-    return import_module("autopar.api.checkpoint.orbax_store")
 
 
 def _whole_number(number: Any) -> int:
@@ -423,11 +305,6 @@ def _renamed(plan: AnyPlan, before: Sequence[str], after: Sequence[str]) -> AnyP
     return replace(plan, inputs=tuple(replace(tensor, path=renamed(tensor.path)) for tensor in plan.inputs))
 
 
-def _digest(part: Any) -> str:
-    """A digest of JSON types that does not depend on whitespace."""
-    return hashlib.sha256(json.dumps(part).encode()).hexdigest()
-
-
 def _json(extra: Any) -> Any:
     try:
         return json.loads(json.dumps(extra, allow_nan=False))
@@ -441,8 +318,3 @@ def _json(extra: Any) -> Any:
 def _as_given(value: Any, template: Any) -> Any:
     """A Python number if the state has one; else the array."""
     return type(template)(np.asarray(value).item()) if isinstance(template, bool | int | float | complex) else value
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
