@@ -106,7 +106,7 @@ def train(mesh: str, *splits: str) -> None:
     for split in splits:
         step = autopar.parallelize(mesh=mesh, pin={"batch/x": jax.P(tuple(split.split(",")))})(step_of())
         losses[split] = trained(step)
-        (planned,) = [prepared.arguments for prepared in step._known.values()]
+        (planned,) = [prepared.arguments for prepared in step._dispatch.known.values()]
         (place,) = [place for place in planned._places["batch"] if place.tensor.path == "batch/x"]
         moved[split] = not place.stays
     step = autopar.parallelize(mesh=mesh)(step_of())

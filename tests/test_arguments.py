@@ -253,8 +253,8 @@ def test_an_array_at_two_places_never_reaches_xla_as_one_that_is_donated(places:
     step = autopar.parallelize(**OPTIONS)(lambda state, x: ({k: v - x for k, v in state.items()}, x.mean()))
     state, _ = step({"a": ones(), "b": ones()}, ones())
     state, _ = step(state, ones())
-    assert step._fast is not None, "the next call would take it"
-    own = step._fast.run.own_arguments
+    assert step._dispatch.fast is not None, "the next call would take it"
+    own = step._dispatch.fast.run.own_arguments
     assert own.flattened((state, ones())) is not None
     a, b = state["a"], state["b"]
     args = ({"a": a, "b": a}, ones()) if places == "of the state" else ({"a": a, "b": b}, a)

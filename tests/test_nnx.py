@@ -58,7 +58,7 @@ def test_a_state_is_built_sharded_and_trains() -> None:
     np.testing.assert_allclose(step(model, opt, metric, batch), expected, rtol=2e-4)
     close(nnx_values([model, opt, metric]), nnx_values(plain))
     assert kernel[...].sharding.spec == jax.P("data")
-    assert len(step._known) == 1, "the state that was built is the state that was planned"
+    assert len(step.plans) == 1, "the state that was built is the state that was planned"
 
 
 def test_init_takes_random_numbers_and_moves_them_on() -> None:

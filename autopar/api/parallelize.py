@@ -6,8 +6,7 @@ In: a user's step. Out: a `ParallelStep`.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast, overload
@@ -16,10 +15,10 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api import make_plan as plan_step
-from autopar.api.call_clock import Calls
+from autopar.api.dispatch import Dispatcher, as_written
 from autopar.api.measure_stages import measure_stages
-from autopar.api.measure_step import FEWEST_STEPS, measure, wait
-from autopar.api.prepared_step import Prepared, built, prepared_of
+from autopar.api.measure_step import FEWEST_STEPS, measure
+from autopar.api.prepared_step import built
 from autopar.api.step_plans import StepPlans
 from autopar.api.step_report import StepReport
 from autopar.errors import StepSignatureError
@@ -27,7 +26,7 @@ from autopar.frontend.call import Call, opened
 from autopar.frontend.state import abstract_of, new_state, state_arguments, state_like
 from autopar.frontend.step import Step
 from autopar.hardware.profile import HardwareProfile
-from autopar.jax_interop.compat import is_traced, placed_struct, shape_struct
+from autopar.jax_interop.compat import is_traced, shape_struct
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.plan_files import load_plan
 from autopar.pipeline.run.step import PipelinedStep
@@ -38,8 +37,6 @@ from autopar.runtime.distributed.cpu_transport import let_arrays_pass
 from autopar.runtime.distributed.exchange import among_processes
 from autopar.runtime.distributed.local_batch import check_equal
 from autopar.runtime.distributed.step_clock import StepClock
-from autopar.runtime.own_arrays import mark_returned
-from autopar.system.progress import announced
 from autopar.transforms.program import Program
 
 #: The plans of a step: of one program, or with `stages` of either kind.
@@ -100,11 +97,7 @@ class ParallelStep(Generic[P]):
         if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan):
             let_arrays_pass()
         self._plans = StepPlans(self.called, given, own)
-        self._known: dict[Any, Prepared] = {}  # by the key of a call; the last used one comes last
-        self._fast: Prepared | None = None  # ran the last call, if it takes the arguments unchanged
-        self._fast_key: Any = None
-        self._last: Prepared | None = None  # ran the last call
-        self._calls = Calls()  # of `_last`
+        self._dispatch = Dispatcher(self._plans)
         self.clock: StepClock | None = None  # set by `watch`
 
     @property
@@ -129,8 +122,8 @@ class ParallelStep(Generic[P]):
 
     @property
     def plans(self) -> tuple[P, ...]:
-        """The plans of this step, one for each set of argument shapes, the least recently used first."""
-        return tuple(cast("P", prepared.plan) for prepared in self._known.values())
+        """The plans that it has run by or laid a state out by, one for each shape of its arguments, the last used one last."""
+        return tuple(cast("P", prepared.plan) for prepared in self._dispatch.known.values())
 
     def planning_options(self) -> dict[str, Any]:
         """The options for `plan_program`: without those of tracing, and with `like` as a plan.
@@ -151,10 +144,10 @@ class ParallelStep(Generic[P]):
         `jax.jit` and without its plan: only the outermost function is planned.
         """
         if is_traced():
-            return self._as_written(args, kwargs)
+            return as_written(self.called, args, kwargs)
         if self.clock is None:
-            return self._dispatch(args, kwargs)[0]
-        return self.clock.timed(lambda: self._dispatch(args, kwargs), self._probed)[0]
+            return self._dispatch.run(args, kwargs)[0]
+        return self.clock.timed(lambda: self._dispatch.run(args, kwargs), self._dispatch.probed)[0]
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pipelined step once, with the same results as a call, and measure when each of its tasks runs.
@@ -166,8 +159,8 @@ class ParallelStep(Generic[P]):
             StepSignatureError: it is one program, or has not run with arguments of these shapes yet.
         """
         if self.clock is None:
-            return self._measured(args, kwargs)[0]
-        return self.clock.timed(lambda: self._measured(args, kwargs), self._probed)[0]
+            return self._dispatch.measured(args, kwargs)[0]
+        return self.clock.timed(lambda: self._dispatch.measured(args, kwargs), self._dispatch.probed)[0]
 
     def plan(self, *args: Any, **kwargs: Any) -> P:
         """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s); nothing is compiled."""
@@ -197,7 +190,7 @@ class ParallelStep(Generic[P]):
         """
         with new_state(create_state, create_args) as new:
             with self._opened_for("init", new.value, step_args) as call:
-                prepared = self._prepare(call)
+                prepared = self._dispatch.prepare(call)
                 planned = dict(zip(map(id, jax.tree.leaves(call.trees)), prepared.places, strict=True))
             exchange = among_processes()
             if exchange is not None:
@@ -207,9 +200,9 @@ class ParallelStep(Generic[P]):
             places = [planned.get(id(leaf), prepared.whole) for leaf in shapes]
             with self._plans.compiled_kept(prepared.plan):
                 compiled = prepared.compiling(call.trees)
-                with self._announced("making the state of"):
+                with self._dispatch.announced("making the state of"):
                     arrays = built(new.leaves, new.call.trees, shapes, places)
-                with self._announced("compiling"):
+                with self._dispatch.announced("compiling"):
                     compiled()
             return new.finish(arrays)
 
@@ -230,7 +223,9 @@ class ParallelStep(Generic[P]):
             leaves, structure = jax.tree.flatten(call.trees)
             laid = [
                 jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type, sharding=sharding)
-                for one, sharding in zip(map(shape_struct, leaves), self._prepare(call).in_shardings, strict=True)
+                for one, sharding in zip(
+                    map(shape_struct, leaves), self._dispatch.prepare(call).in_shardings, strict=True
+                )
             ]
             return state_like(state, step_args, call.rebuilt_arguments(jax.tree.unflatten(structure, laid)))
 
@@ -251,12 +246,14 @@ class ParallelStep(Generic[P]):
                 naming those that differ.
             StepSignatureError: there is no plan yet.
         """
-        if not self._known:
+        if not self._dispatch.known:
             raise StepSignatureError(
                 f"`shard_batch` lays a batch out by the plan, and `{self.name}` has none yet: build its state first, by"
                 f" `{self.name}.init(create_state, …)` with the shapes of the whole batch"
             )
-        return shard_batch([prepared.arguments for prepared in reversed(self._known.values())], batch, argument)
+        return shard_batch(
+            [prepared.arguments for prepared in reversed(self._dispatch.known.values())], batch, argument
+        )
 
     def lower(self, *args: Any, mesh: Mesh | None = None, **kwargs: Any) -> jax.stages.Lowered:
         """The planned step as `jax.stages.Lowered`.
@@ -283,119 +280,28 @@ class ParallelStep(Generic[P]):
         Raises:
             StepSignatureError: too few steps have run.
         """
-        last = self._last
-        if last is None or self._calls.num_steps < FEWEST_STEPS:
+        last, calls = self._dispatch.last, self._dispatch.calls
+        if last is None or calls.num_steps < FEWEST_STEPS:
             raise StepSignatureError(
                 f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
-                f" arguments of the same shapes; the first compiles, and {self._calls.num_steps} have been timed since"
+                f" arguments of the same shapes; the first compiles, and {calls.num_steps} have been timed since"
             )
         if isinstance(last.run, PipelinedStep):
             plan, devices = last.run.plan, self._plans.devices()
             profiles = self._plans.profiles(plan)
-            return measure_stages(plan, last.program, self._calls, devices, profiles, last.measured)
+            return measure_stages(plan, last.program, calls, devices, profiles, last.measured)
         assert isinstance(last.plan, Plan), "of one program"
         hardware = self._plans.options.get("hardware")
-        return measure(last.plan, last.program, last.run, last.compiled_for, self._calls, last.mesh, hardware)
+        return measure(last.plan, last.program, last.run, last.compiled_for, calls, last.mesh, hardware)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind the step as a method if it is an attribute of a class: `self` is its first argument."""
         return self if instance is None else BoundStep(self, instance)
 
-    # -- inside ------------------------------------------------------------------------------
-
-    def _as_written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the step without its plan, inside a transformation of JAX. Nothing is donated."""
-        with opened(self.called, args, kwargs) as call:
-            arrays = jax.jit(call.function)(*call.trees)
-            assert call.results is not None, "it has been traced"
-            return call.finish(call.results, arrays)
-
-    @property
-    def _may_take(self) -> bool:
-        """Whether arrays that the user made may be donated: only if the user has given `donate`."""
-        return self._plans.options.get("donate") is not None
-
-    def _dispatch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Run the step: its result, and the arrays that the planned program returned."""
-        failed: Exception | None = None
-        fast = None if kwargs else self._fast
-        leaves = None if fast is None else fast.run.own_arguments.flattened(args)
-        if fast is not None and leaves is not None:
-            self._calls.note()
-            try:
-                result = fast.run.dispatch(leaves)
-            except Exception as error:  # other shapes or shardings; or the step's own error
-                failed = error
-            else:
-                return result, result
-        mark_returned()
-        with opened(self.called, args, kwargs) as call:
-            execute.check_not_deleted(call.input_paths, jax.tree.leaves(call.trees))
-            known = call.key == self._fast_key
-            prepared = self._prepare(call)
-            trees = prepared.placed(call.trees, may_take=self._may_take)
-            if failed is not None and known and all(map(operator.is_, jax.tree.leaves(trees), jax.tree.leaves(args))):
-                raise failed
-            is_fast = call.is_plain and prepared.results.is_plain
-            self._fast, self._fast_key = (prepared, call.key) if is_fast else (None, None)
-            if prepared is not self._last or not prepared.is_compiled:
-                self._calls.restart()
-            elif failed is None:  # otherwise it was noted above
-                self._calls.note()
-            self._last = prepared
-            arrays = self._run(prepared, trees)
-            return call.finish(prepared.results, arrays), arrays
-
-    def _measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """Like `_dispatch`, and measure the tasks."""
-        with opened(self.called, args, kwargs) as call:
-            prepared = self._prepare(call)
-            if not isinstance(prepared.run, PipelinedStep):
-                raise StepSignatureError(
-                    f"`{self.name}` is one program: `measured` is for pipelines. `report()` has its time"
-                )
-            if not prepared.is_compiled or prepared is not self._last:
-                raise StepSignatureError(
-                    f"`{self.name}` is compiled at its first call: make one with arguments of these shapes before it is"
-                    " `measured`"
-                )
-            self._calls.interrupt(wait)
-            arrays, prepared.measured = prepared.run.measured(*call.trees)
-            return call.finish(prepared.results, arrays), arrays
-
-    def _run(self, prepared: Prepared, trees: Sequence[Any]) -> Any:
-        if prepared.is_compiled:
-            return prepared.run(*trees)
-        prepared.compiled_for = jax.tree.map(placed_struct, tuple(trees))
-        with self._announced("compiling"), self._plans.compiled_kept(prepared.plan):
-            arrays = prepared.run(*trees)
-        prepared.is_compiled = True
-        return arrays
-
-    def _announced(self, doing: str) -> AbstractContextManager[None]:
-        return announced(f"{doing} `{self.name}`", shown=self._plans.options.get("progress") is None)
-
-    def _probed(self, dispatched: tuple[Any, Any]) -> Any:
-        """The array of a call's result to wait for."""
-        position = None if self._last is None else self._last.probe
-        return None if position is None else jax.tree.leaves(dispatched[1])[position]
-
     def _opened_for(self, caller: str, state: Any, step_args: Mapping[str, Any]) -> AbstractContextManager[Call]:
         """Open a call with a state, and the other arguments by name."""
         args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args, caller))
         return opened(self.called, args, kwargs)
-
-    def _prepare(self, call: Call) -> Prepared:
-        prepared = self._known.pop(call.key, None)
-        if prepared is None:
-            planned = self._plans.of(call, to_run=True)
-            plan, program = planned.plan, planned.program
-            devices = self._plans.devices() if isinstance(plan, PipelinePlan) else self._plans.mesh(plan)
-            prepared = prepared_of(self.name, plan, program, planned.results, devices, may_take=self._may_take)
-        else:
-            self._plans.latest = prepared.plan
-        self._known[call.key] = prepared
-        return prepared
 
 
 class BoundStep:
