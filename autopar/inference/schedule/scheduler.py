@@ -7,12 +7,7 @@ clock, so a day of traffic is simulated in seconds.
   the order of arrival.
 - Chunked prefill: prompts are computed in chunks, in the same iterations as the decode steps of other slots, so decoding
   never waits for a long prompt.
-- Prefix sharing: a request is forked from a running sequence that has dispatched all of its tokens but the last, and
-  decodes at once. A request whose prefix is being computed waits for it.
-- Admission: a request is admitted when pages are available for its whole prompt, besides those that running sequences
-  need for their prompts and one more for each. Pages are allocated when they are needed.
-- Preemption: when no page is available for the next token, the youngest sequence releases its pages and waits to be
-  recomputed. The oldest sequence always progresses, so every request ends.
+- Prefix sharing, admission, preemption: see `admission.py`.
 - Dispatch ahead: `next` may be called again before `update`. Then the last token of a slot may be on the device only.
   Results of a sequence that ended or was preempted meanwhile are ignored. Its pages may be reused at once, because the
   device runs iterations in order: the new owner writes a page later, and reads only what it wrote.
@@ -20,48 +15,13 @@ clock, so a day of traffic is simulated in seconds.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from autopar.errors import InferenceError
-from autopar.inference.kv_cache.page_tables import Copy, PagedCache, PageTable
+from autopar.inference.kv_cache.page_tables import Copy, PagedCache
+from autopar.inference.schedule.admission import Admission, Sequence
 from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run, Shape
 from autopar.inference.schedule.speculation_policy import DraftRequest, Proposer, SpeculationPolicy
-
-
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """A running request.
-
-    Args:
-        tokens: the prompt and the generated tokens that the host knows.
-        num_dispatched: the number of tokens whose computation has been dispatched. The table has room for these.
-        num_pending: the number of generated tokens that are on the device only.
-        is_verifying: whether draft tokens are being verified, so the number of new tokens is not yet known.
-    """
-
-    request: Request
-    attempt: int
-    slot: int
-    table: PageTable
-    tokens: list[int]
-    num_dispatched: int
-    num_pending: int = 0
-    is_verifying: bool = False
-
-    @property
-    def num_to_compute(self) -> int:
-        """The number of tokens to compute before the next one can be sampled."""
-        return len(self.tokens) + self.num_pending - self.num_dispatched
-
-    @property
-    def num_to_generate(self) -> int:
-        return self.request.max_tokens - (len(self.tokens) + self.num_pending - len(self.request.prompt))
-
-    @property
-    def can_decode(self) -> bool:
-        return self.num_to_compute == 1 and self.num_to_generate > 0 and not self.is_verifying
 
 
 class Scheduler:
@@ -84,24 +44,21 @@ class Scheduler:
         self.options = options or Options()
         self._proposer = proposer if self.options.num_proposals else None
         self._policy = policy
-        self._waiting: deque[tuple[Request, list[int]]] = deque()
-        self._running: dict[str, _Sequence] = {}  # oldest first
-        self._slots = list(range(self.options.num_slots - 1, -1, -1))
+        self._admission = Admission(cache, self.options.num_slots)
         self._names: set[str] = set()
-        self._attempts = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._admission.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._admission.running)
 
     @property
     def num_cached_tokens(self) -> int:
         """The number of tokens in the pages of running sequences."""
-        return sum(sequence.num_dispatched for sequence in self._running.values())
+        return sum(sequence.num_dispatched for sequence in self._admission.running.values())
 
     # -- requests ----------------------------------------------------------------------------
 
@@ -131,16 +88,13 @@ class Scheduler:
                 "the prompt, reduce max_tokens, or leave the cache more memory"
             )
         self._names.add(request.name)
-        self._waiting.append((request, list(request.prompt)))
+        self._admission.waiting.append((request, list(request.prompt)))
 
     def abort(self, name: str) -> bool:
         """Abort a request; False if no request has the name."""
         if name not in self._names:
             return False
-        if name in self._running:
-            self._remove(self._running[name])
-        else:
-            self._waiting = deque(each for each in self._waiting if each[0].name != name)
+        self._admission.drop(name)
         self._names.remove(name)
         return True
 
@@ -148,7 +102,7 @@ class Scheduler:
 
     def next(self) -> Iteration | None:
         """Decide the next iteration; None if nothing can run before an update, a new request, or a released page."""
-        self._admit()
+        self._admission.admit()
         if self._is_speculating and any(each.num_pending for each in self._decoding()):
             return None
         copies: list[Copy] = []
@@ -156,7 +110,8 @@ class Scheduler:
         shape = Shape(width=1 + self.options.num_proposals) if any(drafts.values()) else self._decode_shape()
         decodes = self._decode_runs(shape, drafts, copies)
         rows, length = (0, 0) if shape != Shape() else self._chunk_shape()
-        is_idle = not decodes and not any(each.num_pending or each.is_verifying for each in self._running.values())
+        running = self._admission.running.values()
+        is_idle = not decodes and not any(each.num_pending or each.is_verifying for each in running)
         chunks = self._chunk_runs(rows, length, copies, may_preempt=is_idle)
         if chunks:
             shape = Shape(rows=rows, length=length)
@@ -173,7 +128,7 @@ class Scheduler:
         """
         progress: list[Progress] = []
         for run in iteration.runs:
-            sequence = self._running.get(run.name)
+            sequence = self._admission.running.get(run.name)
             if sequence is not None and sequence.attempt == run.attempt:
                 new = self._update_sequence(sequence, run, results[run.name], iteration.shape)
                 if new is not None:
@@ -189,69 +144,11 @@ class Scheduler:
         elif counts := [len(results[run.name].tokens) for run in iteration.decodes if run.name in results]:
             self._policy.record_verified(sum(counts), len(counts))
 
-    # -- admission and preemption --------------------------------------------------------------
-
-    def _admit(self) -> None:
-        while self._waiting and self._slots:
-            request, tokens = self._waiting[0]
-            table = self._start_table(tokens)
-            if table is None:
-                return
-            if not self._has_room(tokens, table):
-                self.cache.release(table)
-                return
-            self._waiting.popleft()
-            self._attempts += 1
-            slot = self._slots.pop()
-            self._running[request.name] = _Sequence(request, self._attempts, slot, table, tokens, table.num_tokens)
-
-    def _start_table(self, tokens: list[int]) -> PageTable | None:
-        """Make a table that shares the longest computed prefix, from the prefix cache or by a fork of a running sequence.
-
-        Returns:
-            None to wait for a longer prefix: a running sequence has it and has not dispatched all of it yet.
-        """
-        table = self.cache.start(tokens)
-        if not self.cache.shares_prefixes:
-            return table
-        best, source = (table.num_tokens, True), None
-        for sequence in self._running.values():
-            num = self.cache.num_shareable(tokens, sequence.tokens, table.num_tokens)
-            if (num, num <= sequence.num_dispatched) > best:
-                best, source = (num, num <= sequence.num_dispatched), sequence
-            if best == (len(tokens) - 1, True):
-                break
-        if source is None:
-            return table
-        self.cache.release(table)
-        num, is_dispatched = best
-        return self.cache.fork(source.table, num) if is_dispatched else None
-
-    def _has_room(self, tokens: list[int], table: PageTable) -> bool:
-        """Whether pages are available for a new sequence, besides those that running sequences reserve."""
-        reserved = sum(  # the pages of all tokens of each, and one more
-            self.cache.num_needed(each.table, len(each.tokens) + each.num_pending + 1) + 1
-            for each in self._running.values()
-        )
-        return self.cache.num_needed(table, len(tokens) + 1) + reserved <= self.cache.pool.num_available
-
-    def _remove(self, sequence: _Sequence) -> None:
-        self.cache.release(sequence.table)
-        self._slots.append(sequence.slot)
-        del self._running[sequence.request.name]
-
-    def _preempt_youngest(self) -> _Sequence:
-        """Preempt the youngest sequence. It is recomputed before any waiting request starts."""
-        sequence = next(reversed(self._running.values()))
-        self._remove(sequence)
-        self._waiting.appendleft((sequence.request, sequence.tokens))
-        return sequence
-
     # -- decode ------------------------------------------------------------------------------
 
-    def _decoding(self) -> list[_Sequence]:
+    def _decoding(self) -> list[Sequence]:
         """All sequences with tokens to generate, if no prompt remains to be computed; else none."""
-        sequences = [sequence for sequence in self._running.values() if sequence.num_to_generate > 0]
+        sequences = [sequence for sequence in self._admission.running.values() if sequence.num_to_generate > 0]
         return sequences if all(sequence.can_decode for sequence in sequences) else []
 
     @property
@@ -270,7 +167,7 @@ class Scheduler:
     def _decode_shape(self) -> Shape:
         """Several steps in one call if no request waits, and every sequence has tokens to generate and pages for them."""
         steps, decoding = self.options.steps, self._decoding()
-        if self._waiting or not decoding or any(sequence.num_to_generate < steps for sequence in decoding):
+        if self._admission.waiting or not decoding or any(sequence.num_to_generate < steps for sequence in decoding):
             return Shape()
         needed = sum(self.cache.num_needed(each.table, each.num_dispatched + steps) for each in decoding)
         return Shape(steps=steps) if needed <= self.cache.pool.num_available else Shape()
@@ -278,13 +175,14 @@ class Scheduler:
     def _decode_runs(self, shape: Shape, drafts: Mapping[str, tuple[int, ...]], copies: list[Copy]) -> list[Run]:
         """One run for each sequence that decodes, oldest first."""
         runs: list[Run] = []
-        for sequence in list(self._running.values()):
+        running = self._admission.running
+        for sequence in list(running.values()):
             name = sequence.request.name
-            if name not in self._running or not sequence.can_decode:
+            if name not in running or not sequence.can_decode:
                 continue
             draft = drafts.get(name, ())
             num_tokens = shape.steps + len(draft)
-            if not self._grow(sequence, sequence.num_dispatched + num_tokens, copies):
+            if not self._admission.grow(sequence, sequence.num_dispatched + num_tokens, copies):
                 continue
             known = () if sequence.num_pending else (sequence.tokens[-1], *draft)
             runs.append(self._dispatch(sequence, num_tokens, known))
@@ -292,18 +190,10 @@ class Scheduler:
             sequence.num_pending += 0 if sequence.is_verifying else shape.steps
         return runs
 
-    def _grow(self, sequence: _Sequence, num_tokens: int, copies: list[Copy]) -> bool:
-        """Allocate pages, by preemption if necessary; False if the sequence itself was preempted."""
-        while (new := self.cache.grow(sequence.table, num_tokens)) is None:
-            if self._preempt_youngest() is sequence:
-                return False
-        copies += new
-        return True
-
     # -- prefill -----------------------------------------------------------------------------
 
-    def _prefilling(self) -> list[_Sequence]:
-        return [sequence for sequence in self._running.values() if sequence.num_to_compute > 1]
+    def _prefilling(self) -> list[Sequence]:
+        return [sequence for sequence in self._admission.running.values() if sequence.num_to_compute > 1]
 
     def _chunk_shape(self) -> tuple[int, int]:
         """The chunk shape that computes the most tokens now; among equals, the one with the least padding."""
@@ -323,11 +213,11 @@ class Scheduler:
         """
         runs: list[Run] = []
         for sequence in self._prefilling()[:rows]:
-            if sequence.request.name not in self._running:
+            if sequence.request.name not in self._admission.running:
                 continue
             num_tokens = min(length, sequence.num_to_compute)
             if may_preempt and not runs:
-                if not self._grow(sequence, sequence.num_dispatched + num_tokens, copies):
+                if not self._admission.grow(sequence, sequence.num_dispatched + num_tokens, copies):
                     continue
             else:
                 new = self.cache.grow(sequence.table, sequence.num_dispatched + num_tokens)
@@ -342,13 +232,13 @@ class Scheduler:
 
     # -- runs and results --------------------------------------------------------------------
 
-    def _dispatch(self, sequence: _Sequence, num_tokens: int, tokens: tuple[int, ...], *, samples: bool = True) -> Run:
+    def _dispatch(self, sequence: Sequence, num_tokens: int, tokens: tuple[int, ...], *, samples: bool = True) -> Run:
         start = sequence.num_dispatched
         sequence.num_dispatched += num_tokens
         pages = tuple(sequence.table.pages)
         return Run(sequence.request.name, sequence.attempt, sequence.slot, start, num_tokens, tokens, pages, samples)
 
-    def _update_sequence(self, sequence: _Sequence, run: Run, result: Result, shape: Shape) -> Progress | None:
+    def _update_sequence(self, sequence: Sequence, run: Run, result: Result, shape: Shape) -> Progress | None:
         """Append new tokens to a sequence. Tokens after its end are dropped."""
         num_done = run.start + run.num_tokens
         if shape.width > 1:  # the cache entries of rejected draft tokens are invalid
@@ -361,20 +251,14 @@ class Scheduler:
         for token in result.tokens if run.samples else ():
             sequence.tokens.append(token)
             new.append(token)
-            ended = ended or self._ended(sequence, token)
+            ended = ended or sequence.ended_by(token)
             if ended:
                 break
         if result.ended is None:  # otherwise the pages may hold the non-finite values that ended the request
             self.cache.insert_prefix(sequence.table, sequence.tokens[:num_done])
         if ended:
-            self._remove(sequence)
+            self._admission.remove(sequence)
             self._names.remove(sequence.request.name)
         elif shape.width > 1:
             self.cache.truncate(sequence.table, sequence.num_dispatched)
         return Progress(sequence.request.name, tuple(new), ended) if new or ended else None
-
-    def _ended(self, sequence: _Sequence, token: int) -> str | None:
-        if token in sequence.request.stop_tokens:
-            return "stop"
-        generated = len(sequence.tokens) - len(sequence.request.prompt)
-        return "length" if generated >= sequence.request.max_tokens else None
