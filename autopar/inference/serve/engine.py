@@ -10,8 +10,8 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -71,6 +71,28 @@ class Stats:
     num_cached_tokens: int
     num_tokens: int
     num_compiled: int
+
+
+@dataclass(slots=True)
+class _Counts:
+    """The counters among the `Stats`."""
+
+    num_iterations: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_tokens: int = 0
+
+    def add(self, iteration: Iteration, generations: Mapping[str, Generation]) -> None:
+        """Count an iteration that is dispatched."""
+        self.num_iterations += 1
+        self.num_steps += iteration.shape.steps
+        for run in iteration.runs:
+            generation = generations[run.name]
+            if not generation.is_started:
+                generation.is_started, generation.num_cached = True, run.start
+                self.num_cached_tokens += run.start
+            self.num_prompt_tokens += max(0, min(run.start + run.num_tokens, generation.num_prompt_tokens) - run.start)
 
 
 class Serving(TypedDict, total=False):
@@ -141,8 +163,7 @@ class Engine:
         self._engines.append(self)
         self._names = itertools.count()
         self._broken: BaseException | None = None
-        self._counts = dict.fromkeys(("num_iterations", "num_steps", "num_prompt_tokens", "num_cached_tokens"), 0)
-        self._num_tokens = 0
+        self._counts = _Counts()
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, dtype: Any = None, **serving: Unpack[Serving]) -> Engine:
@@ -162,7 +183,8 @@ class Engine:
         def load(shardings: Any, on_read: Callable[[int], None]) -> Any:
             return checkpoint.load(shardings, dtype, lambda _, num_bytes: on_read(num_bytes))
 
-        return cls._opened(checkpoint.config, shapes, load, tokenizer, stop_tokens, serving)
+        runner, options = _open_runner(checkpoint.config, shapes, load, serving)
+        return cls(runner, tokenizer, stop_tokens, **options)
 
     @classmethod
     def of(
@@ -186,49 +208,8 @@ class Engine:
         def load(shardings: Any, _: Callable[[int], None]) -> Any:
             return jax.device_put(params, shardings)
 
-        return cls._opened(config, jax.tree.map(shape_struct, params), load, tokenizer, stop_tokens, serving)
-
-    @classmethod
-    def _opened(
-        cls,
-        config: DecoderConfig,
-        shapes: Any,
-        load: Load,
-        tokenizer: Any,
-        stop_tokens: Iterable[int],
-        serving: Serving,
-    ) -> Engine:
-        propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
-        attention = serving.get("attention")
-        served = served_of(
-            config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
-        )
-        place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
-        place["cache"] = serving.get("cache", True)
-        setup = make_proposer(propose, served, place)
-        reserved = setup.held_bytes + (pages_of.held_bytes if pages_of is not None else 0)
-        shared = pages_of.runner.layout if pages_of is not None else None
-        arguments = (served, attention, load, place, serving.get("num_pages"), progress, reserved, shared)
-        memory = pages_of.runner.memory if pages_of is not None else None
-        model = open_model(*arguments)
-        try:
-            runner = _warm_runner(model, memory)
-        except jax.errors.JaxRuntimeError as error:
-            if model.cache is None or memory is not None:
-                raise
-            model.cache.warn_damaged(error)
-            runner = _warm_runner(open_model(*arguments, ignore_cache=True), memory)
-        policy = make_policy(runner.seconds(), setup.seconds) if served.options.num_proposals else None
-        shares = serving.get("shares_prefixes", True)
-        return cls(
-            runner,
-            tokenizer,
-            stop_tokens,
-            pages_of,
-            shares_prefixes=shares,
-            proposer=setup.proposer,
-            policy=policy,
-        )
+        runner, options = _open_runner(config, jax.tree.map(shape_struct, params), load, serving)
+        return cls(runner, tokenizer, stop_tokens, **options)
 
     @property
     def held_bytes(self) -> float:
@@ -345,7 +326,7 @@ class Engine:
         if iteration is not None:
             sampling = {run.name: self._generations[run.name].sampling for run in iteration.runs}
             self._in_flight.append(self.runner.dispatch(iteration, sampling))
-            self._count(iteration)
+            self._counts.add(iteration, self._generations)
         elif not self._in_flight:
             return False
         if len(self._in_flight) > (_AHEAD if iteration is not None else 0):
@@ -358,7 +339,7 @@ class Engine:
             generation = self._generations[progress.name]
             before = len(generation.tokens)
             generation.append(progress.tokens, details[progress.name], progress.ended)
-            self._num_tokens += len(generation.tokens) - before
+            self._counts.num_tokens += len(generation.tokens) - before
             if generation.ended is not None:
                 self._scheduler.abort(progress.name)  # if a stop string has ended it
                 del self._generations[progress.name]
@@ -366,18 +347,6 @@ class Engine:
     def _end(self, generation: Generation, why: str) -> None:
         generation.end(why)
         del self._generations[generation.name]
-
-    def _count(self, iteration: Iteration) -> None:
-        self._counts["num_iterations"] += 1
-        self._counts["num_steps"] += iteration.shape.steps
-        for run in iteration.runs:
-            generation = self._generations[run.name]
-            if not generation.is_started:
-                generation.is_started, generation.num_cached = True, run.start
-                self._counts["num_cached_tokens"] += run.start
-            self._counts["num_prompt_tokens"] += max(
-                0, min(run.start + run.num_tokens, generation.num_prompt_tokens) - run.start
-            )
 
     def _check(self) -> None:
         if self._broken is not None:
@@ -395,10 +364,40 @@ class Engine:
                 self.pool.num_free,
                 self.pool.num_evictable,
                 self.pool.num_held,
-                **self._counts,
-                num_tokens=self._num_tokens,
+                **asdict(self._counts),
                 num_compiled=self.runner.num_compiled,
             )
+
+
+def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Serving) -> tuple[Runner, dict[str, Any]]:
+    """Open a model and run each program once.
+
+    Returns:
+        The runner, and the options of its `Engine`.
+    """
+    propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
+    attention = serving.get("attention")
+    served = served_of(
+        config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
+    )
+    place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
+    place["cache"] = serving.get("cache", True)
+    setup = make_proposer(propose, served, place)
+    reserved = setup.held_bytes + (pages_of.held_bytes if pages_of is not None else 0)
+    shared = pages_of.runner.layout if pages_of is not None else None
+    arguments = (served, attention, load, place, serving.get("num_pages"), progress, reserved, shared)
+    memory = pages_of.runner.memory if pages_of is not None else None
+    model = open_model(*arguments)
+    try:
+        runner = _warm_runner(model, memory)
+    except jax.errors.JaxRuntimeError as error:
+        if model.cache is None or memory is not None:
+            raise
+        model.cache.warn_damaged(error)
+        runner = _warm_runner(open_model(*arguments, ignore_cache=True), memory)
+    policy = make_policy(runner.seconds(), setup.seconds) if served.options.num_proposals else None
+    shares = serving.get("shares_prefixes", True)
+    return runner, {"pages_of": pages_of, "shares_prefixes": shares, "proposer": setup.proposer, "policy": policy}
 
 
 def _warm_runner(model: OpenedModel, memory: PageMemory | None) -> Runner:
