@@ -23,12 +23,14 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.solve.cost_grid import Gridded, on_grid
-from autopar.solve.elimination import plan_elimination, plan_exact
+from autopar.solve.elimination import Elimination, plan_elimination, plan_exact
 from autopar.solve.greedy_start import cheap_start
 from autopar.solve.incumbent import PROVEN, Incumbent, Progress
+from autopar.solve.live_instants import instants_of
+from autopar.solve.memory_dual import Dual, assignments_at_high_prices, price_memory
+from autopar.solve.minimum_memory import minimum_memory
 from autopar.solve.polish import polish
 from autopar.solve.presolve import Overdue
-from autopar.solve.priced_part import least_memory, priced
 from autopar.solve.problem import Problem
 from autopar.solve.search_budget import Budget
 from autopar.solve.search_part import Part, whole_part
@@ -43,6 +45,8 @@ _FIRST_TABLE = 1 << 16  # entries above which the first rounds split a table
 _MOST_WORK = 2 * 10**9
 _SMALL = 20_000  # edge entries up to which HiGHS solves a part without further rounds
 _SHRUNK = 0.8  # a round must shrink the edge entries below this share to be followed by another
+_FIT_SHARE = 0.3  # of the remaining time, to find an assignment that fits
+_COMBINE_SHARE = 0.3  # of the remaining time, to combine assignments into an incumbent
 _SMALL_GAP, _SMALL_GAP_SHARE = 1e-4, 0.05  # below this relative gap HiGHS gets this share of the remaining time
 _MIP_SIZE = 200_000  # edge entries up to which HiGHS is tried first under a memory limit
 _MIP_SHARE = 0.6  # of the remaining time, for that first try
@@ -159,7 +163,7 @@ class Search:
             rounding = part.rounding_error(bound)
             self._solve_likely(part, marginals, bound)
         else:
-            dual = priced(part, elimination, choices, self.best)
+            dual = _priced(part, elimination, choices, self.best)
             if dual is None or not self.best.is_open():
                 return self._settle(part)
             marginals = [m + dual.offset for m in elimination.marginals(dual.priced_costs)]
@@ -221,7 +225,7 @@ class Search:
             improved=improved,
             relative_gap=self._mip_gap,
         )
-        search.run(lambda: least_memory(part, self.best) if part.problem.memory_limit is not None else ())
+        search.run(lambda: _least_memory(part, self.best) if part.problem.memory_limit is not None else ())
 
     def _solve_likely(self, part: Part, marginals: Sequence[np.ndarray], bound: float) -> None:
         """Search for an incumbent among the strategies with the lowest bounds, as many as exact elimination can handle."""
@@ -235,3 +239,51 @@ class Search:
             if elimination is not None:
                 self.best.keep(likely.expand(elimination.solve(likely.problem.node_costs)[0]))
                 return
+
+
+def _priced(part: Part, elimination: Elimination, free: tuple[int, ...], best: Incumbent) -> Dual | None:
+    """Price the memory of a part; None if no assignment that fits was found.
+
+    Args:
+        free: the optimum without the memory limit.
+        best: record of the assignments and bounds found.
+    """
+    problem, instants = part.problem, instants_of(part.problem)
+    fitting = _fitting(part, elimination, best)
+    if not fitting:
+        return None
+    dual = price_memory(problem, instants, elimination, [free, fitting], deadline=best.deadline)
+    best.raise_bound(dual.bound - part.rounding_error(dual.bound, dual.offset))
+    for choices in dual.assignments:
+        best.keep(part.expand(choices))
+    if best.is_open() and dual.assignments:
+        met = part.within([np.unique(strategies) for strategies in zip(*dual.assignments, strict=True)])
+        if met is not None:
+            best.branch(met, best.until(_COMBINE_SHARE), relative_gap=1e-4)
+    return dual
+
+
+def _fitting(part: Part, elimination: Elimination, best: Incumbent) -> tuple[int, ...]:
+    """Some assignment of a part that fits; empty if none was found."""
+    problem = part.problem
+    for choices in assignments_at_high_prices(problem, instants_of(problem), elimination):
+        best.keep(part.expand(choices))
+        if problem.fits(choices) and np.isfinite(problem.evaluate(choices)):
+            return choices
+    return _least_memory(part, best)
+
+
+def _least_memory(part: Part, best: Incumbent) -> tuple[int, ...]:
+    """The assignment of a part with the lowest peak memory if it fits; empty if none was found."""
+    problem, limit = part.problem, part.problem.memory_limit
+    assert limit is not None
+    for relative_gap in (5e-3, 1e-6):
+        share = _FIT_SHARE * (best.deadline - time.monotonic())
+        least = minimum_memory(problem, time_limit_s=share, relative_gap=relative_gap)
+        if least.lower_bound > limit * (1 + 1e-6):
+            best.raise_bound(np.inf)
+            break
+        if least.choices and problem.fits(least.choices):
+            best.keep(part.expand(least.choices))
+            return least.choices
+    return ()
