@@ -157,8 +157,6 @@ class Replay:
             operands.append(known[key])
         return operands
 
-    # -- regions -----------------------------------------------------------------------------
-
     def _region(self, scope: Scope, region: Region) -> None:
         """Run a loop or branches, and define their results."""
         equations = self.trace.equations
@@ -255,8 +253,6 @@ class Replay:
 
     def _pieces(self, span: tuple[int, int], piece: str) -> list[int]:
         return [n for n in range(*span) if self.trace.equations[n].piece == piece]
-
-    # -- arguments ---------------------------------------------------------------------------
 
     def _check(self, leaves: Sequence[Any]) -> None:
         for path, position, leaf in zip(self.trace.input_paths, self.trace.inputs, leaves, strict=True):

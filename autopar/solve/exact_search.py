@@ -54,15 +54,7 @@ _LIKELY_SHARES = (0.5, 0.25, 0.12, 0.06, 0.03)  # shares of the strategies to tr
 
 
 class Search:
-    """One search for the optimum of a problem.
-
-    Args:
-        progress: callback for the cost and the bound, in seconds.
-        relative_gap: gap between them that ends the search.
-
-    Attributes:
-        best: the best assignment and the best bound so far.
-    """
+    """One search for the optimum of a problem; `best` is the best assignment and the best bound so far."""
 
     def __init__(
         self,
@@ -242,12 +234,7 @@ class Search:
 
 
 def _priced(part: Part, elimination: Elimination, free: tuple[int, ...], best: Incumbent) -> Dual | None:
-    """Price the memory of a part; None if no assignment that fits was found.
-
-    Args:
-        free: the optimum without the memory limit.
-        best: record of the assignments and bounds found.
-    """
+    """Price the memory of a part; None if no assignment that fits was found. `free` is the optimum without a limit."""
     problem, instants = part.problem, instants_of(part.problem)
     fitting = _fitting(part, elimination, best)
     if not fitting:

@@ -25,12 +25,8 @@ _CANCELLED = 1e-12  # rounding error left by cancellation, relative to the sum o
 class Incumbent:
     """The best assignment and the best bound so far of one problem.
 
-    Args:
-        deadline: end of the search, by `time.monotonic`.
-        progress: callback for the cost and the bound.
-        relative_gap: gap that ends the search.
-
     Attributes:
+        deadline: end of the search, by `time.monotonic`. relative_gap: gap that ends it.
         choices: the cheapest assignment that fits; empty until one is found.
         cost: its cost, in seconds.
         bound: lower bound of the cost of every assignment that fits; `inf` if none fits.

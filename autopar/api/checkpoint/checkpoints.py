@@ -20,16 +20,7 @@ import jax
 import numpy as np
 
 from autopar.api.checkpoint import state_tree as checkpoint_state
-from autopar.api.checkpoint.checkpoint_folder import (
-    ABOUT,
-    EXTRA,
-    PLAN,
-    CheckpointFolder,
-    DamagedError,
-    about_of,
-    digest,
-    store,
-)
+from autopar.api.checkpoint.folder import ABOUT, EXTRA, PLAN, CheckpointFolder, DamagedError, about_of, digest, store
 from autopar.api.parallelize import ParallelStep
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.frontend.state import makes_state, state_apart
@@ -79,8 +70,6 @@ class Checkpoints:
         self._encoded: tuple[AnyPlan, Any] | None = None
         self._last_map: PlanDiff | None = None
 
-    # -- what is there -----------------------------------------------------------------------
-
     @property
     def directory(self) -> str:
         """The folder of the checkpoints."""
@@ -112,9 +101,7 @@ class Checkpoints:
     def extra(self, at: int | None = None) -> Any:
         """The `extra` of a checkpoint; None where there is none."""
         number = self._existing(at)
-        return self._saved.part(number, EXTRA) if self._saved.has_part(number, EXTRA) else None
-
-    # -- saving ------------------------------------------------------------------------------
+        return self._saved.part(number, EXTRA) if store().has_part(self._saved.path, number, EXTRA) else None
 
     def save(self, number: SupportsIndex, state: Any, *, extra: Any = None, wait: bool = False) -> None:
         """Save a state. It is copied to the host, and then written in the background, so that the step may donate it.
@@ -187,8 +174,6 @@ class Checkpoints:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # -- restoring ---------------------------------------------------------------------------
-
     def restore(self, create_state: Any, *create_args: Any, at: int | None = None, **step_args: Any) -> Any:
         """Restore a state under the plan of this step, whatever plan and mesh it was saved under.
 
@@ -224,8 +209,6 @@ class Checkpoints:
         if self.latest is None:
             return self._step.init(create_state, *create_args, **step_args)
         return self.restore(create_state, *create_args, **step_args)
-
-    # -- inside ------------------------------------------------------------------------------
 
     def _restored(self, number: int, target: Any) -> list[Any]:
         """The arrays of a checkpoint with the shardings of `target`, after their digests were checked."""

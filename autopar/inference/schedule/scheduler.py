@@ -60,8 +60,6 @@ class Scheduler:
         """The number of tokens in the pages of running sequences."""
         return sum(sequence.num_dispatched for sequence in self._admission.running.values())
 
-    # -- requests ----------------------------------------------------------------------------
-
     def submit(self, request: Request) -> None:
         """Queue a request.
 
@@ -97,8 +95,6 @@ class Scheduler:
         self._admission.drop(name)
         self._names.remove(name)
         return True
-
-    # -- decisions ---------------------------------------------------------------------------
 
     def next(self) -> Iteration | None:
         """Decide the next iteration; None if nothing can run before an update, a new request, or a released page."""
@@ -144,8 +140,6 @@ class Scheduler:
         elif counts := [len(results[run.name].tokens) for run in iteration.decodes if run.name in results]:
             self._policy.record_verified(sum(counts), len(counts))
 
-    # -- decode ------------------------------------------------------------------------------
-
     def _decoding(self) -> list[Sequence]:
         """All sequences with tokens to generate, if no prompt remains to be computed; else none."""
         sequences = [sequence for sequence in self._admission.running.values() if sequence.num_to_generate > 0]
@@ -190,8 +184,6 @@ class Scheduler:
             sequence.num_pending += 0 if sequence.is_verifying else shape.steps
         return runs
 
-    # -- prefill -----------------------------------------------------------------------------
-
     def _prefilling(self) -> list[Sequence]:
         return [sequence for sequence in self._admission.running.values() if sequence.num_to_compute > 1]
 
@@ -229,8 +221,6 @@ class Scheduler:
             runs.append(self._dispatch(sequence, num_tokens, tokens, samples=samples))
             sequence.num_pending += samples
         return runs
-
-    # -- runs and results --------------------------------------------------------------------
 
     def _dispatch(self, sequence: Sequence, num_tokens: int, tokens: tuple[int, ...], *, samples: bool = True) -> Run:
         start = sequence.num_dispatched

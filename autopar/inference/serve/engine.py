@@ -217,8 +217,6 @@ class Engine:
         layout = self.runner.layout
         return layout.peak_bytes - layout.page_bytes * (layout.num_pages + 1)
 
-    # -- requests ----------------------------------------------------------------------------
-
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -285,8 +283,6 @@ class Engine:
             InferenceError: text is given without a tokenizer, or a token is not in the vocabulary.
         """
         return tokens_of(prompt, self.tokenizer, self.runner.served.model.config.vocab_size, special=special)
-
-    # -- iterations --------------------------------------------------------------------------
 
     def step(self) -> bool:
         """Dispatch the next iteration to the devices, and process the results of an earlier one.
@@ -359,22 +355,18 @@ class Engine:
         """The counters and the current state."""
         with self._lock:
             return Stats(
-                self._scheduler.num_waiting,
-                self._scheduler.num_running,
-                self.pool.num_free,
-                self.pool.num_evictable,
-                self.pool.num_held,
-                **asdict(self._counts),
+                num_waiting=self._scheduler.num_waiting,
+                num_running=self._scheduler.num_running,
+                free_pages=self.pool.num_free,
+                evictable_pages=self.pool.num_evictable,
+                held_pages=self.pool.num_held,
                 num_compiled=self.runner.num_compiled,
+                **asdict(self._counts),
             )
 
 
 def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Serving) -> tuple[Runner, dict[str, Any]]:
-    """Open a model and run each program once.
-
-    Returns:
-        The runner, and the options of its `Engine`.
-    """
+    """Open a model and run each program once. Returns the runner and the options of its `Engine`."""
     propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
     attention = serving.get("attention")
     served = served_of(

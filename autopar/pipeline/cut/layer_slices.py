@@ -64,8 +64,7 @@ class SlicedValues:
 
     Args:
         dims: the layer dim of each value that has one.
-        bounds: first layer of each slice, and the layer after its last.
-        origins: origin of each equation of the trace.
+        bounds: as for `LayerSlices`. origins: origin of each equation of the trace.
 
     Attributes:
         parts: value -> its slices. wholes: value -> its replacement.
@@ -97,9 +96,8 @@ class SlicedValues:
         if atom not in self.wholes:
             place, shape = self.dims.of(atom), self.trace.avals[atom].shape
             assert place is not None
-            (self.wholes[atom],) = self.write(
-                ("join", place, shape), self.parts[atom], lambda values: [self.slices.assembled(values, place, shape)]
-            )
+            key, parts = ("join", place, shape), self.parts[atom]
+            (self.wholes[atom],) = self.write(key, parts, lambda values: [self.slices.assembled(values, place, shape)])
         return self.wholes[atom]
 
     def part(self, value: int, i: int) -> Atom:
@@ -116,9 +114,8 @@ class SlicedValues:
             return self.parts[value][i]
         bounds, whole, origin = self.bounds[i], self.whole(value), self.builder.origin
         self.attribute_to_layer(bounds[0])
-        (part,) = self.write(
-            ("slice", place, bounds), [whole], lambda values: [self.slices.cut(values[0], place, bounds)]
-        )
+        key = "slice", place, bounds
+        (part,) = self.write(key, [whole], lambda values: [self.slices.cut(values[0], place, bounds)])
         self.builder.origin = origin
         return part
 

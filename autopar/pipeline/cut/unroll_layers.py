@@ -122,8 +122,6 @@ class _Unstacking:
                 self.builder.add(replace(item, enter=[piece.reading(self.values.whole) for piece in item.enter]))
         return self._finished()
 
-    # -- one equation ------------------------------------------------------------------------
-
     def _in_parts(self, n: int, equation: Equation) -> bool:
         """Write an equation once per part, if it can run on slices and has an operand in slices. Returns whether it was
         written."""
@@ -168,16 +166,11 @@ class _Unstacking:
             self.builder.add(new)
             return new.results
         shapes = [aval.shape for aval in types.values()]
-        made = self.values.write(
-            ("part", equation.params_text, repr(whole), repr(shapes)),
-            part.operands,
-            lambda values: resized(equation.source, values, whole, shapes),
-        )
+        key = "part", equation.params_text, repr(whole), repr(shapes)
+        made = self.values.write(key, part.operands, lambda values: resized(equation.source, values, whole, shapes))
         found = [self.builder.avals[one] for one in made if isinstance(one, int)]
         same_types = [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in types.values()]
         return made if same_types else None
-
-    # -- regions -----------------------------------------------------------------------------
 
     def _loop(self, region: Region, nest: Nest) -> None:
         carries, summed = region.carries(self.trace.equations), sums_of(self.trace, region)
@@ -256,8 +249,6 @@ class _Unstacking:
             self.values.attribute_to_layer(start)
             if one.enter:
                 self.builder.add(one)
-
-    # -- the step's border -------------------------------------------------------------------
 
     def _finished(self) -> Unstacked:
         self.values.attribute_to(len(self.trace.equations) - 1)

@@ -74,7 +74,7 @@ class _Classifier:
         self.batch = _batch_or_none(places) if alone else places.batch()
         self.refusals = Refusals(graph, places, self.batch, own_statistics)
         self.kinds = ValueKinds(trace, graph, places, self.batch, self.refusals)
-        self.placed = Placement.of(units_of(trace, graph))
+        self.placed = Placement(units_of(trace, graph))
         self.of_state = {graph.inputs[position] for position, _ in graph.carried}
 
     def run(self) -> Split:

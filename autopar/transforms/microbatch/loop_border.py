@@ -24,11 +24,7 @@ from autopar.transforms.microbatch.value_kinds import PARTIAL
 
 
 class LoopBorder:
-    """Writes the values that enter the loop and those that leave it.
-
-    Args:
-        split: where each equation of the trace runs.
-        m: number of microbatches.
+    """Writes the values that enter a loop over `m` microbatches and those that leave it.
 
     Attributes:
         before, after: what runs before the loop and after it.
@@ -64,8 +60,6 @@ class LoopBorder:
         """The type of a microbatch's part of a value."""
         aval, cut = self.trace.avals[value], self.cut(value)
         return aval if cut is None else aval.update(shape=cut.local(aval.shape))
-
-    # -- entering ----------------------------------------------------------------------------
 
     def enter(self, value: int, equation: Equation) -> int:
         """A value from outside the loop as an equation inside reads it: whole, or the microbatch's part."""
@@ -112,37 +106,27 @@ class LoopBorder:
             self.counter = self._give("enter_slice", counts, equation, self.builder.avals[counts].update(shape=()))
         return self.counter
 
-    # -- leaving -----------------------------------------------------------------------------
-
     def leave(self, value: int, made: Atom) -> None:
-        """Let a value leave the loop: stacked, accumulated, or the last microbatch's.
-
-        Args:
-            made: the microbatch's version of it.
-        """
+        """Let a value, of which a microbatch makes `made`, leave the loop: stacked, accumulated, or the last one."""
         equation = self.trace.equations[self.trace.producers[value]]
-        kind = self.split.kinds[value]
+        kind, aval = self.split.kinds[value], self.trace.avals[value]
         if kind == "rows":
             cut = self.cut(value)
             assert cut is not None
-            aval = self.trace.avals[value]
             stack = self.builder.new(aval.update(shape=(self.m, *self.local(value).shape)))
             self.loop.stack(equation, made, stack)
             self._named(value, equation, ("merged", repr(cut), aval.shape), stack, lambda x: cut.merged(x, aval.shape))
         elif kind in PARTIAL:
             self._accumulate(value, made, kind, equation)
         else:  # equal in all microbatches: take the last one's
-            aval = self.trace.avals[value]
-            start = self._at(
-                self.before, equation, ("zeros", repr(aval)), [], lambda: jnp.zeros(aval.shape, aval.dtype)
-            )
+            key = "zeros", repr(aval)
+            start = self._at(self.before, equation, key, [], lambda: jnp.zeros(aval.shape, aval.dtype))
             self._carry(start, lambda _: made, value, equation)
 
     def _accumulate(self, value: int, term: Atom, kind: str, equation: Equation) -> None:
         """Accumulate a microbatch's term. Narrow floating-point sums and products are accumulated in float32, as a
         matmul does."""
-        aval = self.trace.avals[value]
-        dtype = aval.dtype
+        aval, dtype = self.trace.avals[value], self.trace.avals[value].dtype
         narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32 and kind in ("sum", "prod")
         wide = jnp.dtype("float32") if narrow else dtype
         begin = (kind, aval.shape, str(wide))
@@ -173,8 +157,6 @@ class LoopBorder:
             equation = self.trace.equations[self.trace.producers[value]]
             made = self._at(self.loop.body, equation, ("own",), [made], lambda x: x * np.dtype(x.dtype).type(self.m))
         return made
-
-    # -- equations ---------------------------------------------------------------------------
 
     def _at(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
         """Append a function of operands before the loop, in its body or after it."""

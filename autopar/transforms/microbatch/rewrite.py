@@ -52,7 +52,12 @@ def check_divides(graph: Graph, num_microbatches: int) -> None:
     """
     size, inputs = leading_dim(graph)
     if size % num_microbatches:
-        raise MicrobatchError(_not_divisible(graph, size, inputs, num_microbatches))
+        paths = ", ".join(f"`{graph.input_paths[position]}`" for position in inputs[:3])
+        fits = [str(n) for n in range(2, size + 1) if size % n == 0]
+        raise MicrobatchError(
+            f"{size} examples ({paths}) cannot be split into {num_microbatches} equal microbatches: choose one of"
+            f" {', '.join(fits[:8])}, or change the batch"
+        )
 
 
 def laid_for_parts(trace: Trace, graph: Graph) -> tuple[Trace, Graph]:
@@ -69,15 +74,6 @@ def rewritten(trace: Trace, graph: Graph, places: Places, split: Split, num_micr
         graph, places: its graph and batch dims.
     """
     return _Rewriting(trace, graph, places, split, num_microbatches).run()
-
-
-def _not_divisible(graph: Graph, size: int, inputs: Sequence[int], m: int) -> str:
-    paths = ", ".join(f"`{graph.input_paths[position]}`" for position in inputs[:3])
-    fits = [str(n) for n in range(2, size + 1) if size % n == 0]
-    return (
-        f"{size} examples ({paths}) cannot be split into {m} equal microbatches: choose one of"
-        f" {', '.join(fits[:8])}, or change the batch"
-    )
 
 
 class _Rewriting:
@@ -165,8 +161,7 @@ class _Rewriting:
                 for one, cut in zip(results, cuts, strict=True)
             ]
 
-        counter = self.border.index(equation)
-        self._part(n, "made", equation.operands, part, counter)
+        self._part(n, "made", equation.operands, part, self.border.index(equation))
 
     def _part(self, n: int, what: str, atoms: Sequence[Atom], function: Any, *others: int) -> None:
         """Append a function of an equation's operands as the microbatch's version of that equation."""
@@ -175,13 +170,8 @@ class _Rewriting:
         operands = [*(self._value(atom, n) if isinstance(atom, int) else atom for atom in atoms), *others]
         places = [self.split.batch.of(v) for v in (*atoms, *equation.results) if isinstance(v, int)]
         whole = [self.trace.avals[v] for v in equation.results]
-        made = self.builder.write(
-            equation,
-            (what, equation.params_text, repr(places), repr(whole)),
-            operands,
-            function,
-            self.m * equation.repeat,
-        )
+        key = what, equation.params_text, repr(places), repr(whole)
+        made = self.builder.write(equation, key, operands, function, self.m * equation.repeat)
         for value, one, expected in zip(equation.results, made, local, strict=True):
             aval = self.builder.avals[one] if isinstance(one, int) else jax_compat.shape_struct(one.value)
             if (aval.shape, aval.dtype) != (expected.shape, expected.dtype):

@@ -6,7 +6,7 @@ In: a trace and its graph. Out: `Unit`s in order. Microbatching and pipelining m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from autopar.frontend.equations import Equation, Region
 from autopar.frontend.trace import Trace
@@ -29,26 +29,13 @@ class Unit:
     results: tuple[int, ...]
 
 
-@dataclass(slots=True)
 class Placement:
-    """Where the units of a step run, relative to the loop over microbatches.
+    """Where the units of a step run, relative to the loop over microbatches; a unit may run in two places."""
 
-    Args:
-        producers: value -> the position of the unit that makes it.
-        before, inside, after: positions of units; a unit may run in two places.
-    """
-
-    units: list[Unit]
-    producers: dict[int, int]
-    before: set[int] = field(default_factory=set)
-    inside: set[int] = field(default_factory=set)
-    after: set[int] = field(default_factory=set)
-
-    @staticmethod
-    def of(units: Iterable[Unit]) -> Placement:
-        """Units of which none is placed yet."""
-        units = list(units)
-        return Placement(units, {value: i for i, unit in enumerate(units) for value in unit.results})
+    def __init__(self, units: Iterable[Unit]) -> None:
+        self.units = list(units)
+        self.producers = {value: i for i, unit in enumerate(self.units) for value in unit.results}
+        self.before, self.inside, self.after = set[int](), set[int](), set[int]()  # positions of units
 
     def move_inside(self, i: int) -> None:
         """Move a unit from after the loop into it."""

@@ -36,24 +36,13 @@ class DamagedError(CheckpointError):
 
 
 class CheckpointFolder:
-    """The checkpoints in one folder.
-
-    Attributes:
-        path: the folder, as orbax takes it.
-
-    Raises:
-        CheckpointError: it is a file.
-    """
+    """The checkpoints in one folder: `directory` as text, `path` as orbax takes it."""
 
     def __init__(self, directory: str | Path) -> None:
         self.path = store().folder_of(directory)
+        self.directory = str(self.path)
         if self.path.exists() and not self.path.is_dir():
             raise CheckpointError(f"{self.directory!r} is a file: give a folder for the checkpoints")
-
-    @property
-    def directory(self) -> str:
-        """The folder as text."""
-        return str(self.path)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -66,11 +55,7 @@ class CheckpointFolder:
         return max(self.steps, default=None)
 
     def existing(self, at: int | None) -> int:
-        """The number of a complete checkpoint, by default the latest.
-
-        Raises:
-            CheckpointError: there is no such checkpoint.
-        """
+        """The number of a complete checkpoint, by default the latest."""
         steps = self.steps
         if at is None and steps:
             return steps[-1]
@@ -85,7 +70,7 @@ class CheckpointFolder:
 
     def about(self, number: int) -> dict[str, Any]:
         """The metadata of a checkpoint, checked."""
-        if not self.has_part(number, ABOUT):
+        if not store().has_part(self.path, number, ABOUT):
             raise CheckpointError(
                 f"checkpoint {number} in {self.directory!r} was not saved by `autopar.Checkpoints`, or is damaged."
                 " One of orbax's own is restored into `step.abstract_state(create_state, ...)`, which says the shapes"
@@ -103,10 +88,6 @@ class CheckpointFolder:
             raise self.damaged(number, f"what it says of itself cannot be read ({error})") from error
         return about
 
-    def has_part(self, number: int, name: str) -> bool:
-        """Whether a checkpoint has a part of this name."""
-        return store().has_part(self.path, number, name)
-
     def part(self, number: int, name: str) -> Any:
         """A JSON part of a checkpoint, checked."""
         try:
@@ -119,11 +100,7 @@ class CheckpointFolder:
         return part
 
     def arrays(self, number: int, about: dict[str, Any], target: Any) -> list[Any]:
-        """The arrays of a checkpoint with the shardings of `target`, checked.
-
-        Args:
-            about: the checkpoint's metadata.
-        """
+        """The arrays of a checkpoint with the shardings of `target`, checked."""
         try:
             read = dict(store().read_state(self.path, number, checkpoint_state.wanted(target)))
             values = checkpoint_state.restored(read, target)
@@ -179,11 +156,7 @@ class CheckpointFolder:
         )
 
     def damaged(self, number: int, why: str, last_good: int | None = None) -> DamagedError:
-        """The error where a checkpoint differs from what was written.
-
-        Args:
-            last_good: the newest checkpoint that can be restored, if it is known.
-        """
+        """The error where a checkpoint differs from what was written."""
         others = [str(step) for step in self.steps if step != number]
         if last_good is not None:
             way = f"the last good one is {last_good}: restore it with `at={last_good}`"
@@ -195,11 +168,7 @@ class CheckpointFolder:
 
 
 def about_of(arguments: Sequence[str], leaves: Sequence[Any], digests: dict[str, str]) -> dict[str, Any]:
-    """The metadata of a checkpoint to write.
-
-    Args:
-        digests: digests of its other JSON parts.
-    """
+    """The metadata of a checkpoint to write, with the digests of its other JSON parts."""
     about = {
         "format": FORMAT,
         "version": VERSION,
