@@ -76,12 +76,12 @@ class Dispatcher:
             return call.finish(prepared.results, arrays), arrays
 
     def measured(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
-        """As `run`, for a pipelined step; each task is timed."""
+        """Like `run`, for a pipelined step, and measure the tasks."""
         with opened(self.called, args, kwargs) as call:
             prepared = self.prepare(call)
             if not isinstance(prepared.run, PipelinedStep):
                 raise StepSignatureError(
-                    f"`{self.called.name}` is one program, whose time `report()` tells: `measured` is of steps in stages"
+                    f"`{self.called.name}` is one program: `measured` is for pipelines. `report()` has its time"
                 )
             if not prepared.is_compiled or prepared is not self.last:
                 raise StepSignatureError(
@@ -106,7 +106,7 @@ class Dispatcher:
         return announced(f"{doing} `{self.called.name}`", shown=self.plans.options.get("progress") is None)
 
     def probed(self, dispatched: tuple[Any, Any]) -> Any:
-        """An array of a call's result to wait for."""
+        """The array of a call's result to wait for."""
         position = None if self.last is None else self.last.probe
         return None if position is None else jax.tree.leaves(dispatched[1])[position]
 
@@ -125,7 +125,7 @@ class Dispatcher:
 
     @property
     def _may_take(self) -> bool:
-        """Whether arrays that the user made may be donated: the user has given `donate`."""
+        """Whether arrays that the user made may be donated: only if the user has given `donate`."""
         return self.plans.options.get("donate") is not None
 
 

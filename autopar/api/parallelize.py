@@ -122,7 +122,7 @@ class ParallelStep(Generic[P]):
 
     @property
     def plans(self) -> tuple[P, ...]:
-        """The plans that it has run by or laid a state out by, one for each shape of its arguments, the last used one last."""
+        """The plans of this step, one for each set of argument shapes, the least recently used first."""
         return tuple(cast("P", prepared.plan) for prepared in self._dispatch.known.values())
 
     def planning_options(self) -> dict[str, Any]:

@@ -122,8 +122,8 @@ class PlannedShardings:
 
 
 def _scattered_as_read(plan: Plan) -> dict[int, Path]:
-    """For values with a deferred wait: the sharding that all users want, if it has more axes than the definition.
-    XLA then makes one reduce-scatter."""
+    """For values that a barrier waits for: the sharding that all users need, if it has more axes than the one at the
+    definition. XLA then makes one reduce-scatter."""
     early_reductions = {value for one in plan.early_reductions for value in one.values}
     made, wanted = dict[int, set[str]](), defaultdict[int, set[TensorSharding]](set)
     for constraint in plan.constraints:

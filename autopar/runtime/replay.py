@@ -116,7 +116,7 @@ class Replay:
         return jax_compat.bind(equation.source, operands)
 
     def _after(self, scope: Scope, operand: Any, values: Sequence[int]) -> Any:
-        """An operand that depends on other values by a barrier; in a part of the step, on those that it has."""
+        """An operand behind a barrier that waits for other values, if this part of the step computes them."""
         known = [
             self.shardings.resharded(scope, position, self.shardings.scattered.get(position, ()))
             for position in values

@@ -251,7 +251,7 @@ def _priced(part: Part, elimination: Elimination, free: tuple[int, ...], best: I
 
 
 def _fitting(part: Part, elimination: Elimination, best: Incumbent) -> tuple[int, ...]:
-    """Some assignment of a part that fits; empty if none was found."""
+    """One assignment of the part within the memory limit; empty if none was found."""
     problem = part.problem
     for choices in assignments_at_high_prices(problem, instants_of(problem), elimination):
         best.keep(part.expand(choices))

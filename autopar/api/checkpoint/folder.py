@@ -64,7 +64,7 @@ class CheckpointFolder:
         there = f"there are {', '.join(map(str, steps))}" if steps else "there is none"
         requested = "no checkpoint" if at is None else f"no checkpoint {at!r}"
         raise CheckpointError(
-            f"{requested} in {self.directory!r}: {there}. Give the folder that they were saved to"
+            f"{requested} in {self.directory!r}: {there}. Give the folder of the saved checkpoints"
             + ("" if steps else ", or start afresh with `step.init` (`restore_or_init` does whichever it is)")
         )
 
@@ -114,10 +114,10 @@ class CheckpointFolder:
         return values
 
     def _why_damaged(self, number: int, about: dict[str, Any], found: Any, cause: Exception | None) -> str | None:
-        """Why the arrays that were read are wrong, the same text in all processes; None where they are right.
+        """Why the arrays that were read are wrong, as a text equal in all processes; None if they are right.
 
         Args:
-            found: the digests of this process's parts. cause: why it could not read them.
+            found: the digests of this process's shards. cause: the reason why it could not read them.
         """
         if "digests" not in about:
             _log.info("checkpoint %d was saved without digests: its arrays are taken as they are", number)
@@ -186,7 +186,7 @@ def store() -> Any:
 
 
 def digest(part: Any) -> str:
-    """A digest of JSON types, however they are spaced."""
+    """A digest of JSON types that does not depend on whitespace."""
     return hashlib.sha256(json.dumps(part).encode()).hexdigest()
 
 
