@@ -99,8 +99,9 @@ def findings(path: Path) -> Iterator[tuple[str, str, int, str]]:
 
 
 def _has_docstring(node: ast.AST) -> bool:
-    kinds = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-    return isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None
+    if not isinstance(node, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    return ast.get_docstring(node, clean=False) is not None
 
 
 def long_subjects() -> list[str]:

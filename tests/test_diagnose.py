@@ -319,6 +319,7 @@ def test_collectives_that_xla_inserted_are_found_and_removed_by_constraints() ->
     assert after.unintended_counts == {}
     assert "unintended: none" in " ".join(str(result).split())
     assert result.by_replay
+    assert result.as_is.replayed_s is not None
     assert result.difference_s == result.as_is.replayed_s > 4e9 / 450e9  # a link's rate; nothing else runs
     assert result.recovered == pytest.approx(1.0)
     assert result.to_json()["unintended"][0]["kind"] == "collective-permute"

@@ -396,7 +396,7 @@ def test_auto_takes_one_where_it_fits_and_more_where_it_does_not() -> None:
     one = planned(num_microbatches="auto")
     assert one.microbatches is None
     least = 0.35 * one.prediction.peak_bytes
-    way_out = r'Ways out: .*split the batch over time \(`num_microbatches=\d+`, or `"auto"`; \+\d+ %\)'
+    way_out = r'Ways out: .*accumulate gradients over microbatches \(`num_microbatches=\d+`, or `"auto"`; \+\d+ %\)'
     with pytest.raises(BudgetError, match=way_out):
         planned(memory_budget_bytes=least, rematerialize=False)
     plan = planned(memory_budget_bytes=least, num_microbatches="auto", rematerialize=False)
