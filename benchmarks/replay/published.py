@@ -1,0 +1,213 @@
+"""Training runs that others published, replayed. Nothing is fitted to them.
+
+The programs are written anew in JAX (`llama.py`) as the configurations of the runs describe them, compiled by XLA for
+absent GPUs, and replayed. Sources:
+
+- torchtitan on the H100 with 96 GB: pytorch/torchtitan, `benchmarks/llama3_h100_202412_torchtitan.md`; its policy of
+  selective checkpointing, which computes every second matmul again, from `parallelize_llama.py` (float8 matmuls are not
+  in its list, so they are all computed again).
+- torchtitan on the H200: `benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md`.
+- MaxText: NVIDIA/dgxc-benchmarking, `maxtext/configure.sh`: `save_qkv_proj`, cuDNN's attention, XLA's flags.
+
+What differs from the runs:
+
+- **Power.** torchtitan's H100 is limited to 500 W of 700. The replay has no model of power: it takes the clock and the
+  rates of a GPU that holds them. So it must be faster than every one of these runs, most of all in matmuls.
+- PyTorch's FSDP copies weights into and out of its buffers around each collective; here the results are used in place.
+- Context parallelism in PyTorch computes attention in one kernel for each part of the keys and merges the results; here
+  one kernel computes all. Gradients of keys and values go around a ring in float32 there, and are reduce-scattered in
+  bfloat16 here.
+- Without `torch.compile`, each operation of PyTorch's is a kernel of its own; the program has barriers between them. The
+  host is assumed to launch them ahead of the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scipy.stats import kendalltau
+
+from autopar.hardware.profile import load as load_profile
+from autopar.jax_interop.compilation import module_bytes
+from autopar.xla_replay.replay import Replay
+from autopar.xla_replay.run import replay
+from benchmarks.absent_gpus import absent_mesh
+from benchmarks.compile_cache import CachingCompiler, default_folder
+from benchmarks.replay.llama import Llama, attention_kernels, lowered
+
+Record = dict[str, Any]
+
+_HERE = Path(__file__).parent
+#: XLA's flags that make it run a layer's collectives as FSDP does: one all-gather of a whole layer, ahead of its use. Of
+#: MaxText's run they are its own.
+_PIPELINED = (
+    "--xla_gpu_enable_triton_gemm=false --xla_gpu_enable_pipelined_all_gather=true"
+    " --xla_gpu_enable_pipelined_reduce_scatter=true --xla_gpu_enable_pipelined_all_reduce=true"
+    " --xla_gpu_enable_while_loop_double_buffering=true --xla_disable_hlo_passes=rematerialization"
+    " --xla_gpu_all_gather_combine_threshold_bytes=2147483648 --xla_gpu_all_reduce_combine_threshold_bytes=2147483648"
+    " --xla_gpu_reduce_scatter_combine_threshold_bytes="
+)
+#: Names of activations that torchtitan's selective checkpointing saves: every other matmul, and attention.
+_EVERY_SECOND = ("query", "value", "gate", "down", "attention")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One published run.
+
+    Args:
+        rates: device of the replay; `profile` is the one that XLA compiles for.
+        fsdp, cp: devices of the two mesh axes.
+        tokens_per_s: published tokens per second and GPU.
+        reduce_bytes: XLA combines reduce-scatters up to this size.
+    """
+
+    name: str
+    model: Llama
+    rates: str
+    tokens_per_s: float
+    fsdp: int = 8
+    cp: int = 1
+    hosts: int = 1
+    profile: str = "h100-sxm"
+    reduce_bytes: int = 1 << 30
+
+    @property
+    def flags(self) -> str:
+        return f"{_PIPELINED}{self.reduce_bytes}"
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of one step and GPU."""
+        return self.model.batch * self.model.length / self.cp
+
+
+def _fsdp(num_devices: int, eager: float, compiled: float, float8: float) -> list[Run]:
+    name = f"torchtitan 8B, {num_devices} H100 of 96 GB"
+    shared: dict[str, Any] = {"batch": 2, "length": 8192}
+    models = {
+        "eager": (Llama(**shared, saved=_EVERY_SECOND, eager=True), eager),
+        "compiled": (Llama(**shared, saved=_EVERY_SECOND), compiled),
+        "compiled, float8": (Llama(**shared, saved=("attention",), float8=True), float8),
+    }
+    return [
+        Run(
+            name=f"{name}: {how}",
+            model=model,
+            rates=str(_HERE / "h100-96gb.toml"),
+            tokens_per_s=published,
+            fsdp=num_devices,
+            hosts=num_devices // 8,
+        )
+        for how, (model, published) in models.items()
+    ]
+
+
+def _context(cp: int, published: float) -> Run:
+    length = 32768 * cp
+    return Run(
+        name=f"torchtitan 8B, FSDP {8 // cp} x CP {cp}, {length:,} tokens, float8",
+        model=Llama(batch=1, length=length, saved=(), float8=True),
+        rates=str(_HERE / "h100-96gb.toml"),
+        tokens_per_s=published,
+        fsdp=8 // cp,
+        cp=cp,
+    )
+
+
+def _h200(num_devices: int, published: float) -> Run:
+    return Run(
+        name=f"torchtitan 8B, {num_devices} H200: compiled, float8",
+        model=Llama(batch=2, length=8192, saved=("attention",), float8=True),
+        rates=str(_HERE / "h200.toml"),
+        profile="h200",
+        tokens_per_s=published,
+        fsdp=num_devices,
+        hosts=num_devices // 8,
+    )
+
+
+RUNS = (
+    *_fsdp(8, 5762, 6667, 8532),
+    *_fsdp(128, 5605, 6514, 8380),
+    *(_context(cp, published) for cp, published in ((1, 3890), (2, 2540), (4, 1071), (8, 548))),
+    _h200(32, 10938),
+    _h200(64, 10753),
+    Run(
+        name="MaxText 70B, 128 H100 SXM",
+        model=Llama(
+            batch=2,
+            length=8192,
+            saved=("query", "key", "value"),
+            layers=80,
+            width=8192,
+            hidden=28672,
+            heads=64,
+            repeats_keys=False,
+            reduces_f32=False,
+            one_hot=True,
+        ),
+        rates="h100-sxm",
+        tokens_per_s=256 * 8192 / 15.57 / 128,
+        fsdp=128,
+        hosts=16,
+        reduce_bytes=1 << 25,
+    ),
+)
+
+
+def rows(runs: Sequence[Run] = RUNS) -> list[Record]:
+    """One row for each run, and one about the order of all."""
+    found, times = [], []
+    for run in runs:
+        start = time.perf_counter()
+        replayed, peak_bytes = replay_of(run)
+        times.append((run.tokens_per_s, run.tokens / replayed.step_time_s))
+        found.append(_row(run, replayed, peak_bytes, time.perf_counter() - start))
+        print(found[-1], flush=True)
+    return found
+
+
+def order(rows: Sequence[Record]) -> float:
+    """Kendall's tau of published and replayed tokens per second."""
+    published, replayed = ([row[key] for row in rows] for key in ("published", "replayed"))
+    return float(kendalltau(published, replayed).statistic)
+
+
+def replay_of(run: Run) -> tuple[Replay, float]:
+    """Compile and replay a run; also XLA's peak memory of a device."""
+    profile = load_profile(run.profile)
+    mesh = absent_mesh({"fsdp": run.fsdp, "cp": run.cp}, profile)
+    target = profile.xla_target
+    assert target is not None
+    step = lowered(run.model, mesh, profile.device_kinds[0], int(target["core_count"]))
+    os.environ["XLA_FLAGS"] = run.flags
+    with CachingCompiler(default_folder()) as compiler:
+        compiled = compiler.compile(module_bytes(step), profile, run.fsdp * run.cp, run.hosts)
+    kernels = attention_kernels(run.model, run.cp)
+    return replay(compiled.hlo_text, hardware=run.rates, custom_kernels=kernels), compiled.peak_bytes
+
+
+def _row(run: Run, replayed: Replay, peak_bytes: float, seconds: float) -> Record:
+    tokens = run.tokens / replayed.step_time_s
+    return {
+        "run": run.name,
+        "published": round(run.tokens_per_s),
+        "replayed": round(tokens),
+        "error": round(tokens / run.tokens_per_s - 1, 3),
+        "step_s": round(replayed.step_time_s, 3),
+        "exposed_ms": {kind: round(1e3 * exposed, 1) for kind, exposed in replayed.exposed_s.items() if exposed > 1e-4},
+        "kinds_ms": {kind: round(1e3 * time) for kind, time in replayed.by_kind().items() if time > 1e-3},
+        "tflops_per_s": round(replayed.flops / replayed.step_time_s / 1e12),
+        "peak_gib": round(peak_bytes / 2**30, 1),
+        "took_s": round(seconds, 1),
+    }
+
+
+if __name__ == "__main__":
+    print(order(rows()))
