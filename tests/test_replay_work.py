@@ -68,6 +68,7 @@ def test_an_update_in_place_writes_the_update() -> None:
     )
     assert found.read_bytes == (0, MB, 4)
     assert found.written_bytes == MB
+    assert found.num_elements == 2**20  # not those of the whole buffer
 
 
 def test_several_roots_of_which_one_updates_in_place() -> None:

@@ -53,7 +53,7 @@ class FusedWork:
         read_bytes: bytes of each parameter that the kernel reads.
         written_bytes: bytes that it writes.
         operations: (opcode, dtype) -> number of elements computed.
-        num_elements: elements that run in parallel: of the largest root, or of a reduction's operand.
+        num_elements: elements that run in parallel: those that the largest root writes, or those of a reduction's operand.
         is_transpose: whether it moves a dim to or from the contiguous position.
         is_column_reduction: whether it reduces a dim that is not the contiguous one.
         is_gather: whether it reads rows by index.
@@ -87,7 +87,7 @@ def fused_work(module: Module, computation: Computation) -> FusedWork:
         read_bytes=tuple(reads),
         written_bytes=sum(_written(computation, one) for one in _roots(computation)),
         operations=dict(counter.operations),
-        num_elements=max((counter.parallel, *demanded.values()), default=0.0),
+        num_elements=max((counter.parallel, *(_written_elements(computation, one) for one in _roots(computation)))),
         is_transpose=counter.is_transpose,
         is_column_reduction=counter.is_column_reduction,
         is_gather=counter.is_gather,
@@ -249,6 +249,14 @@ def _written(computation: Computation, root: Instruction) -> float:
         updates: Iterable[Operand] = source.operands[-count:] if count else ()
         return 2.0 * sum(computation.shape_of(update).num_bytes for update in updates)
     return 0.0 if source.opcode == "parameter" and source is not root else root.shape.num_bytes
+
+
+def _written_elements(computation: Computation, root: Instruction) -> float:
+    """Elements that a root computes: of an update in place, the update's; a scatter's are counted where it is."""
+    source = _behind(computation, root)
+    if source.opcode == "dynamic-update-slice":
+        return float(computation.shape_of(source.operands[1]).num_elements)
+    return 0.0 if source.opcode == "scatter" else float(root.shape.num_elements)
 
 
 def _dtype(shape: Shape) -> str:

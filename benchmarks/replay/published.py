@@ -124,7 +124,7 @@ def _h200(num_devices: int, published: float) -> Run:
     return Run(
         name=f"torchtitan 8B, {num_devices} H200: compiled, float8",
         model=Llama(batch=2, length=8192, saved=("attention",), float8=True),
-        rates=str(_HERE / "h200.toml"),
+        rates=str(_HERE / "h200-pytorch.toml"),
         profile="h200",
         tokens_per_s=published,
         fsdp=num_devices,
