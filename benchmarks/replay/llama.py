@@ -191,7 +191,11 @@ def _loss(model: Llama, params: Weights, tokens: Any, targets: Any) -> Any:
     layers = params["layers"]
     scales = _weight_scales(lax.stop_gradient(layers)) if model.float8 else {}
     embedding = gather(params["embedding"])
-    x = jax.nn.one_hot(tokens, model.vocabulary, dtype=embedding.dtype) @ embedding if model.one_hot else embedding[tokens]
+    x = (
+        jax.nn.one_hot(tokens, model.vocabulary, dtype=embedding.dtype) @ embedding
+        if model.one_hot
+        else embedding[tokens]
+    )
     policy = jax.checkpoint_policies.save_only_these_names(*model.saved)
     body = jax.checkpoint(partial(_layer, model, _rotary(model, tokens.shape[1])), policy=policy, prevent_cse=False)
     x, _ = lax.scan(lambda x, layer: (body(x, *layer), None), x, (layers, scales))
@@ -301,7 +305,10 @@ def _quantized(x: Any, dtype: Any, scale: Any = None) -> tuple[Any, Any]:
 
 def _scaled_dot(left: tuple[Any, Any], right: tuple[Any, Any], contracted: tuple[int, int]) -> Any:
     """A float8 matmul with one scale per operand, in bfloat16; XLA makes it one call of cuBLASLt."""
-    x, y = (one.astype(jnp.bfloat16) * jnp.broadcast_to(scale.astype(jnp.bfloat16), one.shape) for one, scale in (left, right))
+    x, y = (
+        one.astype(jnp.bfloat16) * jnp.broadcast_to(scale.astype(jnp.bfloat16), one.shape)
+        for one, scale in (left, right)
+    )
     return lax.dot_general(x, y, (((contracted[0],), (contracted[1],)), ((), ())))
 
 
@@ -355,9 +362,7 @@ def _attention(query: Any, key: Any, value: Any) -> Any:
 
 def _attention_forward(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
     statistics = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
-    out, statistics = _stand_in(
-        "mha_forward", (query, key, value), ((query, query.dtype), (statistics, jnp.float32))
-    )
+    out, statistics = _stand_in("mha_forward", (query, key, value), ((query, query.dtype), (statistics, jnp.float32)))
     out, statistics = (checkpoint_name(one, "attention") for one in (out, statistics))
     return out, (query, key, value, out, statistics)
 

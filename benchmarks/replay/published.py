@@ -24,16 +24,19 @@ What differs from the runs:
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from scipy.stats import kendalltau
 
 from autopar.hardware.profile import load as load_profile
 from autopar.jax_interop.compilation import module_bytes
+from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_replay.replay import Replay
 from autopar.xla_replay.run import replay
 from benchmarks.absent_gpus import absent_mesh
@@ -162,14 +165,15 @@ RUNS = (
 
 
 def rows(runs: Sequence[Run] = RUNS) -> list[Record]:
-    """One row for each run, and one about the order of all."""
-    found, times = [], []
+    """One row for each run."""
+    found = []
     for run in runs:
         start = time.perf_counter()
-        replayed, peak_bytes = replay_of(run)
-        times.append((run.tokens_per_s, run.tokens / replayed.step_time_s))
-        found.append(_row(run, replayed, peak_bytes, time.perf_counter() - start))
-        print(found[-1], flush=True)
+        step = compiled(run)
+        kernels = attention_kernels(run.model, run.cp)
+        replayed = replay(step.hlo_text, hardware=run.rates, custom_kernels=kernels)
+        found.append(_row(run, replayed, step.peak_bytes, time.perf_counter() - start))
+        print(found[-1], file=sys.stderr, flush=True)
     return found
 
 
@@ -179,18 +183,18 @@ def order(rows: Sequence[Record]) -> float:
     return float(kendalltau(published, replayed).statistic)
 
 
-def replay_of(run: Run) -> tuple[Replay, float]:
-    """Compile and replay a run; also XLA's peak memory of a device."""
+def compiled(run: Run) -> CompiledStep:
+    """XLA's program of a run."""
     profile = load_profile(run.profile)
     mesh = absent_mesh({"fsdp": run.fsdp, "cp": run.cp}, profile)
     target = profile.xla_target
     assert target is not None
     step = lowered(run.model, mesh, profile.device_kinds[0], int(target["core_count"]))
-    os.environ["XLA_FLAGS"] = run.flags
-    with CachingCompiler(default_folder()) as compiler:
-        compiled = compiler.compile(module_bytes(step), profile, run.fsdp * run.cp, run.hosts)
-    kernels = attention_kernels(run.model, run.cp)
-    return replay(compiled.hlo_text, hardware=run.rates, custom_kernels=kernels), compiled.peak_bytes
+    with (
+        mock.patch.dict(os.environ, {"XLA_FLAGS": run.flags}),
+        CachingCompiler(default_folder()) as compiler,
+    ):
+        return compiler.compile(module_bytes(step), profile, run.fsdp * run.cp, run.hosts)
 
 
 def _row(run: Run, replayed: Replay, peak_bytes: float, seconds: float) -> Record:
