@@ -94,9 +94,14 @@ def test_a_gather_reads_rows_and_a_scatter_updates_them() -> None:
         "  %rows = f32[1024,1024]{1,0} parameter(2)\n"
         "  ROOT %s = f32[50257,1024]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, to_apply=%add"
     )
-    assert scattered.scattered == 2**20
+    assert scattered.scattered == 2**20 / 8  # rows are contiguous: 8 elements in each sector of 32 bytes
     assert scattered.read_bytes == (0, 4096, MB)
     assert scattered.written_bytes == 2 * MB
+    alone = work(
+        "  %bins = f32[512]{0} parameter(0)\n  %ids = s32[1024,1]{1,0} parameter(1)\n  %ones = f32[1024]{0} parameter(2)\n"
+        "  ROOT %s = f32[512]{0} scatter(%bins, %ids, %ones), update_window_dims={}, to_apply=%add"
+    )
+    assert alone.scattered == 1024
 
 
 @pytest.mark.parametrize(("dims", "column"), [("1", False), ("0", True), ("0,1", False)])

@@ -41,6 +41,8 @@ FREE = frozenset(
         "domain",
     ]
 )
+#: The least that an access to memory moves.
+_SECTOR_BYTES = 32
 _PARTIAL = frozenset(("slice", "dynamic-slice", "gather"))
 _WHOLE = frozenset(("dot", "convolution", "sort", "reduce-window", "select-and-scatter", "scan"))
 
@@ -57,7 +59,7 @@ class FusedWork:
         is_transpose: whether it moves a dim to or from the contiguous position.
         is_column_reduction: whether it reduces a dim that is not the contiguous one.
         is_gather: whether it reads rows by index.
-        scattered: elements that it updates by index.
+        scattered: memory accesses that it updates by index: a sector of contiguous elements, or a single element.
         dots: the matmuls in it.
         heavy: its other instructions that a formula of their own prices, e.g. a sort.
     """
@@ -174,9 +176,9 @@ class _Counter:
         elif one.opcode == "reduce":
             self._note_reduction(computation, one, elements)
         elif one.opcode == "scatter":
-            updates = float(computation.shape_of(one.operands[-1]).num_elements)
-            self.scattered += updates
-            self.parallel = max(self.parallel, updates)
+            updates = computation.shape_of(one.operands[-1])
+            self.scattered += _accesses(one, updates)
+            self.parallel = max(self.parallel, float(updates.num_elements))
         elif one.opcode == "gather":
             self.is_gather = True
         elif one.opcode in ("transpose", "copy"):
@@ -204,6 +206,15 @@ class _Counter:
             for step in body.instructions:
                 if step.opcode not in FREE:
                     self.operations[step.opcode, _dtype(step.shape)] += times
+
+
+def _accesses(scatter: Instruction, updates: Shape) -> float:
+    """Memory accesses of a scatter. Threads of one warp that update contiguous elements access their sector once."""
+    if not updates.minor_to_major or updates.minor_to_major[0] not in scatter.numbers("update_window_dims"):
+        return float(updates.num_elements)
+    contiguous = updates.dims[updates.minor_to_major[0]]
+    sectors = math.ceil(contiguous * _itemsize(updates) / _SECTOR_BYTES)
+    return updates.num_elements / contiguous * min(contiguous, sectors) if contiguous else 0.0
 
 
 def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:
