@@ -85,6 +85,7 @@ _SPLIT = (
     "graph_network",
 )
 _GPUS = ("8 GPUs", "8 GPUs, batch of 8", "16 GPUs, batch of 8", "2 hosts", "8 hosts", "8 GPUs, 40 % of the memory")
+_REPLAYED = ("absent_gpus.py", "compile_cache.py", "replay/llama.py", "replay/published.py")
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
@@ -169,6 +170,27 @@ BENCHMARKS = {
         "",
         sources=("compile_cache.py", "baselines/pinned.py", "baselines/megatron_only.py"),
         summary="benchmarks.proof_summary",
+    ),
+    "replay": Benchmark(
+        ("tables", "published", "agreement", "faults"),
+        "",
+        sources=(),
+        summary="benchmarks.replay.page",
+        module="replay.parts",
+        sources_of={
+            "tables": ("replay/tables.py", "replay/fit.py", "replay/xla_tables.py"),
+            "published": (*_REPLAYED, "replay/h100-96gb.toml", "replay/h200-pytorch.toml"),
+            "agreement": (
+                "compile_cache.py",
+                "replay/agreement.py",
+                "plans/models.py",
+                "plans/recipes.py",
+                "baselines/pinned.py",
+                "baselines/jitted.py",
+                "zoo/training.py",
+            ),
+            "faults": (*_REPLAYED, "replay/faults.py"),
+        },
     ),
     "second_start": Benchmark(("gpt2_small",), "", sources=("zoo/language.py", "zoo/training.py")),
     "solvers": Benchmark(

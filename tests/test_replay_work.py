@@ -50,6 +50,15 @@ def test_elementwise_reads_and_writes_everything_once() -> None:
     assert not (found.is_transpose or found.is_column_reduction or found.is_gather or found.scattered)
 
 
+def test_a_rotation_is_one_operation() -> None:
+    found = work(
+        "  %p0 = u32[1024]{0} parameter(0)\n  %n = u32[1024]{0} parameter(1)\n  %m = u32[1024]{0} parameter(2)\n"
+        "  %l = u32[1024]{0} shift-left(%p0, %n)\n  %r = u32[1024]{0} shift-right-logical(%p0, %m)\n"
+        "  ROOT %o = u32[1024]{0} or(%l, %r)"
+    )
+    assert found.operations == {("or", "u32"): 1024}
+
+
 def test_a_slice_reads_what_it_takes() -> None:
     found = work(
         "  %stacked = f32[32,1024,1024]{2,1,0} parameter(0)\n  %i = s32[] parameter(1)\n  %z = s32[] constant(0)\n"

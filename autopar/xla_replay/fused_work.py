@@ -117,11 +117,12 @@ class _Counter:
         """
         demand: dict[str, float] = defaultdict(float, demanded)
         in_place = {name for one in _roots(computation) for name in _updated(computation, one)}
+        rotations = {name for one in computation.instructions for name in _shifts_of_rotation(computation, one)}
         for one in reversed(computation.instructions):
             elements = min(demand[one.name], float(one.shape.num_elements))
             if elements <= 0:
                 continue  # nothing needs it
-            if one.opcode != "tuple":
+            if one.opcode != "tuple" and one.name not in rotations:
                 self._note(computation, one, elements)
             for index, operand in enumerate(one.operands):
                 wanted = self._wanted(computation, one, index, elements, in_place)
@@ -215,6 +216,17 @@ def _accesses(scatter: Instruction, updates: Shape) -> float:
     contiguous = updates.dims[updates.minor_to_major[0]]
     sectors = math.ceil(contiguous * _itemsize(updates) / _SECTOR_BYTES)
     return updates.num_elements / contiguous * min(contiguous, sectors) if contiguous else 0.0
+
+
+def _shifts_of_rotation(computation: Computation, one: Instruction) -> tuple[str, ...]:
+    """The two shifts of a rotation `x << n | x >> 32 - n`, which a GPU computes as one instruction: the `or`."""
+    if one.opcode != "or":
+        return ()
+    shifts = [computation.by_name[operand.name] for operand in one.operands]
+    if sorted(shift.opcode for shift in shifts) != ["shift-left", "shift-right-logical"]:
+        return ()
+    same = len({shift.operands[0] for shift in shifts}) == 1
+    return tuple(shift.name for shift in shifts) if same else ()
 
 
 def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:

@@ -32,8 +32,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from scipy.stats import kendalltau
-
 from autopar.hardware.profile import load as load_profile
 from autopar.jax_interop.compilation import module_bytes
 from autopar.xla_compiler.compiler import CompiledStep
@@ -42,6 +40,7 @@ from autopar.xla_replay.run import replay
 from benchmarks.absent_gpus import absent_mesh
 from benchmarks.compile_cache import CachingCompiler, default_folder
 from benchmarks.replay.llama import Llama, attention_kernels, lowered
+from benchmarks.replay.order import order
 
 Record = dict[str, Any]
 
@@ -175,12 +174,6 @@ def rows(runs: Sequence[Run] = RUNS) -> list[Record]:
         found.append(_row(run, replayed, step.peak_bytes, time.perf_counter() - start))
         print(found[-1], file=sys.stderr, flush=True)
     return found
-
-
-def order(rows: Sequence[Record]) -> float:
-    """Kendall's tau of published and replayed tokens per second."""
-    published, replayed = ([row[key] for row in rows] for key in ("published", "replayed"))
-    return float(kendalltau(published, replayed).statistic)
 
 
 def compiled(run: Run) -> CompiledStep:
