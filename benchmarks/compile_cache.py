@@ -27,6 +27,8 @@ from autopar.xla_compiler.gpu_target import target_text, topology_text
 
 #: Flags with this prefix change what XLA dumps, not what it compiles.
 _DUMP = "--xla_dump_"
+#: Flags that change the compiled program.
+_FLAGS_OF_KEY = ("--xla_gpu_", "--xla_disable_hlo_passes")
 
 
 class CachingCompiler(Compiler):
@@ -83,7 +85,7 @@ def key(
     options: Mapping[str, int] | None = None,
 ) -> str:
     """The cache key: a hash of everything that affects a compile. Source lines are left out."""
-    own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith("--xla_gpu_")]
+    own = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_FLAGS_OF_KEY)]
     parts = (
         _without_places(module),
         target_text(profile).encode(),

@@ -86,6 +86,7 @@ _SPLIT = (
 )
 _GPUS = ("8 GPUs", "8 GPUs, batch of 8", "16 GPUs, batch of 8", "2 hosts", "8 hosts", "8 GPUs, 40 % of the memory")
 _REPLAYED = ("absent_gpus.py", "compile_cache.py", "replay/llama.py", "replay/published.py")
+_RATES = tuple(f"replay/{name}.toml" for name in ("h100-96gb", "h100-96gb-nvl-peak", "h200-pytorch"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
@@ -179,7 +180,7 @@ BENCHMARKS = {
         module="replay.parts",
         sources_of={
             "tables": ("replay/tables.py", "replay/fit.py", "replay/xla_tables.py"),
-            "published": (*_REPLAYED, "replay/h100-96gb.toml", "replay/h200-pytorch.toml"),
+            "published": (*_REPLAYED, *_RATES),
             "agreement": (
                 "compile_cache.py",
                 "replay/agreement.py",
@@ -189,7 +190,7 @@ BENCHMARKS = {
                 "baselines/jitted.py",
                 "zoo/training.py",
             ),
-            "faults": (*_REPLAYED, "replay/faults.py"),
+            "faults": (*_REPLAYED, *_RATES, "replay/faults.py"),
         },
     ),
     "second_start": Benchmark(("gpt2_small",), "", sources=("zoo/language.py", "zoo/training.py")),

@@ -105,7 +105,9 @@ def test_a_small_llama_compiles_for_absent_gpus(
     changes: dict[str, bool], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     monkeypatch.setenv("AUTOPAR_PROOF_CACHE", str(tmp_path_factory.mktemp("compiled")))
-    small = Llama(batch=2, length=2048, saved=("attention",), layers=6, width=1024, hidden=2048, heads=8, vocabulary=4096)
+    small = Llama(
+        batch=2, length=2048, saved=("attention",), layers=6, width=1024, hidden=2048, heads=8, vocabulary=4096
+    )
     run = Run(
         name="small", model=dataclasses.replace(small, **changes), rates="h100-sxm", tokens_per_s=1.0, fsdp=4, cp=2
     )
