@@ -61,7 +61,7 @@ _PIPELINED = (
 _EVERY_SECOND = ("query", "value", "gate", "down", "attention")
 
 
-_H100_96GB = {"rates": str(_HERE / "h100-96gb.toml"), "slow_rates": str(_HERE / "h100-96gb-nvl-peak.toml")}
+_H100_96GB: Record = {"rates": str(_HERE / "h100-96gb.toml"), "slow_rates": str(_HERE / "h100-96gb-nvl-peak.toml")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
