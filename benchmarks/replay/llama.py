@@ -4,8 +4,8 @@ In: sizes, a mesh, what is rematerialized. Out: a lowered step for absent GPUs, 
 
 Collectives are explicit (`jax.shard_map`): each layer's weights are cast to bfloat16 and all-gathered where they are used,
 their gradients are reduce-scattered, and the keys and values of context parallelism are all-gathered. Attention is a
-stand-in: a Pallas kernel with the operands and the results of cuDNN's, so that XLA schedules around it; the replay is given
-what cuDNN's kernel computes.
+stand-in: a Pallas kernel with the operands and the results of cuDNN's or FlashAttention's, so that XLA schedules around it;
+the replay is given what the real kernel computes.
 """
 
 from __future__ import annotations
@@ -99,28 +99,35 @@ class Llama:
 
 
 def attention_kernels(model: Llama, context_parallel: int) -> Mapping[str, Attention]:
-    """What cuDNN's forward and backward kernels compute on one device, by the names of the stand-ins.
+    """What the attention kernels compute on one device, by the names of the stand-ins.
 
-    Causal work is balanced over the context-parallel devices.
+    With context parallelism, a device computes its own tokens under a causal mask, and then, for every other device, half
+    of the scores without a mask: as many on each device.
     """
-    queries, keys = model.length // context_parallel, model.length
-    rows = model.batch * model.head_dim * 2  # bytes of one token of one head
-    query_bytes = rows * queries * model.heads
-    key_bytes = rows * keys * model.attention_key_heads
-    statistics = 4 * model.batch * model.heads * queries
-    one = partial(
-        Attention,
-        batch=model.batch * model.heads,
-        queries=queries,
-        keys=keys,
-        head_dim=model.head_dim,
-        value_dim=model.head_dim,
-        dtype="bf16",
-        fraction=(keys + 1) / (2 * keys),
-    )
+    length = model.length // context_parallel
+    row = model.batch * model.head_dim * 2  # bytes of one token of one head
+    query_bytes, statistics = row * length * model.heads, 4 * model.batch * model.heads * length
+
+    def kernel(keys: int, fraction: float, is_backward: bool) -> Attention:
+        key_bytes = row * keys * model.attention_key_heads
+        return Attention(
+            batch=model.batch * model.heads,
+            queries=length,
+            keys=keys,
+            head_dim=model.head_dim,
+            value_dim=model.head_dim,
+            dtype="bf16",
+            fraction=fraction,
+            is_backward=is_backward,
+            num_bytes=(2 + 2 * is_backward) * (query_bytes + key_bytes) + statistics,
+        )
+
+    causal = (length + 1) / (2 * length)
     return {
-        "mha_forward": one(is_backward=False, num_bytes=2 * query_bytes + 2 * key_bytes + statistics),
-        "mha_backward": one(is_backward=True, num_bytes=4 * query_bytes + 4 * key_bytes + statistics),
+        "mha_own_forward": kernel(length, causal, False),
+        "mha_own_backward": kernel(length, causal, True),
+        "mha_part_forward": kernel(length // 2, 1.0, False),
+        "mha_part_backward": kernel(length // 2, 1.0, True),
     }
 
 
@@ -221,7 +228,6 @@ def _layer(model: Llama, rotary: tuple[Any, Any], x: Any, sharded: Weights, scal
     query, key = (_rotate(model, one, rotary) for one in (query, key))
     if model.repeats_keys:
         key, value = (alone(jnp.repeat(one, model.heads // model.key_heads, 2)) for one in (key, value))
-    key, value = (lax.all_gather(one, "cp", axis=1, tiled=True) for one in (key, value))
     x = alone(x + linear(_attention(query, key, value).reshape(x.shape), "out"))
     h = _norm(model, x, gather(sharded["ffn_norm"]))
     gate, up = (linear(h, name) for name in ("gate", "up"))
@@ -357,19 +363,54 @@ def _stand_in(name: str, operands: tuple[Any, ...], results: tuple[Any, ...]) ->
 
 @jax.custom_vjp
 def _attention(query: Any, key: Any, value: Any) -> Any:
+    """Causal attention; with context parallelism over all devices' tokens, as PyTorch computes it.
+
+    Keys and values are all-gathered. There is one kernel for each device's part of them, whose results are merged in
+    float32. Their gradients go around a ring in float32.
+    """
     return _attention_forward(query, key, value)[0]
+
+
+def _parts(key: Any, value: Any) -> list[tuple[str, Any, Any]]:
+    """A device's own keys and values, and the half of every other device's that it needs."""
+    length, num_parts = key.shape[1], lax.axis_size("cp")
+    if num_parts == 1:
+        return [("own", key, value)]
+    keys, values = (lax.all_gather(one, "cp", axis=1, tiled=True) for one in (key, value))
+    starts = [length * part for part in range(1, num_parts)]
+    return [
+        ("own", key, value),
+        *(("part", *(one[:, start : start + length // 2] for one in (keys, values))) for start in starts),
+    ]
 
 
 def _attention_forward(query: Any, key: Any, value: Any) -> tuple[Any, Any]:
     statistics = jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
-    out, statistics = _stand_in("mha_forward", (query, key, value), ((query, query.dtype), (statistics, jnp.float32)))
-    out, statistics = (checkpoint_name(one, "attention") for one in (out, statistics))
-    return out, (query, key, value, out, statistics)
+    results = ((query, query.dtype), (statistics, jnp.float32))
+    parts = [_stand_in(f"mha_{name}_forward", (query, *part), results) for name, *part in _parts(key, value)]
+    out, total = parts[0]
+    for part, other in parts[1:]:
+        wide = out.astype(jnp.float32)
+        out = wide - jax.nn.sigmoid(other - total)[..., None] * (wide - part.astype(jnp.float32))
+        total = total - jax.nn.log_sigmoid(total - other)
+    out, total = (checkpoint_name(one, "attention") for one in (out.astype(query.dtype), total))
+    return out, (query, key, value, out, total)
 
 
 def _attention_backward(kept: tuple[Any, ...], grad: Any) -> tuple[Any, ...]:
-    query, key, value = kept[:3]
-    return _stand_in("mha_backward", (*kept, grad), tuple((one, one.dtype) for one in (query, key, value)))
+    query, key, value, out, total = kept
+    if lax.axis_size("cp") == 1:
+        return _stand_in("mha_own_backward", (*kept, grad), tuple((one, one.dtype) for one in kept[:3]))
+    ring = [(n, (n + 1) % lax.axis_size("cp")) for n in range(lax.axis_size("cp"))]
+    grads = [jnp.zeros(one.shape, jnp.float32) for one in (query, key, value)]
+    for name, *part in _parts(key, value):
+        operands = (query, *part, out, total, grad)
+        found = _stand_in(f"mha_{name}_backward", operands, tuple((one, one.dtype) for one in operands[:3]))
+        grads[0] += found[0].astype(jnp.float32)
+        for n in (1, 2):
+            added = grads[n].at[:, : part[0].shape[1]].add(found[n].astype(jnp.float32))
+            grads[n] = lax.ppermute(added, "cp", ring)
+    return tuple(one.astype(query.dtype) for one in grads)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

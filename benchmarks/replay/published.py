@@ -17,9 +17,8 @@ What differs from the runs:
   a second time with the NVL's peaks and clock (835 TFLOP/s in bfloat16 for 989).
 - **Attention.** PyTorch ran FlashAttention-2, whose published rates are taken (`h100-96gb.toml`), MaxText cuDNN's.
 - PyTorch's FSDP copies weights into and out of its buffers around each collective; here the results are used in place.
-- Context parallelism in PyTorch computes attention in one kernel for each part of the keys and merges the results; here
-  one kernel computes all. Gradients of keys and values go around a ring in float32 there, and are reduce-scattered in
-  bfloat16 here.
+- PyTorch's context parallelism is written as it is: keys and values are gathered, each device's part has a kernel of its
+  own, results are merged in float32, gradients go around a ring in float32. How its kernels wait for each other is XLA's.
 - Without `torch.compile`, each operation of PyTorch's is a kernel of its own; the program has barriers between them. The
   host is assumed to launch them ahead of the GPU.
 """
