@@ -100,8 +100,8 @@ def test_a_gather_reads_rows_and_a_scatter_updates_them() -> None:
     assert gathered.read_bytes == (MB, 4096)
     scattered = work(
         "  %table = f32[50257,1024]{1,0} parameter(0)\n  %ids = s32[1024,1]{1,0} parameter(1)\n"
-        "  %rows = f32[1024,1024]{1,0} parameter(2)\n"
-        "  ROOT %s = f32[50257,1024]{1,0} scatter(%table, %ids, %rows), update_window_dims={1}, to_apply=%add"
+        "  %rows = f32[1024,1024,1]{2,1,0} parameter(2)\n"
+        "  ROOT %s = f32[50257,1024]{1,0} scatter(%table, %ids, %rows), update_window_dims={1,2}, to_apply=%add"
     )
     assert scattered.scattered == 2**20 / 8  # rows are contiguous: 8 elements in each sector of 32 bytes
     assert scattered.read_bytes == (0, 4096, MB)

@@ -6,6 +6,7 @@ behind a slice or a gather is read only where the slice needs it, and an update 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections import defaultdict
@@ -211,9 +212,9 @@ class _Counter:
 
 def _accesses(scatter: Instruction, updates: Shape) -> float:
     """Memory accesses of a scatter. Threads of one warp that update contiguous elements access their sector once."""
-    if not updates.minor_to_major or updates.minor_to_major[0] not in scatter.numbers("update_window_dims"):
-        return float(updates.num_elements)
-    contiguous = updates.dims[updates.minor_to_major[0]]
+    window, contiguous = scatter.numbers("update_window_dims"), 1
+    for dim in itertools.takewhile(window.__contains__, updates.minor_to_major):
+        contiguous *= updates.dims[dim]
     sectors = math.ceil(contiguous * _itemsize(updates) / _SECTOR_BYTES)
     return updates.num_elements / contiguous * min(contiguous, sectors) if contiguous else 0.0
 
