@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.replay.order import order
+from benchmarks.replay.order import order, reversed_pairs
 
 Row = dict[str, Any]
 
@@ -37,11 +37,18 @@ def found(rows: list[Row]) -> Iterable[str]:
     published = [row for row in rows if "run" in row]
     if published:
         errors = [row["error"] for row in published]
+        low = [row["error_then"] for row in published if row.get("error_then", "") != ""]
+        pairs = len(published) * (len(published) - 1) // 2
         yield (
-            f"published runs: {len(published)}, all unseen; the replay is {min(errors):+.0%} to {max(errors):+.0%} from"
+            f"published runs: {len(published)}, used for no fit; the replay is {min(errors):+.0%} to {max(errors):+.0%} from"
             f" their tokens per second, {statistics.median(errors):+.0%} in the median; Kendall's tau"
-            f" {order(published):.2f}"
+            f" {order(published):.2f}, {len(reversed_pairs(published))} of {pairs} pairs in the wrong order"
         )
+        if low:
+            yield (
+                f"of these, {len(low)} on GPUs of unknown peak: {min(low):+.0%} to {max(low):+.0%} at the NVL's,"
+                f" {statistics.median(low):+.0%} in the median"
+            )
     for row in rows:
         if "group" in row:
             median = row["median_difference"]
