@@ -176,6 +176,7 @@ class DevicePrices:
                 sequence=call.keys,
                 dtype=call.dtype,
                 backward=call.is_backward,
+                masked=call.fraction < 1.0,
             )
             return self._kernel("attention", seconds, call.flops, call.num_bytes, call.dtype)
         flops, moved, notes = call.flops, call.num_bytes, tuple[str, ...]()

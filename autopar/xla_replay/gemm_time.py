@@ -158,6 +158,8 @@ def gemm_seconds(
     moved = lhs_total + batch * k * n * rhs + batch * m * n * out
     memory = moved / (device.hbm_bytes_per_s * gemm.hbm_efficiency)
     best = (np.maximum(waves * (inner + gemm.fill_s + store), memory) + reduce).min(1)
+    sustained = 2.0 * multiplications * (batch * m * n * k)[:, 0] / (gemm.peak_flops_per_s * gemm.sustained_share)
+    best = np.maximum(best, sustained)
     reorder = 0.0 if rhs_k_major else gemm.reorder_cost * (batch * k * n * rhs)[:, 0] / device.hbm_bytes_per_s
     return gemm.launch_s + best + reorder
 

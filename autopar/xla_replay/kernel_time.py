@@ -212,6 +212,7 @@ def attention_s(
     sequence: int,
     dtype: str = "bf16",
     backward: bool = False,
+    masked: bool = False,
 ) -> float:
     """Seconds of fused attention, cuDNN's or a kernel of its class.
 
@@ -221,11 +222,13 @@ def attention_s(
         num_bytes: bytes of operands and results.
         head_dim: features of one head.
         sequence: keys that a query sees at most. Short sequences reach less of the peak.
+        masked: whether a causal mask or a window leaves out scores: tiles on its edge are computed in full.
     """
     kernels = rates.kernels
     shares = kernels.attention_backward if backward else kernels.attention_forward
     ramp = kernels.attention_backward_ramp if backward else kernels.attention_forward_ramp
     share = _interpolated(shares, head_dim) * sequence / (sequence + ramp)
+    share *= kernels.attention_masked if masked else 1.0
     return custom_call_s(rates, flops=flops, num_bytes=num_bytes, dtype=dtype, efficiency=share)
 
 

@@ -55,6 +55,7 @@ class GemmRates:
     Args:
         peak_flops_per_s: dense datasheet rate.
         efficiency: share of it in the inner loop of a full tile.
+        sustained_share: most of it that a whole GEMM sustains: under load the power limit lowers the clock.
         launch_s: time of an empty kernel.
         fill_s: time to fill the pipeline of one tile.
         k_latency_s: least time of the inner loop for one element of the contracted dimension.
@@ -68,6 +69,7 @@ class GemmRates:
 
     peak_flops_per_s: float
     efficiency: float
+    sustained_share: float
     launch_s: float
     fill_s: float
     k_latency_s: float
@@ -112,6 +114,7 @@ class KernelRates:
         convolution_efficiency: rate of cuDNN's implicit GEMM relative to a GEMM of the same shape.
         custom_efficiency: share of the tensor cores' peak that a Triton or Pallas kernel reaches.
         attention_forward, attention_backward: share of the peak in fused attention, by head dimension.
+        attention_masked: the same under a causal mask, as a share of that, per needed FLOP.
         attention_forward_ramp, attention_backward_ramp: sequence length at which half of that share is reached.
     """
 
@@ -124,6 +127,7 @@ class KernelRates:
     custom_efficiency: float
     attention_forward: Mapping[int, float]
     attention_backward: Mapping[int, float]
+    attention_masked: float
     attention_forward_ramp: float
     attention_backward_ramp: float
 
