@@ -119,6 +119,10 @@ ROW: dict[str, Any] = {
     "peak_compiled": 12e9,
     "wire_predicted": 1e9,
     "wire_compiled": 1e9,
+    "step_predicted_s": 0.026,
+    "step_replayed_s": 0.027,
+    "step_xla_s": 0.001,
+    "estimate_errors": ["a loop"],
     "step_xla_predicted": 0.025,
     "step_xla": None,
     "off": [],
@@ -131,9 +135,10 @@ def test_the_page_tells_what_does_not_hold() -> None:
     failed = {"model": "llama", "gpus": 8, "failed": "BudgetError: too small"}
     text = summary.summary([ROW, stranger, failed])
     assert "2 of 3 were planned and compiled; 1 fit in 80 GB, 1 have no unpredicted collective" in text
-    assert "| gpt2 | 8 | 30 s (10 s) | 2x4 | 11.0 GB | 12.0 GB | yes | none | none | 25.0 ms | - |" in text
+    assert "| gpt2 | 8 | 30 s (10 s) | 2x4 | 11.0 GB | 12.0 GB | yes | none | none | 26.0 ms | 27.0 ms | - |" in text
     assert "| **no** | **1, 3 MB** | **scan** |" in text
     details = summary.page_table([stranger, failed])
+    assert "XLA's estimate is wrong for a loop" in details
     assert "without a rule: `scan`, 50.0% of the operations, 2.0 MB, model.py:3" in details
     assert "planned 2 times" in details and "tolerance: peak" in details
     assert "- 8 GPUs: BudgetError: too small" in details

@@ -23,10 +23,12 @@ What differs from the runs:
   host is assumed to launch them ahead of the GPU.
 - Waits for slower devices and hosts are not modelled, so 8 and 128 GPUs differ by their optimizer alone.
 
-No constant was fitted to these runs, but not every choice was made before the first comparison. Three were made after it,
+No constant was fitted to these runs, but not every choice was made before the first comparison. Five were made after it,
 each for a reason outside of it: FlashAttention-2's rates in place of cuDNN's, context parallelism as PyTorch computes it,
-and the second replay at the NVL's peaks. Before, with torchtitan's H100, the error was 59 % for the compiled run on 8 GPUs
-and 100, 98, 176 and 192 % for context parallelism over 1, 2, 4 and 8. The comparison also showed that the replay counted
+the second replay at the NVL's peaks, a cap of a GEMM's rate at that of the fastest measured one (large GEMMs had been
+extrapolated beyond it), and cuDNN's published rates under a causal mask in place of those without one. Before these, with
+torchtitan's H100, the error was 59 % for the compiled run on 8 GPUs and 100, 98, 176 and 192 % for context parallelism over
+1, 2, 4 and 8; before the last two it was 45 %, and 23 % for MaxText. The comparison also showed that the replay counted
 the whole buffer of an update in place.
 """
 
