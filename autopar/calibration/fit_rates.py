@@ -125,11 +125,13 @@ def constant_of(rates: ReplayRates, constant: Constant) -> float:
 
 
 def with_constant(rates: ReplayRates, constant: Constant, value: float) -> ReplayRates:
-    """Rates with one constant changed."""
+    """Rates with one constant changed; a GEMM's sustained share of the peak changes with its efficiency."""
     block, *dtype, key = constant
     part: Any = getattr(rates, block)
     if dtype:
-        changed: Any = {**part, dtype[0]: replace(part[dtype[0]], **{key: value})}
+        gemm = part[dtype[0]]
+        more = {"sustained_share": gemm.sustained_share * value / gemm.efficiency} if key == "efficiency" else {}
+        changed: Any = {**part, dtype[0]: replace(gemm, **{key: value}, **more)}
     else:
         changed = replace(part, **{key: value})
     return replace(rates, **{block: changed})

@@ -129,7 +129,8 @@ def rates_table(fitted: RatesFit, base: str, name: str, source: str) -> dict[str
         part = table.setdefault(block, {"source": "", "date": date})
         if dtype:
             part = part.setdefault(dtype[0], {})
-        part[key] = float(f"{constant_of(fitted.rates, (block, *dtype, key)):.4g}")
+        keys = (key, "sustained_share") if dtype and key == "efficiency" else (key,)
+        part |= {name: float(f"{constant_of(fitted.rates, (block, *dtype, name)):.4g}") for name in keys}
     for block, part in table.items():
         if isinstance(part, dict):
             names = [one.name.removeprefix(f"{block}.") for one in fitted.constants if one.name.startswith(f"{block}.")]
