@@ -30,18 +30,9 @@ from typing import Any, Literal
 import numpy as np
 
 from autopar.errors import HardwareError
+from autopar.xla_compiler.hlo_collectives import KINDS
 from autopar.xla_replay.rates import ReplayRates
 
-#: HLO's collectives.
-KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 #: Pairs of a collective-permute: all devices send to a neighbour and receive from another one; pairs of devices
 #: exchange; devices send or receive, never both.
 PermutePattern = Literal["shift", "exchange", "one-way"]
