@@ -41,9 +41,7 @@ ENTRY %main (a: f32[8]) -> f32[8] {{
   ROOT %end = f32[8]{{0}} bitcast(%a)
 }}
 """
-KERNEL = (
-    '  %{name} = f32[8]{{0}} custom-call(%{operand}), custom_call_target="kernel", metadata={{op_name="jit(f)/{name}"}}'
-)
+KERNEL = '  %{name} = f32[8]{{0}} custom-call(%{operand}), custom_call_target="kernel", metadata={{op_name="jit(f)/{name}" source_file="{name}.py" source_line=1}}'
 LINK = TransferPrice("", "collectives", "nvlink", 2 * MS, num_bytes=32.0)
 START = "  %{name} = (f32[8]{{0}}, f32[8]{{0}}) {kind}-start(%{operand}), replica_groups={{{{0,1,2,3,4,5,6,7}}}}, to_apply=%add"
 DONE = "  %{name}.done = f32[8]{{0}} {kind}-done(%{name})"
@@ -80,9 +78,6 @@ class Fixed:
 
     def host_round_trip(self) -> KernelPrice:
         return KernelPrice("host", 0.01 * MS)
-
-    def source(self, one: Instruction) -> str:
-        return f"{one.name}.py:1"
 
 
 def replayed(*main: str, body: tuple[str, ...] = (), prices: Fixed | None = None, count: int = 1) -> Replay:

@@ -37,6 +37,7 @@ from autopar.xla_compiler import gpu_target as absent
 from autopar.xla_compiler.compiler import CompiledStep, Compiler, read_times
 from autopar.xla_compiler.gpu_target import target_text, topology_text
 from autopar.xla_compiler.hlo_collectives import Collective, collectives
+from autopar.xla_compiler.hlo_text import parse_module
 
 # -- XLA's log -----------------------------------------------------------------------------
 
@@ -285,10 +286,10 @@ def test_temporaries_are_reported_and_the_peak_is_checked() -> None:
 def test_the_step_time_is_checked_where_the_estimate_is_reliable() -> None:
     plan = make_plan()
     plan = replace(plan, prediction=replace(plan.prediction, step_time_s=1.3e-3))
-    times = step_times(plan, compiled_step(), "h100-sxm", 8)
+    times = step_times(plan, compiled_step(), parse_module(HLO), "h100-sxm", 8)
     assert not step_time_figure(plan, times, believable=True).holds
     assert step_time_figure(plan, times, believable=False).holds
-    unmeasured = step_times(plan, compiled_step(), "h100-sxm", 8, has_tables=False)
+    unmeasured = step_times(plan, compiled_step(), parse_module(HLO), "h100-sxm", 8, has_tables=False)
     assert unmeasured.estimate_errors == ("a GPU without measured tables",) and unmeasured.sound_xla_s is None
     wrong = replace(times, estimate_errors=("a loop",))
     figure = step_time_figure(plan, wrong, believable=True)
@@ -302,7 +303,7 @@ def test_the_step_time_is_checked_where_the_estimate_is_reliable() -> None:
 
 
 def verification(plan: autopar.Plan, hardware: str = "h100-sxm") -> Verification:
-    times = step_times(plan, compiled_step(), hardware, 8)
+    times = step_times(plan, compiled_step(), parse_module(HLO), hardware, 8)
     return Verification(
         plan=plan,
         topology="1x1x8",

@@ -22,12 +22,12 @@ from autopar.calibration.fit_rates import FEWEST, RatesFit, constant_of, fit_rat
 from autopar.calibration.probes import ring
 from autopar.calibration.profile_samples import KernelSample, kernel_gaps, kernel_samples
 from autopar.cost.collectives import KINDS
-from autopar.errors import HardwareError, ProfileFileError, VerifyError
+from autopar.errors import HardwareError, ProfileFileError
 from autopar.hardware.profile import detect
 from autopar.hardware.profile import load as load_hardware
 from autopar.version import __version__
 from autopar.xla_compiler.hlo_collectives import groups_of
-from autopar.xla_compiler.hlo_text import Module, parse_module
+from autopar.xla_compiler.hlo_text import Module, parse_module, read_hlo_file
 from autopar.xla_profile.profile import Profile
 from autopar.xla_profile.read import read_profile, with_partitions
 from autopar.xla_replay import rates as replay_rates
@@ -86,7 +86,7 @@ def calibrate_from_profile(
         ProfileFileError: no profile of GPUs, no HLO, or too few samples for every constant. No file is written.
         HardwareError: no base, or the output cannot be written.
     """
-    text = None if hlo is None else _read(Path(hlo))
+    text = None if hlo is None else read_hlo_file(Path(hlo))
     profile = read_profile(path, program=program, hlo_text=text)
     if profile.platform != "gpu":
         raise ProfileFileError(
@@ -158,13 +158,6 @@ def _errors(before: float, after: float) -> str:
     if math.isnan(before):
         return ""
     return f", held-out error {before:.1%} before, {after:.1%} after"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VerifyError(f"cannot read HLO text from {str(path)!r}: {error}") from error
 
 
 def _detected(profile: Profile) -> str:

@@ -22,6 +22,7 @@ from autopar.transforms.program import Program
 from autopar.verification.figures import match_collectives
 from autopar.verification.step_times import replayed
 from autopar.xla_compiler.compiler import CompiledStep, Compiler
+from autopar.xla_compiler.gpu_target import gpus_per_slice
 from autopar.xla_compiler.hlo_text import parse_module
 
 
@@ -111,11 +112,12 @@ class CompiledCosts:
         predicted = plan.prediction
         if compiled is None:
             return Cost(predicted_s=predicted.step_time_s, predicted_peak_bytes=predicted.peak_bytes, compiled=None), ()
-        found = match_collectives(plan, compiled.hlo_text, compiled.hosts)
+        module = parse_module(compiled.hlo_text)
+        found = match_collectives(plan, module, compiled.hosts)
         rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
-        text, domain = compiled.hlo_text, self.profile.domain_in(self.hand.mesh.num_devices)
-        replay, _ = replayed(text, parse_module(text), self.profile.name, domain)
+        domain = gpus_per_slice(self.profile, self.hand.mesh.num_devices, self.num_hosts)
+        replay, _ = replayed(module, self.profile.name, domain)
         counts: Counter[str] = Counter()
         for one in found.compiled:
             counts[one.kind] += one.num_times

@@ -20,7 +20,8 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.system.name_patterns import collapse
-from autopar.verification.figures import Collectives, CompiledCollective, collective_name, sent_bytes
+from autopar.verification.figures import Collectives, CompiledCollective, collective_name
+from autopar.xla_compiler.hlo_collectives import sent_bytes
 
 _SUMS = tuple(kind for kind in KINDS if collective(kind).is_sum)
 #: Kinds without rates in a profile -> the most similar kind with rates.

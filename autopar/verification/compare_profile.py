@@ -20,6 +20,7 @@ from autopar.plans.step_trace import StepTrace
 from autopar.verification.profile_comparison import MeasuredOperation, ProfileComparison, Row, Times
 from autopar.verification.profile_rows import IDLE, Place, Places, Spent, predicted
 from autopar.verification.verify import verify
+from autopar.xla_compiler.hlo_text import read_hlo_file
 from autopar.xla_profile.profile import OperationRuns, Profile, operations
 from autopar.xla_profile.read import read_profile, with_partitions
 from autopar.xla_replay.replay import Replay
@@ -58,7 +59,7 @@ def compare_profile(
         raise PlanMismatchError(
             f"the plan of `{plan.program.name}` has no timeline: its file is of an older version; plan again"
         )
-    text = None if hlo is None else _read(Path(hlo))
+    text = None if hlo is None else read_hlo_file(Path(hlo))
     profile = read_profile(path, program=program, hlo_text=text)
     if not profile.hlo_text and step is not None:
         compiled = verify(step[0], *step[1], plan=plan).compiled
@@ -71,13 +72,6 @@ def compare_profile(
     comparison = _comparison(plan, plan.trace, profile, places, measured, replayed, notes)
     _check_modules(plan, plan.trace, places, path)
     return comparison
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VerifyError(f"cannot read HLO text from {str(path)!r}: {error}") from error
 
 
 def _check_program(

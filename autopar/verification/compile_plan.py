@@ -19,6 +19,7 @@ from autopar.verification.step_times import step_times
 from autopar.verification.verification import Attempt, Verification
 from autopar.xla_compiler.compiler import Arguments, CompiledStep, Compiler
 from autopar.xla_compiler.gpu_target import gpus_per_slice, target_text, topology_text
+from autopar.xla_compiler.hlo_text import parse_module
 
 
 def compile_plan(
@@ -71,12 +72,13 @@ def compare_with_compiled(
     """Compare a plan with the compiled step; see `Verification`."""
     num_devices, has_tables = plan.mesh.num_devices, profile.xla_estimator is not None
     per_slice = gpus_per_slice(profile, num_devices, num_hosts)
-    times = step_times(plan, compiled, profile.name, per_slice, has_tables=has_tables)
+    module = parse_module(compiled.hlo_text)
+    times = step_times(plan, compiled, module, profile.name, per_slice, has_tables=has_tables)
     return Verification(
         plan=plan,
         topology=topology_text(profile, num_devices, num_hosts),
         memory=memory_figures(plan, _argument_bytes(plan, program), compiled),
-        matched=match_collectives(plan, compiled.hlo_text, compiled.hosts),
+        matched=match_collectives(plan, module, compiled.hosts),
         times=times,
         step_time=step_time_figure(plan, times, has_tables),
         compiled=compiled,

@@ -20,8 +20,9 @@ from autopar.verification.attribution import describe_origin, pair
 from autopar.verification.step_times import StepTimes
 from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_compiler.estimate_errors import LOOP
-from autopar.xla_compiler.hlo_collectives import Collective, collectives
+from autopar.xla_compiler.hlo_collectives import Collective, collectives, sent_bytes
 from autopar.xla_compiler.hlo_metadata import mesh_axes
+from autopar.xla_compiler.hlo_text import Module
 
 #: Shapes and shardings alone determine arguments, outputs and donated outputs.
 EXACT_TOLERANCE = 0.005
@@ -191,7 +192,7 @@ def step_time_figure(plan: Plan, times: StepTimes, believable: bool) -> Figure:
     return Figure(SIMULATED, "s", prediction.xla_step_time_s, estimate, tolerance, measured=ran)
 
 
-def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> Collectives:
+def match_collectives(plan: Plan, hlo: Module | str, hosts: Sequence[int] = ()) -> Collectives:
     """Compare a plan's collectives with those of XLA's program.
 
     Args:
@@ -204,7 +205,7 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
         if axes:
             predicted[use.kind, axes].append((position, use))
     compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
-    for one in collectives(hlo_text, ignore_up_to=0, unknown_trip_counts=round(UNKNOWN_TRIP_COUNT)):
+    for one in collectives(hlo, ignore_up_to=0, unknown_trip_counts=round(UNKNOWN_TRIP_COUNT)):
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
         if axes != ():
             compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)
@@ -229,17 +230,6 @@ def match_collectives(plan: Plan, hlo_text: str, hosts: Sequence[int] = ()) -> C
     matches.sort(key=lambda match: -max(match.predicted_bytes, match.compiled_bytes))
     rows.sort(key=lambda row: -row.num_bytes)
     return Collectives(tuple(matches), tuple(rows), tuple(sorted(missing, key=lambda one: -one[1])))
-
-
-def sent_bytes(kind: str, payload: float, num_devices: int) -> float:
-    """Bytes that one device sends in a ring, for a payload by the convention of `cost.collectives`.
-
-    >>> sent_bytes("all-reduce", 800.0, 8), sent_bytes("all-gather", 800.0, 8), sent_bytes("collective-permute", 8.0, 8)
-    (1400.0, 700.0, 8.0)
-    """
-    if kind in ("collective-permute", "collective-broadcast"):
-        return payload
-    return (2 if kind == "all-reduce" else 1) * (num_devices - 1) / num_devices * payload
 
 
 def _match(

@@ -21,7 +21,7 @@ from autopar.plans.plan import Plan
 from autopar.plans.step_trace import StepTrace
 from autopar.verification.attribution import module_paths
 from autopar.xla_compiler.hlo_collectives import groups_of, source_of
-from autopar.xla_compiler.hlo_metadata import mesh_axes, read_sources
+from autopar.xla_compiler.hlo_metadata import mesh_axes
 from autopar.xla_compiler.hlo_text import Instruction, Module, parse_module
 from autopar.xla_profile.profile import by_instruction, issued_kind
 
@@ -88,7 +88,7 @@ class Places:
         self.mesh: MeshShape = plan.mesh
         self.module: Module | None = parse_module(hlo_text) if hlo_text else None
         self.known = by_instruction(self.module) if self.module else {}
-        self.sources = read_sources(hlo_text)
+        self.sources = self.module.sources if self.module else {}
         self.planned: Mapping[str, set[str]] = _paths_by_phase(trace)
         #: Module paths in the HLO's metadata that the plan has too, and those that it has not.
         self.found: set[str] = set()

@@ -15,8 +15,7 @@ from autopar.errors import HardwareError, VerifyError
 from autopar.plans.plan import Plan
 from autopar.xla_compiler.compiler import CompiledStep
 from autopar.xla_compiler.estimate_errors import estimate_errors
-from autopar.xla_compiler.hlo_metadata import read_sources
-from autopar.xla_compiler.hlo_text import Module, parse_module
+from autopar.xla_compiler.hlo_text import Module
 from autopar.xla_replay import rates
 from autopar.xla_replay.device_prices import DevicePrices
 from autopar.xla_replay.program import replay_module
@@ -78,17 +77,23 @@ class StepTimes:
 
 
 def step_times(
-    plan: Plan, compiled: CompiledStep, hardware: str, devices_per_domain: int, *, has_tables: bool = True
+    plan: Plan,
+    compiled: CompiledStep,
+    module: Module,
+    hardware: str,
+    devices_per_domain: int,
+    *,
+    has_tables: bool = True,
 ) -> StepTimes:
     """Gather the step time of a plan and its compiled step.
 
     Args:
+        module: the compiled step's HLO.
         hardware: name of the hardware profile.
         devices_per_domain: devices that NVLink connects.
         has_tables: whether XLA has measured tables of the device, from which it estimates times.
     """
-    module = parse_module(compiled.hlo_text)
-    replay, no_replay = replayed(compiled.hlo_text, module, hardware, devices_per_domain)
+    replay, no_replay = replayed(module, hardware, devices_per_domain)
     prediction = plan.prediction
     return StepTimes(
         predicted_s=prediction.step_time_s,
@@ -102,10 +107,10 @@ def step_times(
     )
 
 
-def replayed(hlo_text: str, module: Module, hardware: str, devices_per_domain: int) -> tuple[Replay | None, str]:
+def replayed(module: Module, hardware: str, devices_per_domain: int) -> tuple[Replay | None, str]:
     """The replay of a compiled program, or None and the reason."""
     try:
-        prices = DevicePrices(rates.load(hardware), devices_per_domain, read_sources(hlo_text))
+        prices = DevicePrices(rates.load(hardware), devices_per_domain)
         return replay_module(module, prices), ""
     except (HardwareError, VerifyError) as error:
         return None, str(error)

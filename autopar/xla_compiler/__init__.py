@@ -2,5 +2,5 @@
 
 In: a lowered program, a target.
 Out: optimized HLO, its collectives, memory, time.
-Imported by: xla_replay, xla_profile, verification, calibration, diagnosis, cli.
+Imported by: xla_replay, xla_profile, verification, calibration, diagnosis, cli, vector_search.
 """

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.xla_compiler.hlo_metadata import Groups, read_groups, read_sources
+from autopar.xla_compiler.hlo_metadata import Groups, read_groups
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, parse_module
 
 KINDS = (
@@ -89,7 +89,7 @@ class Collective:
         return len(self.groups[0]) if self.groups else num_devices
 
 
-def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int = 1) -> list[Collective]:
+def collectives(hlo: Module | str, ignore_up_to: int = 64, unknown_trip_counts: int = 1) -> list[Collective]:
     """The collectives with more than `ignore_up_to` result elements, in the order of the text.
 
     The default leaves out scalars (a loss, a gradient norm) and other values too small to plan for.
@@ -97,9 +97,11 @@ def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int 
     Args:
         unknown_trip_counts: assumed trip count of a loop whose trip count XLA does not know.
     """
-    if not any(kind in hlo_text for kind in KINDS):  # a fast path: most programs of one device have none
-        return []
-    module, sources = parse_module(hlo_text), read_sources(hlo_text)
+    if isinstance(hlo, str):
+        if not any(kind in hlo for kind in KINDS):  # a fast path: most programs of one device have none
+            return []
+        hlo = parse_module(hlo)
+    module = hlo
     times = _num_times(module, unknown_trip_counts)
     starts = {
         one.callees[0]: (computation, one)
@@ -108,7 +110,7 @@ def collectives(hlo_text: str, ignore_up_to: int = 64, unknown_trip_counts: int 
         if one.opcode == "async-start" and one.callees
     }
     found = (
-        _collective(module, computation, one, sources, times.get(computation.name, 1), starts)
+        _collective(module, computation, one, times.get(computation.name, 1), starts)
         for computation in module.computations.values()
         for one in computation.instructions
     )
@@ -129,6 +131,17 @@ def result_bytes(hlo_text: str, ignore_up_to: int = 64) -> dict[str, float]:
     for one in collectives(hlo_text, ignore_up_to):
         total[one.kind] = total.get(one.kind, 0.0) + one.num_bytes
     return total
+
+
+def sent_bytes(kind: str, payload: float, num_devices: int) -> float:
+    """Bytes that one device sends in a ring, for a payload by the convention of `cost.collectives`.
+
+    >>> sent_bytes("all-reduce", 800.0, 8), sent_bytes("all-gather", 800.0, 8), sent_bytes("collective-permute", 8.0, 8)
+    (1400.0, 700.0, 8.0)
+    """
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload
+    return (2 if kind == "all-reduce" else 1) * (num_devices - 1) / num_devices * payload
 
 
 def groups_of(one: Instruction) -> tuple[str, Groups]:
@@ -163,7 +176,6 @@ def _collective(
     module: Module,
     computation: Computation,
     one: Instruction,
-    sources: Mapping[int, tuple[str, str]],
     num_times: int,
     starts: Mapping[str, tuple[Computation, Instruction]],
 ) -> Collective | None:
@@ -173,7 +185,7 @@ def _collective(
     # A `-done` has the shape of the result; its `-start` has groups and metadata.
     issued = computation.by_name[one.operands[0].name] if kind[2] else one
     text, groups = groups_of(issued)
-    source, library_source = source_of(issued, sources)
+    source, library_source = source_of(issued, module.sources)
     arrays = one.shape.leaves
     return Collective(
         kind=kind[1],

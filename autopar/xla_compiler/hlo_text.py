@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from autopar.errors import VerifyError
+from autopar.xla_compiler.hlo_metadata import read_sources
 
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -171,6 +173,7 @@ class Module:
         entry: name of the entry computation.
         num_partitions: number of devices that run it as one SPMD program.
         is_scheduled: whether the order of instructions is XLA's schedule.
+        sources: two source lines for each stack frame (`read_sources`).
     """
 
     name: str
@@ -178,6 +181,7 @@ class Module:
     entry: str
     num_partitions: int
     is_scheduled: bool
+    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict, repr=False)
 
     def called(self, one: Instruction) -> tuple[Computation, ...]:
         """The computations that an instruction calls."""
@@ -186,6 +190,18 @@ class Module:
     @property
     def main(self) -> Computation:
         return self.computations[self.entry]
+
+
+def read_hlo_file(path: Path) -> str:
+    """The text of an HLO file.
+
+    Raises:
+        VerifyError: the file cannot be read as text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise VerifyError(f"cannot read HLO text from {str(path)[:200]!r}: {error}") from error
 
 
 def itemsize(dtype: str) -> float:
@@ -234,6 +250,7 @@ def parse_module(text: str) -> Module:
         entry=entry,
         num_partitions=int(partitions[1]) if partitions else 1,
         is_scheduled="is_scheduled=true" in head,
+        sources=read_sources(text),
     )
 
 

@@ -6,9 +6,9 @@ In: a module, `ReplayRates`, how the devices are wired. Out: a `KernelPrice` or 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from autopar.xla_compiler.hlo_collectives import KINDS, source_of
+from autopar.xla_compiler.hlo_collectives import KINDS
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module
 from autopar.xla_replay.fused_work import FusedWork, fused_work, moves_contiguous_dim
 from autopar.xla_replay.gemm_time import gemm_s, peak_flops_per_s
@@ -37,13 +37,11 @@ class DevicePrices:
 
     Args:
         devices_per_domain: devices that NVLink connects.
-        sources: two source lines for each stack frame (`hlo_metadata.read_sources`).
         custom_kernels: target of a custom call, or a part of its `op_name` -> the work of one run.
     """
 
     rates: ReplayRates
     devices_per_domain: int
-    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     custom_kernels: Mapping[str, LibraryCall] = field(default_factory=dict)
     transfers: TransferPrices = field(init=False)
     _known: dict[tuple[str, str], KernelPrice | TransferPrice] = field(default_factory=dict)
@@ -56,16 +54,15 @@ class DevicePrices:
         """The price of one run of an instruction."""
         key = (computation.name, one.name)
         if key not in self._known:
-            self._known[key] = self._price(module, computation, one)
+            price = self._price(module, computation, one)
+            if isinstance(price, KernelPrice) and price.seconds > 0:
+                price = replace(price, seconds=price.seconds + self.rates.kernels.gap_s)
+            self._known[key] = price
         return self._known[key]
 
     def host_round_trip(self) -> KernelPrice:
         """The price of a decision that the host takes: it copies a predicate, and launches what follows."""
         return KernelPrice("host", 2 * self.rates.host.launch_s)
-
-    def source(self, one: Instruction) -> str:
-        """The line of the user's code that an instruction comes from; empty where unknown."""
-        return source_of(one, self.sources)[0]
 
     def _price(self, module: Module, computation: Computation, one: Instruction) -> KernelPrice | TransferPrice:
         opcode = one.opcode.removesuffix("-start")
@@ -97,7 +94,7 @@ class DevicePrices:
         work = fused_work(module, inner)
         notes: tuple[str, ...] = ()
         gemms = [dot_gemm(*dot) for dot in work.dots]
-        fused = self._fused_s(work, self._cached(module, computation, one, work))
+        fused = self._fused_s(work, self._cached(computation, one, work))
         seconds, flops, dtype = sum(map(self._gemm, gemms)), sum(gemm.flops for gemm in gemms), "f32"
         for within, heavy in work.heavy:
             price = self._library(within, heavy, library_call(within, heavy))
@@ -210,10 +207,9 @@ class DevicePrices:
             memory = num_bytes / (device.hbm_bytes_per_s * device.hbm_efficiency)
             # A kernel far from both limits computes outside the matrix units.
             bound = "FLOPs" if compute > memory or seconds > 2 * max(compute, memory) + launch else "memory"
-        gap = self.rates.kernels.gap_s if seconds > 0 else 0.0
-        return KernelPrice(kind, seconds + gap, bound, flops, num_bytes, notes)
+        return KernelPrice(kind, seconds, bound, flops, num_bytes, notes)
 
-    def _cached(self, module: Module, computation: Computation, one: Instruction, work: FusedWork) -> float:
+    def _cached(self, computation: Computation, one: Instruction, work: FusedWork) -> float:
         """Bytes of the operands that the L2 cache still holds from the kernels before."""
         if computation.name not in self._touched:
             self._touched[computation.name] = _touched_bytes(computation)

@@ -69,7 +69,3 @@ class Prices(Protocol):
     def host_round_trip(self) -> KernelPrice:
         """The price of a decision that the host takes: it reads a predicate and launches what follows."""
         ...
-
-    def source(self, one: Instruction) -> str:
-        """The line of the user's code that an instruction comes from; empty where unknown."""
-        ...

@@ -10,6 +10,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from autopar.errors import VerifyError
+from autopar.xla_compiler.hlo_collectives import source_of
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module
 from autopar.xla_replay.price import KernelPrice, Prices, TransferPrice
 from autopar.xla_replay.replay import Event, OperationTime, Replay
@@ -217,5 +218,5 @@ class _Replaying:
             num_bytes=total.count * price.num_bytes,
             bound=price.bound,
             op_name=one.op_name,
-            source=self.prices.source(one),
+            source=source_of(one, self.module.sources)[0],
         )

@@ -16,8 +16,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.hardware.profile import load as load_profile
 from autopar.jax_interop.compilation import compiled_platforms, lowered_for, module_bytes
 from autopar.xla_compiler.compiler import Compiler
-from autopar.xla_compiler.hlo_metadata import read_sources
-from autopar.xla_compiler.hlo_text import parse_module
+from autopar.xla_compiler.hlo_text import parse_module, read_hlo_file
 from autopar.xla_replay import rates
 from autopar.xla_replay.device_prices import DevicePrices
 from autopar.xla_replay.library_calls import LibraryCall
@@ -57,16 +56,13 @@ def replay(
     """
     found = rates.load(hardware)
     text = _text(program, hardware, num_hosts)
-    prices = DevicePrices(found, devices_per_domain or found.domain_size, read_sources(text), custom_kernels or {})
+    prices = DevicePrices(found, devices_per_domain or found.domain_size, custom_kernels or {})
     return replay_module(parse_module(text), prices, unknown_trip_count=unknown_trip_count)
 
 
 def _text(program: Any, hardware: str, num_hosts: int | None) -> str:
     if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program):
-        try:
-            return Path(program).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError, ValueError) as error:
-            raise VerifyError(f"cannot read HLO text from {str(program)[:200]!r}: {error}") from error
+        return read_hlo_file(Path(program))
     if isinstance(program, str):
         return program
     if isinstance(program, jax.stages.Lowered):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from autopar.xla_compiler.hlo_collectives import KINDS, groups_of
+from autopar.xla_compiler.hlo_collectives import KINDS, groups_of, sent_bytes
 from autopar.xla_compiler.hlo_metadata import Groups
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module, Shape
 from autopar.xla_replay.collective_time import PermutePattern, collective_s
@@ -53,7 +53,7 @@ class TransferPrices:
             link="network" if domains > 1 else "nvlink",
             seconds=seconds,
             slows_by=min(0.5, link.num_sms / self.rates.device.num_sms),
-            num_bytes=_sent(kind, payload, size),
+            num_bytes=sent_bytes(kind, payload, size),
         )
 
     def _extent(self, groups: Groups, is_permute: bool) -> tuple[int, int]:
@@ -122,10 +122,3 @@ def _pattern(pairs: Groups) -> PermutePattern:
     if sent and all((target, source) in sent for source, target in sent):
         return "exchange"
     return "shift" if {source for source, _ in sent} & {target for _, target in sent} else "one-way"
-
-
-def _sent(kind: str, payload: float, size: int) -> float:
-    """Bytes that one device sends in a ring."""
-    if kind in ("collective-permute", "collective-broadcast"):
-        return payload
-    return (2 if kind == "all-reduce" else 1) * (size - 1) / size * payload

@@ -55,7 +55,7 @@ class _Program:
 
     def __init__(self, module: Module, rates: ReplayRates, run: Run) -> None:
         self.module, self.rates, self.run = module, rates, run
-        self.prices = DevicePrices(rates, 8, {}, attention_kernels(run.model, run.cp))
+        self.prices = DevicePrices(rates, 8, attention_kernels(run.model, run.cp))
         self.step_s = replay_module(module, self.prices).step_time_s
 
     def edited(self, module: Module) -> _Program:

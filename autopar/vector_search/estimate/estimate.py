@@ -33,7 +33,7 @@ from autopar.vector_search.estimate.sizes import (
 )
 from autopar.vector_search.kernels.exact_top_k import exact_arguments, exact_search
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
-from autopar.verification.figures import sent_bytes
+from autopar.xla_compiler.hlo_collectives import sent_bytes
 
 #: Batch sizes that are planned in addition to the requested one.
 _OTHER_BATCHES = (1, 100, 10_000)
