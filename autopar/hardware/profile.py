@@ -7,7 +7,6 @@ devices; `detect` maps JAX's name of a device to the name of its profile.
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import HardwareError
+from autopar.hardware.data_files import data_folder, names_in, suggestion
 from autopar.hardware.xla_estimator import EstimatorProfile, read_estimator
 from autopar.system.source_paths import PACKAGE
 
@@ -241,7 +241,7 @@ def load(name_or_path: str | Path) -> HardwareProfile:
 
 def known_names() -> tuple[str, ...]:
     """Names of the profiles that come with autopar, sorted."""
-    return tuple(sorted(path.stem for path in _data_folder().glob("*.toml")))
+    return names_in(_data_folder())
 
 
 def detect(device_kind: str, platform: str) -> str:
@@ -269,21 +269,12 @@ def detect(device_kind: str, platform: str) -> str:
 
 
 def _data_folder() -> Path:
-    """The folder `cost_models/hardware`: inside the package in a wheel, next to the package in a checkout."""
-    places = (PACKAGE / "cost_models" / "hardware", PACKAGE.parent / "cost_models" / "hardware")
-    for place in places:
-        if place.is_dir():
-            return place
-    raise HardwareError(f"the hardware profiles are missing: looked in {places[0]} and {places[1]}; reinstall autopar")
+    return data_folder("hardware", "hardware profiles", PACKAGE)
 
 
 def _unknown(name: str) -> str:
     known = known_names()
-    # A prefix wins over similarity: `h100` means `h100-sxm`, though `h200` is closer.
-    stem = name.strip().lower() or "?"
-    close = [k for k in known if k.startswith(stem)] or difflib.get_close_matches(stem, known, n=1)
-    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
-    return f"unknown hardware {name!r}.{hint} Known: {', '.join(known)}; {_HOW_TO_ADD}"
+    return f"unknown hardware {name!r}.{suggestion(name, known)} Known: {', '.join(known)}; {_HOW_TO_ADD}"
 
 
 def _parse(path: Path) -> dict[str, Any]:

@@ -8,7 +8,6 @@ another one: its own keys win. This module imports no JAX and nothing of the pla
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autopar.errors import HardwareError
-from autopar.system.source_paths import PACKAGE
+from autopar.hardware.data_files import data_folder, names_in, suggestion
 
-_FOLDER = Path("cost_models") / "replay"
 _MOST_ANCESTORS = 4
 _README = "cost_models/replay/README.md lists the keys"
 
@@ -250,26 +248,19 @@ def load(name: str | Path) -> ReplayRates:
     path = Path(name) if str(name).endswith(".toml") else _folder() / f"{name}.toml"
     if not path.is_file():
         known = known_names()
-        close = [one for one in known if one.startswith(str(name))] or difflib.get_close_matches(str(name), known, 1)
-        hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise HardwareError(
-            f"no replay rates for {str(name)!r}.{hint} Known: {', '.join(known)}; or pass the path of a TOML file; {_README}"
+            f"no replay rates for {str(name)!r}.{suggestion(str(name), known)} Known: {', '.join(known)}; or pass the path of a TOML file; {_README}"
         )
     return _rates(path, _inherited(path))
 
 
 def known_names() -> tuple[str, ...]:
     """Names of the profiles that `load` finds."""
-    return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
+    return names_in(_folder())
 
 
 def _folder() -> Path:
-    """The folder `cost_models/replay`: inside the package in a wheel, next to the package in a checkout."""
-    places = (PACKAGE / _FOLDER, PACKAGE.parent / _FOLDER)
-    for place in places:
-        if place.is_dir():
-            return place
-    raise HardwareError(f"the replay rates are missing: looked in {places[0]} and {places[1]}; reinstall autopar")
+    return data_folder("replay", "replay rates")
 
 
 def _inherited(path: Path) -> dict[str, Any]:
