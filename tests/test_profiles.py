@@ -477,6 +477,7 @@ def test_calibrate_recovers_known_constants(tmp_path: Path, capsys: pytest.Captu
     assert "held-out error" in text
     # The planner's profile: the bandwidth that the fusions reach, the FLOP/s that the GEMMs reach.
     planned = load_hardware(str(target))
+    assert rates.load(planned.rates_name) == fitted == rates.load(target)
     reached = 0.85 * base.device.hbm_bytes_per_s * base.device.hbm_efficiency
     assert planned.hbm_bytes_per_s == pytest.approx(reached, rel=0.1)
     peak = 0.8 * base.gemm["bf16"].peak_flops_per_s * base.gemm["bf16"].efficiency

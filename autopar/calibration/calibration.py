@@ -102,6 +102,7 @@ def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
         "description": f"{machine.num_devices} x {machine.device_kind}, measured by `autopar calibrate`",
         "platform": base.platform,
         "device_kinds": [machine.device_kind],
+        **({"replay_rates": base.rates_name} if base.platform == "gpu" else {}),
         "compute": _compute(calibration),
         "operations": _operations(calibration),
         "memory": _memory(calibration),

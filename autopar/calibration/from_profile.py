@@ -10,7 +10,7 @@ import datetime
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def calibrate_from_profile(
             " compute; pass --hlo FILE, XLA's dump `*after_optimizations.txt`"
         )
     name = base or _detected(profile)
-    rates, hardware = replay_rates.load(name), load_hardware(name)
+    hardware = load_hardware(name)
+    rates = replay_rates.load(hardware.rates_name)
     target = _target(output, f"{hardware.name}-profile")
     module = parse_module(with_partitions(profile.hlo_text, len(profile.devices)))
     samples, left_out = kernel_samples(profile, module, rates, rates.domain_size)
@@ -110,10 +111,11 @@ def calibrate_from_profile(
             f"the profile {os.fspath(path)!r} determines no constant ({reasons}); record more steps, or a larger program"
         )
     command = f"autopar calibrate --from {os.fspath(path)}"
-    planner, few = _planner(profile, module, samples, rates, hardware, command)
     replay_file = target.with_suffix(".replay.toml")
+    base_profile = replace(hardware, replay_rates=replay_file.name)
+    planner, few = _planner(profile, module, samples, rates, base_profile, command)
     source = f"`{command}`, {profile.num_steps} steps on {len(profile.devices)} x {profile.device_kind or 'GPU'}"
-    files = {replay_file: toml(rates_table(fitted, name, target.stem, source))}
+    files = {replay_file: toml(rates_table(fitted, hardware.rates_name, target.stem, source))}
     if planner.fits:
         files |= dict(reversed(profile_files(planner, target).items()))
     write_files(files)

@@ -117,7 +117,7 @@ class CompiledCosts:
         rows = extras(found, self.hand.mesh, self.profile)
         over_s = max(0.0, sum(row.time_s for row in rows) - missing_time(found, plan))
         domain = gpus_per_slice(self.profile, self.hand.mesh.num_devices, self.num_hosts)
-        replay, _ = replayed(module, self.profile.name, domain)
+        replay, _ = replayed(module, self.profile.rates_name, domain)
         counts: Counter[str] = Counter()
         for one in found.compiled:
             counts[one.kind] += one.num_times

@@ -116,6 +116,8 @@ class HardwareProfile:
         nvlink_domain_devices: number of devices of one NVLink domain of several hosts; None if a domain is one host.
             Read it through `devices_per_domain`.
         usd_per_device_hour: rental price of a device; None if the file has none.
+        replay_rates: name or path of the device's rates for the replay of a compiled program; None if they
+            have the profile's name. Read it through `rates_name`.
         xla_target: XLA's target description, for compiling without such a GPU; None for a CPU.
         xla_estimator: constants of XLA's latency estimator for this GPU; None if XLA has none, as for a CPU or a GPU
             before Hopper.
@@ -148,6 +150,7 @@ class HardwareProfile:
     sources: Mapping[str, str] = field(compare=False, repr=False)
     nvlink_domain_devices: int | None = None
     usd_per_device_hour: float | None = None
+    replay_rates: str | None = None
     xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     xla_estimator: EstimatorProfile | None = field(default=None, compare=False, repr=False)
 
@@ -155,6 +158,11 @@ class HardwareProfile:
     def usable_bytes(self) -> float:
         """Device memory that a program may fill, in bytes: the default memory budget."""
         return self.hbm_bytes * self.usable_fraction
+
+    @property
+    def rates_name(self) -> str:
+        """Name or path of the rates for the replay."""
+        return self.replay_rates or self.name
 
     @property
     def devices_per_domain(self) -> int:
@@ -318,6 +326,7 @@ def _profile(read: _Reader) -> HardwareProfile:
         sources={block: read.source(block) for block in blocks} | {"operations": source},
         nvlink_domain_devices=_nvlink_domain(read),
         usd_per_device_hour=read.positive("price.usd_per_device_hour") if "price" in read.table else None,
+        replay_rates=_replay_rates(read),
         xla_target=read.table.get("xla_target"),
         xla_estimator=_estimator(read),
     )
@@ -342,6 +351,14 @@ def _nvlink_domain(read: _Reader) -> int | None:
             f" {domain + host - domain % host}, or leave [links.nvlink_domain] out if NVLink ends at the host"
         )
     return domain
+
+
+def _replay_rates(read: _Reader) -> str | None:
+    """The name of the rates, or the path of their file, which the profile gives relative to its own folder."""
+    if "replay_rates" not in read.table:
+        return None
+    given = read.text("replay_rates")
+    return str((read.path.parent / given).absolute()) if given.endswith(".toml") else given
 
 
 def _cache(read: _Reader, key: str, of_target: str, times: int) -> int:

@@ -73,7 +73,7 @@ def compare_with_compiled(
     num_devices, has_tables = plan.mesh.num_devices, profile.xla_estimator is not None
     per_slice = gpus_per_slice(profile, num_devices, num_hosts)
     module = parse_module(compiled.hlo_text)
-    times = step_times(plan, compiled, module, profile.name, per_slice, has_tables=has_tables)
+    times = step_times(plan, compiled, module, profile.rates_name, per_slice, has_tables=has_tables)
     return Verification(
         plan=plan,
         topology=topology_text(profile, num_devices, num_hosts),

@@ -80,7 +80,7 @@ def step_times(
     plan: Plan,
     compiled: CompiledStep,
     module: Module,
-    hardware: str,
+    rates_name: str,
     devices_per_domain: int,
     *,
     has_tables: bool = True,
@@ -89,11 +89,11 @@ def step_times(
 
     Args:
         module: the compiled step's HLO.
-        hardware: name of the hardware profile.
+        rates_name: name or path of the replay's rates.
         devices_per_domain: devices that NVLink connects.
         has_tables: whether XLA has measured tables of the device, from which it estimates times.
     """
-    replay, no_replay = replayed(module, hardware, devices_per_domain)
+    replay, no_replay = replayed(module, rates_name, devices_per_domain)
     prediction = plan.prediction
     return StepTimes(
         predicted_s=prediction.step_time_s,
@@ -107,10 +107,10 @@ def step_times(
     )
 
 
-def replayed(module: Module, hardware: str, devices_per_domain: int) -> tuple[Replay | None, str]:
+def replayed(module: Module, rates_name: str, devices_per_domain: int) -> tuple[Replay | None, str]:
     """The replay of a compiled program, or None and the reason."""
     try:
-        prices = DevicePrices(rates.load(hardware), devices_per_domain)
+        prices = DevicePrices(rates.load(rates_name), devices_per_domain)
         return replay_module(module, prices), ""
     except (HardwareError, VerifyError) as error:
         return None, str(error)

@@ -240,23 +240,33 @@ def load(name: str | Path) -> ReplayRates:
     """The rates of a device.
 
     Args:
-        name: name of a profile in `cost_models/replay`, or the path of a file that ends in `.toml`.
+        name: name of a profile in `cost_models/replay`, or the path of a file that ends in `.toml`: rates, or a hardware
+            profile whose `replay_rates` names them.
 
     Raises:
         HardwareError: the profile is unknown, cannot be read, or lacks a key.
     """
-    path = Path(name) if str(name).endswith(".toml") else _folder() / f"{name}.toml"
-    if not path.is_file():
-        known = known_names()
-        raise HardwareError(
-            f"no replay rates for {str(name)!r}.{suggestion(str(name), known)} Known: {', '.join(known)}; or pass the path of a TOML file; {_README}"
-        )
-    return _rates(path, _inherited(path))
+    path, tables = _file(name)
+    if isinstance(of_profile := tables.get("replay_rates"), str):
+        path, tables = _file(path.parent / of_profile if of_profile.endswith(".toml") else of_profile)
+    return _rates(path, tables)
 
 
 def known_names() -> tuple[str, ...]:
     """Names of the profiles that `load` finds."""
     return names_in(_folder())
+
+
+def _file(name: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The path of a file by the name that `load` gets, and its tables with those that it inherits."""
+    path = Path(name) if str(name).endswith(".toml") else _folder() / f"{name}.toml"
+    if not path.is_file():
+        known = known_names()
+        raise HardwareError(
+            f"no replay rates for {str(name)!r}.{suggestion(str(name), known)} Known: {', '.join(known)}; or pass the path"
+            f" of a TOML file; {_README}"
+        )
+    return path, _inherited(path)
 
 
 def _folder() -> Path:
