@@ -20,6 +20,13 @@ from autopar.xla_compiler.hlo_collectives import Collective
 #: Relative difference of bytes that counts as equal: XLA adds padding when it combines.
 TOLERANCE = 0.02
 _TRANSFORM = re.compile(r"^(?:jvp|transpose|vmap|remat|checkpoint)\((.*)\)$")
+#: Parts of name stacks that JAX adds for loops and calls; a plan's paths are without them.
+_CONTROL = frozenset(
+    ("while", "body", "cond", "closed_call", "core_call", "checkpoint", "rematted_computation", "remat")
+)
+#: A step that runs by a plan repeats the whole name stack of an operation in a loop behind this part.
+REPLAYED = "eval_jaxpr"
+_BRANCH = re.compile(r"branch_\d+_fun")
 _ARGUMENT = re.compile(r"^\w+\[\d+\](.*)$")
 _NAME = re.compile(r"[\w\-]+")
 
@@ -164,7 +171,7 @@ def module_paths(op_name: str) -> tuple[str, ...]:
             continue
         parts = [part for part in name.split("/")[:-1] if not part.startswith("jit(") and part != "shard_map"]
         names = list(map(_without_transforms, parts))
-        found["/".join(filter(None, names))] = None
+        found[_without_control("/".join(filter(None, names)))] = None
     return tuple(found)
 
 
@@ -205,6 +212,18 @@ def _expand(name: str) -> list[str]:
     before, after = name[:start], name[cuts[-1] + 1 :]
     pieces = [name[a + 1 : b] for a, b in pairwise(cuts)]
     return [whole for piece in pieces for whole in _expand(f"{before}{piece}{after}")]
+
+
+def _without_control(path: str) -> str:
+    """A module path without the parts of loops and calls.
+
+    >>> _without_control("net/while/body/closed_call/layer"), _without_control("net/while/body/eval_jaxpr/net/layer")
+    ('net/layer', 'net/layer')
+    """
+    parts = path.split("/")
+    while REPLAYED in parts:
+        parts = parts[parts.index(REPLAYED) + 1 :]
+    return "/".join(part for part in parts if part not in _CONTROL and not _BRANCH.fullmatch(part))
 
 
 def _without_transforms(part: str) -> str:

@@ -7,7 +7,6 @@ instructions find their module by the name stack in their metadata, in the form 
 from __future__ import annotations
 
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from autopar.frontend.flat_jaxpr import phase_of
 from autopar.ir.mesh import MeshShape
 from autopar.plans.plan import Plan
 from autopar.plans.step_trace import StepTrace
-from autopar.verification.attribution import module_paths
+from autopar.verification.attribution import REPLAYED, module_paths
 from autopar.xla_compiler.hlo_collectives import groups_of, source_of
 from autopar.xla_compiler.hlo_metadata import mesh_axes
 from autopar.xla_compiler.hlo_text import Instruction, Module, parse_module
@@ -32,13 +31,6 @@ KERNELS = "kernels"
 IDLE: Place = ("", "", "idle")
 #: A timeline is in whole nanoseconds: a smaller rest of the step time is no idle time.
 _ROUNDING = 1e-3
-#: Parts of name stacks that JAX adds for loops and calls; a plan's paths are without them.
-_CONTROL = frozenset(
-    ("while", "body", "cond", "closed_call", "core_call", "checkpoint", "rematted_computation", "remat")
-)
-#: A step that runs by a plan repeats the whole name stack of an operation in a loop behind this part.
-_REPLAYED = "eval_jaxpr"
-_BRANCH = re.compile(r"branch_\d+_fun")
 
 
 @dataclass(slots=True)
@@ -125,7 +117,7 @@ class Places:
         return line.removeprefix(f"{Path.cwd()}{os.sep}")
 
     def _phase(self, name: str) -> str:
-        phase = phase_of(name.rsplit(f"/{_REPLAYED}/", 1)[-1])
+        phase = phase_of(name.rsplit(f"/{REPLAYED}/", 1)[-1])
         # The only phase of a program without gradients is the forward pass.
         return "forward" if phase == "update" and set(self.planned) <= {"forward"} else phase
 
@@ -168,21 +160,9 @@ def _paths_by_phase(trace: StepTrace) -> dict[str, set[str]]:
 def _common_path(op_name: str) -> str:
     """The module path of a name stack; of several, what they begin with."""
     names = op_name.split(";") if op_name else []  # XLA joins the names of merged instructions by semicolons
-    paths = [_without_control(path) for name in names for path in module_paths(name)]
+    paths = [path for name in names for path in module_paths(name)]
     levels = zip(*(path.split("/") for path in paths), strict=False)
     return "/".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))
-
-
-def _without_control(path: str) -> str:
-    """A module path without the parts of loops and calls.
-
-    >>> _without_control("net/while/body/closed_call/layer"), _without_control("net/while/body/eval_jaxpr/net/layer")
-    ('net/layer', 'net/layer')
-    """
-    parts = path.split("/")
-    while _REPLAYED in parts:
-        parts = parts[parts.index(_REPLAYED) + 1 :]
-    return "/".join(part for part in parts if part not in _CONTROL and not _BRANCH.fullmatch(part))
 
 
 def _prefixes(path: str) -> Iterator[str]:
