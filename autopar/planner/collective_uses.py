@@ -88,28 +88,29 @@ class _Causes:
             assert op.operand is not None
             value = self.explicit.arrays[op.operand].value
             producer = self.graph.producer(value)
-            name = f"`{self.input_path[value]}`" if producer is None else f"the {producer.primitive} result"
+            name = f"`{self.input_path[value]}`" if producer is None else f"the result of `{producer.primitive}`"
             return f"exchange the halo of {name}"
         primitive = self.graph.nodes[op.node].primitive
         if op.cause == "reduction":
-            return f"{op.reduction} of a few elements ({primitive})"
+            return f"reduce the partial {op.reduction} of `{primitive}`"
         return (
-            f"combine the partial results of a {primitive}"
+            f"combine the partial results of `{primitive}`"
             if op.cause == "region"
-            else "the step's own, in a shard_map"
+            else "called by the step in a shard_map"
         )
 
     def _of_flow(self, flow: Flow, kind: str) -> str:
+        moved = "all-gather" if kind == "all-gather" else "reshard"
         if flow.value in self.input_path:
             path = self.input_path[flow.value]
-            return f"gather `{path}` for use" if kind == "all-gather" else f"move `{path}`"
+            return f"{moved} `{path}`"
         if flow.value in self.updated_path:
-            return f"put back the updated `{self.updated_path[flow.value]}`"
+            return f"{moved} the updated `{self.updated_path[flow.value]}`"
         producer = self.graph.nodes[self.graph.producers[flow.value]].primitive
         if collective(kind).is_sum:
             is_gradient = self.f.decisions[flow.target].phase == "update" or _only_updates(self.f, flow, self.users)
-            return f"reduce the {'gradient' if is_gradient else f'{producer} result'}"
-        return f"{'gather' if kind == 'all-gather' else 'move'} the {producer} result"
+            return f"reduce the {'gradient' if is_gradient else f'result of `{producer}`'}"
+        return f"{moved} the result of `{producer}`"
 
 
 def _only_updates(f: Formulation, flow: Flow, users: Mapping[int, Sequence[int]]) -> bool:

@@ -60,7 +60,7 @@ def _undivided(mesh: MeshShape, inputs: Sequence[TensorPlan]) -> Iterator[str]:
         named = ", ".join(f"{a}={s}" for a, s in axes)
         yield (
             f"the leading dim of {', '.join(f'`{p}`' for p in paths[:3])} is {size}, which no mesh axis ({named})"
-            f" divides: it is not split. A multiple of {axes[-1][1]} would be."
+            f" divides, so that it is replicated; a multiple of {axes[-1][1]} can be sharded"
         )
 
 
