@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.held_out.draw import NUM_MODELS
+from benchmarks.held_out.tuned import tuned
 from benchmarks.machine import ROOT, fingerprint, machine, versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -91,6 +93,27 @@ _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic
 BENCHMARKS = {
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "first_start": Benchmark(("unet",), VIRTUAL_DEVICES, sources=("zoo/diffusion.py", "zoo/training.py")),
+    "held_out": Benchmark(
+        (
+            *(f"model {number}" for number in range(1, NUM_MODELS + 1)),
+            *(f"tuned {one.seed}/{one.number}" for one in tuned()),
+        ),
+        "",
+        sources=(
+            "compile_cache.py",
+            "held_out/sizes.py",
+            "held_out/draw.py",
+            "held_out/build.py",
+            "held_out/seed.py",
+            "zoo/training.py",
+            "zoo/language.py",
+            "zoo/vision.py",
+            "zoo/experts.py",
+            "zoo/expert_layer.py",
+        ),
+        summary="benchmarks.held_out.page",
+        module="held_out.parts",
+    ),
     "inference": Benchmark(
         tuple(_SERVED),
         "",
