@@ -186,13 +186,14 @@ def _about(row: Row) -> str:
 
 
 def _details(row: Row) -> str:
+    failed = " ".join(row["failed"].split())
     if "mesh" not in row:
-        return row["failed"]
+        return failed
     solved = (
         f"{row['status']} (gap {row['gap']:.2%}), planned in {row['plan_s']:.0f} s ({row['plan_cpu_s']:.0f} s of CPU)"
     )
-    if row["failed"]:
-        return f"{solved}; {row['failed']}"
+    if failed:
+        return f"{solved}; {failed}"
     compiled = f"compiled in {row['compile_s']:.0f} s ({row['compile_cpu_s']:.0f} s of CPU)"
     replay = f"; no replay: {row['no_replay']}" if row["no_replay"] else ""
     return f"{solved}, {compiled}; budget {_gb(row['budget_bytes'])}{replay}"
