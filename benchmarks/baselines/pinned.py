@@ -1,12 +1,11 @@
 """Express sharding recipes as pins for `autopar.plan`, so that each recipe has a prediction.
 
 In: the arguments of a step (shapes are enough) and a mesh. Out: path -> `PartitionSpec`, for every tensor of the state
-and of the batch. The optimizer state has the shardings of its parameters. Activations are not pinned.
+and of the batch. The optimizer state has the shardings of its parameters, except in ZeRO-1. Activations are not pinned.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,41 +13,34 @@ import jax
 from jax.sharding import PartitionSpec
 
 from autopar.ir.mesh import MeshShape
+from benchmarks.baselines import roles
 
 Pins = dict[str, PartitionSpec]
 Shape = tuple[int, ...]
+#: The mesh axes of each dim: None, one, or several.
+Dims = tuple[str | tuple[str, ...] | None, ...]
 
-#: Suffixes of the kernels (or biases) that Megatron-LM shards by column and by row.
-_COLUMN = re.compile(
-    r"(c_attn|c_fc|self/(query|key|value)|attention/(query|key|value)|[qkv]_proj|gate_proj|up_proj"
-    r"|intermediate/dense|fc1|qkv|mlp_in|lm_head|head|classifier/\d+)/(kernel|bias)$"
-)
-_ROW = re.compile(r"(c_proj|[^/]*attn/out_proj|o_proj|down_proj|output/dense|fc2|attention_out|mlp_out)/kernel$")
-_VOCABULARY = re.compile(r"(wte|embed_tokens|word_embeddings|shared|token_embed)/embedding$")
-#: Hugging Face's GPT-2 has its kernels as (out, in).
-_TRANSPOSED = re.compile(r"/(c_attn|c_fc|c_proj)/kernel$")
-#: Experts' weights are stacked: each group of GPUs has some whole experts.
-_EXPERTS = re.compile(r"(gate|up|down)_experts$")
-_CONVOLUTION = re.compile(r"(/convolution/kernel|/normalization/(scale|bias|mean|var))$")
+OPTIMIZER = "opt_state"
 
 
 def data_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
     """Data parallelism: the state is replicated, and the batch is sharded."""
-    return _pins(args, mesh, lambda path, shape: ())
+    return pins(args, mesh, lambda path, shape: ())
+
+
+def zero1(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """ZeRO-1: every tensor of the optimizer state is sharded on its largest divisible dim; parameters are replicated."""
+
+    def dims(path: str, shape: Shape) -> Dims:
+        return largest(shape, mesh, mesh.axis_names) if path.startswith(OPTIMIZER) else ()
+
+    return pins(args, mesh, dims, mesh.axis_names)
 
 
 def fsdp(args: Sequence[Any], mesh: MeshShape) -> Pins:
     """ZeRO-3: every tensor of the state is sharded on its largest divisible dim, over the last axis; the batch over all
-    axes."""
-    size, axis = mesh.axis_sizes[-1], mesh.axis_names[-1]
-
-    def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
-        divisible = [dim for dim, length in enumerate(shape) if length % size == 0]
-        if not divisible:
-            return ()
-        return (*(None,) * max(divisible, key=lambda dim: shape[dim]), axis)
-
-    return _pins(args, mesh, dims, mesh.axis_names)
+    axes. With two axes, `(hosts, GPUs of a host)`, this is HSDP."""
+    return pins(args, mesh, lambda path, shape: largest(shape, mesh, mesh.axis_names[-1:]), mesh.axis_names)
 
 
 def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
@@ -56,44 +48,105 @@ def tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
     channels of a convolutional network, and the experts of a mixture. The batch is sharded over the other axis."""
     size = mesh.size("model")
 
-    def dims(path: str, shape: Shape) -> tuple[str | None, ...]:
-        dim = _split_dim(path, shape)
+    def dims(path: str, shape: Shape) -> Dims:
+        dim = roles.tensor_dim(path, shape)
         return () if dim is None or shape[dim] % size else (*(None,) * dim, "model")
 
-    return _pins(args, mesh, dims)
+    return pins(args, mesh, dims)
 
 
-def is_split_by_columns(module: str) -> bool:
-    """Whether tensor parallelism shards the last dim of the result of the module at this path."""
-    return bool(_COLUMN.search(f"{module}/kernel"))
+def sequence_tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """The state for Megatron-LM's tensor and sequence parallelism: as `tensor_parallel`, but a fused QKV kernel is
+    sharded by its input, because its columns are computed for each device's part of the sequence."""
+    return _tensor_and(args, mesh, ())
 
 
-def _split_dim(path: str, shape: Shape) -> int | None:
-    """The dim of a tensor that tensor parallelism shards."""
-    if _CONVOLUTION.search(path) or _COLUMN.search(path):
-        return 0 if _TRANSPOSED.search(path) else len(shape) - 1
-    if _ROW.search(path):
-        return 1 if _TRANSPOSED.search(path) else 0
-    return 0 if _VOCABULARY.search(path) or _EXPERTS.search(path) else None
+def fsdp_tensor_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """The same, and what is left is sharded over `data` on the largest other dim."""
+    return _tensor_and(args, mesh, ("data",))
 
 
-def _pins(
+def vocabulary_split(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """The vocabulary of embedding and head over `model`; all other state as ZeRO-3, and the batch, over all axes."""
+
+    def dims(path: str, shape: Shape) -> Dims:
+        dim = roles.vocabulary_dim(path, shape)
+        if dim is None or shape[dim] % mesh.size("model"):
+            return largest(shape, mesh, mesh.axis_names)
+        return largest(shape, mesh, ("data",), placed={dim: "model"})
+
+    return pins(args, mesh, dims, mesh.axis_names)
+
+
+def context_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """The batch over `data`, its sequence over `context`; the state as ZeRO-3 over both."""
+    return pins(args, mesh, lambda path, shape: largest(shape, mesh, mesh.axis_names), second_axes=("context",))
+
+
+def expert_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
+    """Experts over `expert`; all other state as ZeRO-3, and the batch, over all axes."""
+
+    def dims(path: str, shape: Shape) -> Dims:
+        if roles.is_expert(path) and shape[0] % mesh.size("expert") == 0:
+            return largest(shape, mesh, ("data",), placed={0: "expert"})
+        return largest(shape, mesh, mesh.axis_names)
+
+    return pins(args, mesh, dims, mesh.axis_names)
+
+
+def largest(shape: Shape, mesh: MeshShape, axes: tuple[str, ...], placed: dict[int, str] | None = None) -> Dims:
+    """The largest divisible dim over all of `axes`, beside dims that have an axis already."""
+    size, dims = mesh.sizes(axes), dict[int, Any](placed or {})
+    divisible = [dim for dim, length in enumerate(shape) if length % size == 0 and dim not in dims]
+    if divisible and size > 1:
+        dims[max(divisible, key=lambda dim: shape[dim])] = axes[0] if len(axes) == 1 else axes
+    return tuple(dims.get(dim) for dim in range(max(dims, default=-1) + 1))
+
+
+def pins(
     args: Sequence[Any],
     mesh: MeshShape,
-    state_dims: Callable[[str, Shape], tuple[str | None, ...]],
+    state_dims: Callable[[str, Shape], Dims],
     batch_axes: tuple[str, ...] = ("data",),
+    second_axes: tuple[str, ...] = (),
 ) -> Pins:
+    """Pins of the state by a function of path and shape.
+
+    Args:
+        batch_axes: axes of the first dim of the batch.
+        second_axes: axes of its second dim.
+
+    Raises:
+        ValueError: the batch does not divide.
+    """
     state, batch = args
-    num_data = mesh.sizes(batch_axes)
-    pins = {f"state/{path}": PartitionSpec(*state_dims(path, leaf.shape)) for path, leaf in _leaves(state)}
-    for path, leaf in _leaves(batch):
-        if leaf.shape[0] % num_data:
-            raise ValueError(f"batch/{path} of {leaf.shape[0]} does not divide by {num_data}")
-        over = batch_axes[0] if len(batch_axes) == 1 else batch_axes
-        pins[f"batch/{path}"] = PartitionSpec(over) if num_data > 1 else PartitionSpec()
-    return pins
+    found = {f"state/{path}": PartitionSpec(*state_dims(path, leaf.shape)) for path, leaf in leaves(state)}
+    for path, leaf in leaves(batch):
+        entries = []
+        for length, axes in zip(leaf.shape, (batch_axes, second_axes), strict=False):
+            if length % mesh.sizes(axes):
+                raise ValueError(f"batch/{path} of {length} does not divide by {mesh.sizes(axes)}")
+            entries.append((axes[0] if len(axes) == 1 else axes) if mesh.sizes(axes) > 1 else None)
+        while entries and entries[-1] is None:
+            entries.pop()
+        found[f"batch/{path}"] = PartitionSpec(*entries)
+    return found
 
 
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+def leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a pytree with their paths."""
+    found = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+
+
+def _tensor_and(args: Sequence[Any], mesh: MeshShape, others: tuple[str, ...]) -> Pins:
+    size = mesh.size("model")
+
+    def dims(path: str, shape: Shape) -> Dims:
+        dim = roles.tensor_dim(path, shape)
+        if dim is not None and roles.is_fused(path):
+            dim = 1 - dim if len(shape) == 2 else None
+        placed = {} if dim is None or shape[dim] % size else {dim: "model"}
+        return largest(shape, mesh, others, placed)
+
+    return pins(args, mesh, dims)

@@ -96,7 +96,7 @@ class _Case:
         """The rows, hand-written ones first, because autopar's memory may be a share of theirs."""
         by_hand = [
             self._row(recipe.name, way, functools.partial(self._by_hand, recipe, way))
-            for recipe in recipes(self.setting.num_gpus, self.batch)
+            for recipe in recipes(self.setting.num_gpus, self.target()[1])
             for way in ("user", "expert")
         ]
         budget = None

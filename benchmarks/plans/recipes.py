@@ -1,29 +1,37 @@
 """Define sharding recipes by hand, each as most users write it and as an expert does.
 
-In: a step `(state, batch) -> (state, loss)` of a Flax linen model, its arguments as shapes, a mesh. Out: the jitted
-step. A user gives the shardings of inputs and outputs only. An expert also gives those of activations at the end of
-every module, as MaxText does. This needs no change to the model, because Flax can intercept its modules' calls.
+In: a step `(state, batch) -> (state, loss)` of a Flax linen model, its arguments as shapes, a mesh. Out: the jitted step.
+A user gives the shardings of inputs and outputs, and of activations only where the recipe does not exist without (sequence, context and expert
+parallelism, split vocabularies, MaxText's rules). An expert gives those of activations and gradients too.
+`benchmarks.plans.tuned` adds what is no sharding: kernels, and XLA's options.
+
+A recipe for N GPUs exists if the batch, and what it shards, divide by N.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import flax.linen as nn
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.ir.mesh import MeshShape
 from autopar.runtime.jit import abstract_mesh
-from benchmarks.baselines import pinned
+from benchmarks.baselines import maxtext_rules, pinned, roles
 from benchmarks.baselines.jitted import jitted
 from benchmarks.baselines.pinned import Pins
+from benchmarks.plans.activations import Activations, batch_only, gathered_keys, sequence_tensor
 
-DATA, MODEL, FSDP = "data", "model", "fsdp"
+DATA, MODEL, FSDP, CONTEXT, EXPERT, TENSOR = "data", "model", "fsdp", "context", "expert", "tensor"
 GPUS_PER_HOST = 8
+#: Sizes of the inner axis of a grid; it stays within a host.
+_INNER = (2, 4, 8)
+
+Step = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,68 +39,164 @@ class Recipe:
     """One way to shard, for a mesh.
 
     Args:
-        name: name in the table, e.g. "FSDP" or "data x tensor 2x4".
+        kind: what is sharded, e.g. "FSDP"; a grid of several sizes is one kind.
+        name: name in the table, e.g. "FSDP" or "TP + SP 2x4".
+        by_users: the activations that users constrain.
+        by_experts: the activations that experts constrain.
+        shards_gradients: whether experts constrain gradients to the sharding of the optimizer state.
     """
 
+    kind: str
     name: str
     mesh: MeshShape
     pins: Callable[[Sequence[Any], MeshShape], Pins]
+    by_users: Activations | None = None
+    by_experts: Activations | None = None
+    shards_gradients: bool = False
 
-    def by_user(self, step: Any, args: tuple[Any, Any]) -> Any:
-        """The step with the shardings of inputs and outputs only."""
-        return jitted(step, args, self.pins(args, self.mesh), self.mesh)
+    @property
+    def num_gpus(self) -> int:
+        return self.mesh.num_devices
 
-    def by_expert(self, step: Any, args: tuple[Any, Any]) -> Any:
-        """The step with the shardings of activations too."""
-        over, sizes = abstract_mesh(self.mesh), _batch_sizes(args[1])
+    @property
+    def num_hosts(self) -> int:
+        return -(-self.num_gpus // GPUS_PER_HOST)
 
-        def constrained(method: Any, given: Any, named: Any, context: nn.module.InterceptorContext) -> Any:
-            result = method(*given, **named)
-            if context.method_name != "__call__":
-                return result
-            path = "/".join(map(str, context.module.path))
-            return jax.tree.map(lambda leaf: self._constrained(path, leaf, sizes, over), result)
+    @property
+    def has_more_constraints(self) -> bool:
+        """Whether an expert constrains more than a user."""
+        return self.by_experts != self.by_users or self.shards_gradients
 
-        def as_an_expert(state: Any, batch: Any) -> Any:
-            with nn.intercept_methods(constrained):
-                return step(state, batch)
+    def by_user(self, step: Step, args: tuple[Any, Any], mesh: Mesh | None = None) -> Any:
+        """The step jitted as a user writes it; without a mesh of devices, it can only be lowered."""
+        return jitted(self.user_step(step, args), args, self.pins(args, self.mesh), mesh or self.mesh)
 
-        return jitted(as_an_expert, args, self.pins(args, self.mesh), self.mesh)
+    def by_expert(self, step: Step, args: tuple[Any, Any], mesh: Mesh | None = None) -> Any:
+        """The step jitted as an expert writes it; as `by_user`."""
+        return jitted(self.expert_step(step, args), args, self.pins(args, self.mesh), mesh or self.mesh)
 
-    def _constrained(self, path: str, value: Any, batch_sizes: set[int], over: Any) -> Any:
-        """A module's result with a sharding constraint: the batch is sharded, and so is the last dim if the module is
-        sharded by columns."""
-        if not isinstance(value, jax.Array) or value.ndim < 2 or value.shape[0] not in batch_sizes:
-            return value
-        dims: list[Any] = [None] * value.ndim
-        batch_axes = tuple(axis for axis in self.mesh.axis_names if axis != MODEL)
-        if value.shape[0] % self.mesh.sizes(batch_axes) == 0:
-            dims[0] = batch_axes
-        num_model = self.mesh.size(MODEL) if MODEL in self.mesh.axis_names else 1
-        if num_model > 1 and pinned.is_split_by_columns(path) and value.shape[-1] % num_model == 0:
-            dims[-1] = MODEL
-        return jax.lax.with_sharding_constraint(value, NamedSharding(over, PartitionSpec(*dims)))
+    def user_step(self, step: Step, args: tuple[Any, Any]) -> Step:
+        """The step with the user's constraints."""
+        return step if self.by_users is None else self.by_users.in_step(step, self.mesh, args[1])
+
+    def expert_step(self, step: Step, args: tuple[Any, Any]) -> Step:
+        """The step with the expert's constraints."""
+        run = step if self.by_experts is None else self.by_experts.in_step(step, self.mesh, args[1])
+        return _with_sharded_gradients(run, self.pins(args, self.mesh), self.mesh) if self.shards_gradients else run
 
 
-def recipes(num_gpus: int, batch: int) -> list[Recipe]:
-    """All recipes for this number of GPUs that can shard the batch; tensor parallelism stays within a host."""
-    found = []
-    if batch % num_gpus == 0:
-        found += [
-            Recipe("data parallel", MeshShape((DATA,), (num_gpus,)), pinned.data_parallel),
-            Recipe("FSDP", MeshShape((DATA,), (num_gpus,)), pinned.fsdp),
-        ]
-        if num_gpus > GPUS_PER_HOST:
-            hosts = MeshShape((DATA, FSDP), (num_gpus // GPUS_PER_HOST, GPUS_PER_HOST))
-            found.append(Recipe("FSDP within hosts", hosts, pinned.fsdp))
-    for num_model in (2, 4, 8):
-        num_data = num_gpus // num_model
-        if num_model <= num_gpus and batch % num_data == 0:
-            name = "tensor parallel" if num_data == 1 else f"data x tensor {num_data}x{num_model}"
-            found.append(Recipe(name, MeshShape((DATA, MODEL), (num_data, num_model)), pinned.tensor_parallel))
-    return found
+def recipes(num_gpus: int, args: tuple[Any, Any]) -> list[Recipe]:
+    """All recipes that divide on exactly this number of GPUs."""
+    return [one for one in _all(num_gpus) if _applies(one, args)]
 
 
-def _batch_sizes(batch: Any) -> set[int]:
-    """The first dims of a batch's arrays."""
-    return {leaf.shape[0] for leaf in jax.tree.leaves(batch) if math.prod(leaf.shape)}
+def gpu_counts(num_gpus: int) -> list[int]:
+    """The numbers of GPUs to use out of `num_gpus`: all, then halves."""
+    return [num_gpus >> n for n in range(num_gpus.bit_length()) if num_gpus % (1 << n) == 0]
+
+
+def _all(num_gpus: int) -> Iterator[Recipe]:
+    whole = MeshShape((DATA,), (num_gpus,))
+    if num_gpus == 1:
+        yield Recipe("one GPU", "one GPU", whole, pinned.data_parallel)
+        return
+    batch = batch_only(DATA)
+    yield Recipe("data parallel", "data parallel", whole, pinned.data_parallel, by_experts=batch)
+    yield Recipe("ZeRO-1", "ZeRO-1", whole, pinned.zero1, by_experts=batch, shards_gradients=True)
+    yield Recipe("FSDP", "FSDP", whole, pinned.fsdp, by_experts=batch)
+    local = MeshShape((DATA, FSDP), (max(num_gpus // GPUS_PER_HOST, 1), min(num_gpus, GPUS_PER_HOST)))
+    both = batch_only(DATA, FSDP)
+    if num_gpus > GPUS_PER_HOST:
+        yield Recipe("HSDP", "HSDP", local, pinned.fsdp, by_experts=both, shards_gradients=True)
+    rules = _maxtext(DATA, FSDP)
+    yield Recipe("MaxText rules", "MaxText rules", local, maxtext_rules.maxtext, rules, rules)
+    for inner in _INNER:
+        if num_gpus % inner == 0 and inner <= num_gpus:
+            yield from _grids(num_gpus // inner, inner)
+
+
+def _grids(outer: int, inner: int) -> Iterator[Recipe]:
+    grid, sequence = f"{outer}x{inner}", sequence_tensor()
+    tensor = MeshShape((DATA, MODEL), (outer, inner))
+    plain = "tensor parallel" if outer == 1 else f"data x tensor {grid}"
+    yield Recipe("tensor parallel", plain, tensor, pinned.tensor_parallel)
+    yield Recipe("TP + SP", f"TP + SP {grid}", tensor, pinned.sequence_tensor_parallel, sequence, sequence)
+    if outer > 1:
+        name = f"FSDP x TP + SP {grid}"
+        yield Recipe("FSDP x TP + SP", name, tensor, pinned.fsdp_tensor_parallel, sequence, sequence)
+        name = f"MaxText rules {grid}"
+        mesh, rules = _maxtext_mesh(outer, inner), _maxtext(DATA, FSDP)
+        yield Recipe("MaxText rules", name, mesh, maxtext_rules.maxtext, rules, rules)
+    both = ((DATA, MODEL),)
+    split = Activations(residual=both, column=both, logits=((DATA,), (), (MODEL,)))
+    yield Recipe("vocabulary split", f"vocabulary split {grid}", tensor, pinned.vocabulary_split, split, split)
+    context, keys = MeshShape((DATA, CONTEXT), (outer, inner)), gathered_keys()
+    yield Recipe("context parallel", f"context parallel {grid}", context, pinned.context_parallel, keys, keys)
+    expert = MeshShape((DATA, EXPERT), (outer, inner))
+    sent = Activations(residual=((DATA, EXPERT),), experts=((EXPERT,), (DATA,), (), ()), everywhere=True)
+    yield Recipe("expert parallel", f"expert parallel {grid}", expert, pinned.expert_parallel, sent, sent)
+
+
+def _maxtext_mesh(outer: int, inner: int) -> MeshShape:
+    """MaxText's mesh: hosts on `data`; within a host, `fsdp` and `tensor`."""
+    within = min(outer, max(GPUS_PER_HOST // inner, 1))
+    return MeshShape((DATA, FSDP, TENSOR), (outer // within, within, inner))
+
+
+def _maxtext(*batch: str) -> Activations:
+    """MaxText's constraints by its rules: `activation_batch`, `activation_embed`, `activation_mlp`, `activation_heads`."""
+    whole, tensor = (), (TENSOR,)
+    return Activations(
+        residual=(batch, whole, tensor),
+        column=(batch, whole, tensor),
+        logits=(batch, whole, tensor),
+        query=(batch, whole, tensor, whole),
+        key=(batch, whole, tensor, whole),
+        weights=(batch, tensor, whole, whole),
+    )
+
+
+def _applies(recipe: Recipe, args: tuple[Any, Any]) -> bool:
+    """Whether the batch divides, and the recipe shards something of this model."""
+    try:
+        found = recipe.pins(args, recipe.mesh)
+    except ValueError:
+        return False
+    state = [path for path, _ in pinned.leaves(args[0])]
+    if recipe.kind == "expert parallel":
+        return any(map(roles.is_expert, state))
+    if recipe.kind == "vocabulary split":
+        return any(roles.vocabulary_dim(path, ()) is not None for path in state)
+    if recipe.kind == "context parallel":
+        arrays = [leaf for _, leaf in pinned.leaves(args[1]) if leaf.ndim > 1]
+        return bool(arrays) and all(leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in arrays)
+    inner = MODEL if MODEL in recipe.mesh.axis_names else TENSOR
+    if inner not in recipe.mesh.axis_names:
+        return True
+    return any(path.startswith("state/params") and inner in _axes(spec) for path, spec in found.items())
+
+
+def _axes(spec: Any) -> set[str]:
+    return {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+
+
+def _with_sharded_gradients(step: Step, pins: Pins, mesh: MeshShape) -> Step:
+    """The step with gradients constrained to the sharding of the optimizer state, before the optimizer reads them."""
+    over = abstract_mesh(mesh)
+    shardings = {path.split("/mu/", 1)[1]: NamedSharding(over, spec) for path, spec in pins.items() if "/mu/" in path}
+
+    def constrained(path: Any, gradient: Any) -> Any:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return jax.lax.with_sharding_constraint(gradient, shardings[name])
+
+    def sharded_step(state: Any, batch: Any) -> Any:
+        own = state.tx
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            return own.update(jax.tree_util.tree_map_with_path(constrained, updates), state, params)
+
+        state, loss = step(state.replace(tx=optax.GradientTransformation(own.init, update)), batch)
+        return state.replace(tx=own), loss
+
+    sharded_step.__name__ = sharded_step.__qualname__ = getattr(step, "__name__", "step")
+    return sharded_step

@@ -176,7 +176,7 @@ def _lowered(model: str, recipe: str) -> tuple[bytes, Mapping[str, int] | None]:
     batch = MODELS[model].per_gpu * NUM_GPUS
     step, args = MODELS[model].training(batch).target
     if recipe != OWN:
-        one = next(one for one in recipes(NUM_GPUS, batch) if one.name == recipe)
+        one = next(one for one in recipes(NUM_GPUS, args) if one.name == recipe)
         return module_bytes(lower_for("cuda", one.by_expert(step, args), args)), None
     plan, program = autopar.parallelize(step, num_devices=NUM_GPUS, hardware=HARDWARE, cache=False).planned(*args)
     jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))

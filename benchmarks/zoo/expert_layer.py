@@ -47,10 +47,18 @@ class Experts(nn.Module):
         gate, up = (self.param(name, init, (count, width, self.hidden)) for name in ("gate_experts", "up_experts"))
         down = self.param("down_experts", init, (count, self.hidden, width))
         # The norm before this multiplies by float32 weights; without a cast, all that follows would be float32.
-        sent = jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x.astype(self.dtype))
+        sent = self.to_experts(jnp.einsum("bsec,bsm->ebcm", (combine > 0).astype(self.dtype), x.astype(self.dtype)))
         opened = nn.silu(jnp.einsum("ebcm,emh->ebch", sent, gate.astype(self.dtype)))
         opened *= jnp.einsum("ebcm,emh->ebch", sent, up.astype(self.dtype))
-        made = jnp.einsum("ebch,ehm->ebcm", opened, down.astype(self.dtype))
+        made = self.from_experts(jnp.einsum("ebch,ehm->ebcm", opened, down.astype(self.dtype)))
         first = jax.nn.one_hot(experts[..., 0], count, dtype=F32)
         balance = count * (first.mean((0, 1)) * gates.mean((0, 1))).sum()
         return jnp.einsum("bsec,ebcm->bsm", combine, made), balance
+
+    def to_experts(self, sent: jax.Array) -> jax.Array:
+        """What each expert reads; a recipe by hand may constrain it."""
+        return sent
+
+    def from_experts(self, made: jax.Array) -> jax.Array:
+        """What each expert returns; a recipe by hand may constrain it."""
+        return made

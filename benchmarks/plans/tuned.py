@@ -1,0 +1,101 @@
+"""Tune a recipe by hand with everything that autopar's plans get besides their shardings.
+
+In: a recipe, a step, its arguments. Out: the recipe's price by autopar's planner with all inputs pinned, and the hand's
+program with autopar's kernels:
+
+- **one-hot**: the loss's gradient by comparison instead of a scatter. Autopar's front end writes the trace so; here the
+  same trace is lowered.
+- **column reductions**: each in its own kernel, where the planner finds that to be faster for the recipe's shardings.
+- **combiner**: XLA's combine thresholds of 1 and 8 MiB beside its default of 30 MiB, by the options that a plan sets.
+
+The trace is replayed with the hand's shardings only: its inputs and outputs, and its own `with_sharding_constraint`s. All
+else is left to XLA's partitioner, as in the hand's program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+import autopar
+from autopar.frontend.trace import Trace
+from autopar.frontend.user_shardings import constraint_params
+from autopar.ir.sharding import TensorSharding
+from autopar.plans.plan import Plan
+from autopar.plans.records import Constraint
+from autopar.runtime.jit import abstract_mesh, jit_plan
+from autopar.runtime.xla_options import compiler_options
+from autopar.transforms.program import Program
+from benchmarks.plans.recipes import Recipe
+
+#: XLA's default combine threshold is 30 MiB; `None` leaves it.
+LIMITS_MIB: tuple[int | None, ...] = (None, 8, 1)
+#: More than any recipe takes: the price of one that does not fit is known, too.
+_NO_BUDGET = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A recipe with the planner's plan of it, all inputs pinned.
+
+    Args:
+        program: the step with the expert's constraints, in the form that was planned.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    program: Program
+
+    @property
+    def price_s(self) -> float:
+        return self.plan.prediction.step_time_s
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.plan.prediction.peak_bytes
+
+    def with_kernels(self, mesh: Mesh | None = None) -> Any:
+        """The expert's step, jitted, with the one-hot gradient and separate column reductions; without a mesh of devices,
+        it can only be lowered."""
+        hand = replace(
+            self.plan,
+            constraints=_of_hand(self.program.trace),
+            regions=(),
+            early_reductions=(),
+            combine_threshold_bytes=None,
+        )
+        return jit_plan(hand, self.program.trace, mesh or abstract_mesh(self.plan.mesh))
+
+
+def price(recipe: Recipe, step: Any, args: tuple[Any, Any], hardware: str) -> Priced:
+    """Plan the expert's step with all inputs pinned; nothing is compiled."""
+    parallel = autopar.parallelize(
+        recipe.expert_step(step, args),
+        mesh=recipe.mesh,
+        hardware=hardware,
+        pin=recipe.pins(args, recipe.mesh),
+        memory_budget_bytes=_NO_BUDGET,
+        dims_as_written=True,
+        rematerialize=False,
+        cache=False,
+    )
+    plan, program = parallel.planned(*args)
+    return Priced(recipe, plan, program.of(plan))
+
+
+def combiner_options(limit_mib: int | None, plan: Plan) -> dict[str, int]:
+    """XLA's options for a combine threshold, as autopar sets them; empty for XLA's default."""
+    threshold = None if limit_mib is None else limit_mib << 20
+    return compiler_options(replace(plan, combine_threshold_bytes=threshold))
+
+
+def _of_hand(trace: Trace) -> tuple[Constraint, ...]:
+    """The step's own `with_sharding_constraint`s."""
+    found = []
+    for equation in trace.equations:
+        if equation.primitive == "sharding_constraint" and (dims := constraint_params(equation.source).get("dims")):
+            (value,) = equation.results
+            found.append(Constraint(value=value, shardings=(TensorSharding(tuple(axes or () for axes in dims)),)))
+    return tuple(found)
