@@ -33,7 +33,7 @@ def plan_of(program: programs.Program, **options: Any) -> autopar.Plan:
 
 
 def test_a_device_count_plans_every_mesh_and_keeps_the_cheapest(mlp: programs.Program) -> None:
-    plan = plan_of(mlp, num_devices=8, hardware="h100-sxm")
+    plan = plan_of(mlp, num_devices=8, all_devices=True, hardware="h100-sxm")
     meshes = {str(plan.mesh)} | {str(r.mesh) for r in plan.rejected}
     assert meshes == {"8", "2x4", "4x2"}
     assert all(r.step_time_s >= plan.prediction.step_time_s for r in plan.rejected)

@@ -145,7 +145,7 @@ def test_any_shape_split_at_random_trains_as_on_one_device(name: str, mesh: str)
 )
 def test_any_shape_is_planned_for_any_number_of_devices(name: str, num_devices: int) -> None:
     step, args = MODELS[name]().target
-    made = plan(step, *args, num_devices=num_devices, hardware="h100-sxm")
+    made = plan(step, *args, num_devices=num_devices, all_devices=True, hardware="h100-sxm")
     assert made.mesh.num_devices == num_devices
     assert all(t.sharding.divides(t.shape, made.mesh) for t in (*made.inputs, *made.outputs))
 

@@ -119,7 +119,7 @@ def test_a_pipeline_has_them_too() -> None:
     )
     found = plan.efficiency
     assert found is not None
-    whole = planned(program, num_devices=4).efficiency
+    whole = planned(program, num_devices=4, all_devices=True).efficiency
     assert whole is not None
     assert (found.model_flops, found.ideal_s) == (whole.model_flops, pytest.approx(whole.ideal_s))
     assert sum(found.bound_s.values()) == pytest.approx(plan.prediction.step_time_s)

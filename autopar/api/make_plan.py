@@ -62,6 +62,7 @@ def plan(
     *args: Any,
     mesh: str | int | Sequence[int] | Mapping[str, int] | MeshShape | jax.sharding.Mesh | None = None,
     num_devices: int | None = None,
+    all_devices: bool = False,
     hardware: Hardware | None = None,
     memory_budget_bytes: float | str | None = None,
     pin: Mapping[str, Any] | None = None,
@@ -95,7 +96,9 @@ def plan(
         mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a
             `jax.sharding.Mesh`.
         num_devices: the number of devices. Without `mesh`, every mesh of at most two axes is planned and the cheapest
-            kept. Without both, the visible devices are counted.
+            kept. Meshes over a part of the devices are planned too, and the plan uses fewer devices if more would not make the
+            step faster. Without both, the visible devices are counted.
+        all_devices: whether to use all devices even if fewer are as fast.
         hardware: the name of a profile, the path of a profile file, or a profile; by default the profile of the visible
             devices. For stages on several kinds of device, the number of devices by kind, in order:
             `{"a100-sxm-40": 8, "v100-sxm-16": 16}`.
@@ -148,6 +151,7 @@ def plan(
         like=like,
         mesh=mesh,
         num_devices=num_devices,
+        all_devices=all_devices,
         hardware=hardware,
         memory_budget_bytes=memory_budget_bytes,
         pin=pin,

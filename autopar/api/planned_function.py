@@ -42,7 +42,7 @@ def _planned(
 ) -> tuple[Program, Plan]:
     program = program_of(function, arguments, carry=carry, donate=carry)
     with quietly():
-        plan = plan_program(program, **options)
+        plan = plan_program(program, **{"all_devices": True, **options})  # the caller's other arrays are on all
     assert isinstance(plan, Plan)
     return program.of(plan), plan
 

@@ -99,7 +99,9 @@ class StepPlans:
     def mesh(self, plan: Plan) -> Mesh:
         """The mesh that a plan of one program runs on."""
         given = self.options.get("mesh")
-        return execute.auto_mesh(given) if isinstance(given, Mesh) else execute.make_mesh(plan.mesh)
+        if isinstance(given, Mesh):
+            return execute.auto_mesh(given)
+        return execute.make_mesh(plan.mesh, available=plan.available_devices)
 
     def devices(self) -> list[Any]:
         """The devices of a pipeline, in order."""
@@ -156,7 +158,7 @@ class StepPlans:
         """The plan of process 0, sent to all processes."""
 
         def planned(program: Program) -> AnyPlan:
-            options = self._shown_options()
+            options = self._shown_options() | {"all_devices": True}  # each process has a part of every array
             hardware = options.get("hardware")
             if not isinstance(hardware, Mapping) and self._num_devices() == jax.device_count():
                 options["hardware"] = with_hosts(hardware)
@@ -191,7 +193,11 @@ class StepPlans:
             if len(jax.devices()) != num_devices:
                 execute.check_devices(MeshShape(("device",), (num_devices,)), jax.devices())
         else:
-            execute.check_devices(self._mesh_shape(), jax.devices())
+            shape, available = self._mesh_shape()
+            if len(jax.devices()) == available:
+                execute.first_devices(shape, jax.devices())
+            else:
+                execute.check_devices(shape, jax.devices())
 
     def _is_staged(self) -> bool:
         if self.fixed is not None:
@@ -203,17 +209,20 @@ class StepPlans:
         if isinstance(self.fixed, PipelinePlan):
             return self.fixed.cluster.num_devices
         if not self._is_staged():
-            return self._mesh_shape().num_devices
+            shape, available = self._mesh_shape()
+            return available or shape.num_devices
         options = (self.options.get(name) for name in ("hardware", "num_devices", "mesh"))
         return plan_step.cluster_of(*options)[0].num_devices
 
-    def _mesh_shape(self) -> MeshShape:
-        """The mesh of one program; if the planner chooses the mesh, any mesh with as many devices."""
+    def _mesh_shape(self) -> tuple[MeshShape, int | None]:
+        """The mesh of one program; if the planner chooses the mesh, any mesh over all devices. And the number of devices of which
+        it takes a part."""
         if isinstance(self.fixed, Plan):
-            return self.fixed.mesh
+            return self.fixed.mesh, self.fixed.available_devices
         options = self.planning_options()
         request = PlanRequest(mesh=options.get("mesh"), num_devices=options.get("num_devices"))
-        return request.as_of(options.get("like")).meshes[0]
+        request = request.as_of(options.get("like"))
+        return request.meshes[0], request.available_devices
 
     def _warn_of_many(self, call: Call) -> None:
         """Warn once if many plans are made for different values of arguments that are no arrays."""

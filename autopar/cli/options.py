@@ -53,9 +53,11 @@ def add_mesh_options(command: argparse.ArgumentParser) -> None:
     """Add the options for the number of devices, the mesh and the hardware."""
     group = command.add_argument_group("devices")
     where = group.add_mutually_exclusive_group()
-    about = "plan every mesh of at most two axes and keep the best (default: as many as are visible)"
+    about = "plan every mesh of at most two axes over N devices, or fewer where as fast, and keep the best (default: as many as are visible)"
     where.add_argument("--devices", type=device_count, metavar="N", help=about)
     where.add_argument("--mesh", metavar="MESH", help="plan this mesh alone: 8, 2x4 or data=2,model=4")
+    about = "use all devices, even if fewer are as fast"
+    group.add_argument("--all-devices", action="store_true", help=about)
     about = f"hardware profile: {', '.join(known_names())}, or the path of a .toml file (default: the visible devices);"
     about += " for pipeline stages on several kinds, the number of each: a100-sxm-40=8,v100-sxm-16=16"
     group.add_argument("--hardware", metavar="NAME", help=about)

@@ -1,25 +1,28 @@
 """Choose the mesh: solve for every mesh, then refine the plans that may be the fastest, in parallel processes.
 
+Meshes over a part of the devices are solved only as long as they can be as fast as the fastest plan found (`fewer_devices`).
+
 In: a program, a `PlanRequest`, shardings of inputs. Out: `Found`: the plan, and the candidate behind it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost.collectives import groupings
 from autopar.hardware.profile import HardwareProfile
-from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.planner.candidate import Candidate
+from autopar.planner.fewer_devices import least_s, reason, smaller_meshes
 from autopar.planner.fork_pool import SharedMinimum, Workers, workers
 from autopar.planner.mesh_task import Form, MeshTask
 from autopar.planner.one_mesh import FAR, Begun, begin, finish
-from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins
+from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins, sharded_by_program
 from autopar.planner.program_groups import program_groups
 from autopar.planner.request import PlanRequest
 from autopar.planner.simplest_plan import TIE, Fastest
@@ -71,25 +74,34 @@ def search_meshes(
     """
     pin = {**(layouts or {}), **(request.pin or {})}
     meshes = meshes_with_pinned_axes(meshes_of_program(request.meshes, program.graph), pin)
-    symmetric = not pin and not _names_axes(program.graph)
+    symmetric = not pin and not sharded_by_program(program.graph)
     distinct, same = distinct_meshes(meshes, request.profile, symmetric=symmetric)
+    parts = [
+        distinct_meshes(part, request.profile, symmetric=symmetric)[0]
+        for part in smaller_meshes(request, program.graph, pin)
+    ]
     is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_FORKS
     most = len(distinct) if may_fork and is_long else 1
     with seldom_collect():
-        search = _Search(program, request, pin, distinct)
+        search = _Search(program, request, pin, distinct, parts)
         with workers(search.answer, most, patience_s=request.time_limit_s + _PATIENCE_S) as team:
-            for job in team.spread(search.to_begin):  # begin all plans first: the fastest of them prunes others
-                team.note(job, search.answer(job))
+            for jobs in search.to_begin():  # begin all plans first: the fastest of them prunes others
+                for job in team.spread(jobs):
+                    team.note(job, search.answer(job))
+                search.note_begun(team.answers)
             for job in search.to_finish(team):
                 team.note(job, search.answer(job))
             ends = search.ends(team)
     request.report("done", 1.0)
-    best = _simplest_end([end for end in ends if end.plan is not None])
+    best = _simplest_end([end for end in ends.values() if end.plan is not None])
     assert best.plan is not None
+    available = _available(request, best.plan.mesh)
     plan = replace(
         best.plan,
         memory_budget_bytes=request.memory_budget_bytes,
-        rejected=_rejected(best.plan, dict(zip(distinct, ends, strict=True)), same),
+        rejected=_rejected(best.plan, ends, same),
+        available_devices=available,
+        notes=(*_fewer(program, best.plan, ends.values(), available), *best.plan.notes),
         pins={path: str(spec) for path, spec in (request.pin or {}).items()},
         dims_as_written=request.dims_as_written,
         in_tree=program.trace.in_tree,
@@ -119,9 +131,18 @@ def distinct_meshes(
     return distinct, same
 
 
-def _names_axes(graph: Graph) -> bool:
-    """Whether the program itself shards over named axes, so that axes of equal size are not interchangeable."""
-    return any(node.params.get("axis_sizes") for node in graph.nodes)
+def _available(request: PlanRequest, mesh: MeshShape) -> int | None:
+    """The number of devices to plan for, if the mesh uses a part of them."""
+    number = request.available_devices or request.meshes[0].num_devices
+    return number if mesh.num_devices < number else None
+
+
+def _fewer(program: Program, plan: Plan, ends: Iterable[_End], available: int | None) -> Iterator[str]:
+    """The reason why a plan uses a part of the devices; none if it uses all or follows another plan."""
+    on_all = [end for end in ends if end.plan is not None and end.plan.num_devices == available]
+    if available is not None and plan.num_devices != available:
+        fastest = min(on_all, key=lambda end: (not end.fits, end.compared_s), default=None)
+        yield reason(program, plan, None if fastest is None else fastest.plan, available)
 
 
 # -- the meshes, one by one --------------------------------------------------------------------
@@ -152,47 +173,84 @@ class _End:
         return _End, (plan, self.fits, self.compared_s, None, self.failure, self.fastest)
 
 
+@dataclass(frozen=True, slots=True)
+class _Score:
+    """The score of a mesh in seconds, and whether the plan without a memory limit fits the memory."""
+
+    seconds: float
+    fits: bool
+
+
 #: The position of a mesh; and None to begin its plan, or the lowest score of all meshes to finish it.
 _Job = tuple[int, float | None]
 
 
 class _Search:
-    """Plan on several meshes, which are identified by their positions. Each process plans those that it is given."""
+    """Plan on several meshes, which are identified by their positions. Each process plans those that it is given.
+
+    Args:
+        meshes: the meshes over all devices.
+        parts: the meshes over a part of the devices, by number of devices, the largest number first; the last is one device.
+    """
 
     def __init__(
-        self, program: Program, request: PlanRequest, pin: Mapping[str, Any], meshes: Sequence[MeshShape]
+        self,
+        program: Program,
+        request: PlanRequest,
+        pin: Mapping[str, Any],
+        meshes: Sequence[MeshShape],
+        parts: Sequence[Sequence[MeshShape]],
     ) -> None:
         first = resolve_pins(pin, program.graph, meshes[0])
         forms = program.forms[-1 if request.dims_as_written else 0 :]
         self._forms: list[Form] = [(form, program_groups(form.graph, first)) for form in forms]
-        self._meshes = meshes
-        self._tasks = [MeshTask(request, resolve_pins(pin, program.graph, mesh)) for mesh in meshes]
+        self._meshes = [*meshes, *itertools.chain.from_iterable(parts)]
+        self._num_whole = len(meshes)
+        self._tasks = [MeshTask(request, resolve_pins(pin, program.graph, mesh)) for mesh in self._meshes]
         self._budget_bytes, self._report, self._process = request.budget.plan_bytes, request.report, os.getpid()
         self._begun: dict[int, Begun] = {}
         self._failures: dict[int, NothingFitsError] = {}
         self._fastest = SharedMinimum()
+        self._scores: dict[int, tuple[int, _Score]] = {}  # by mesh, the worker that began it
+
+    def to_begin(self) -> Iterator[list[_Job]]:
+        """The jobs that begin plans: first for all devices and for one device, whose step time bounds that of the others; then
+        for a part of the devices, for one number of them after the other, if it can be as fast as the fastest so far."""
+        one_device = len(self._meshes) - 1
+        first = [i for i in range(len(self._meshes)) if i < self._num_whole or i == one_device]
+        yield [(i, None) for i in first]
+        others = [i for i in range(len(self._meshes)) if i not in first]
+        for number, part in itertools.groupby(others, lambda i: self._meshes[i].num_devices):
+            one_device_s = self._scores[one_device][1].seconds
+            if least_s(one_device_s, number) <= (1 + TIE) * self._lowest_s:
+                yield [(i, None) for i in part]
+
+    def note_begun(self, answers: Mapping[_Job, tuple[int, Any]]) -> None:
+        """Record the scores of plans that were begun."""
+        self._scores |= {i: answer for (i, _), answer in answers.items()}
 
     @property
-    def to_begin(self) -> list[_Job]:
-        """The jobs that begin the plan of every mesh."""
-        return [(i, None) for i in range(len(self._meshes))]
+    def _lowest_s(self) -> float:
+        """The lowest score of the meshes over all devices, and of the others that fit."""
+        return min(score.seconds for i, (_, score) in self._scores.items() if i < self._num_whole or score.fits)
 
     def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
-        """The jobs that finish the plans, each in the process that began it, the mesh with the lowest score first.
+        """The jobs that finish the plans, each in the process that began it, the mesh with the lowest score first. A mesh over a
+        part of the devices is finished only if its score is near the lowest.
 
         Args:
             team: the workers that have begun the plans.
         """
-        begun = dict(team.answers)
-        lowest = min(score for _, score in begun.values())
+        lowest = self._lowest_s
+        near = {i for i, (_, score) in self._scores.items() if score.seconds <= (1 + FAR) * lowest}
         by_worker: dict[int, list[_Job]] = {}
-        for (i, _), (worker, _) in sorted(begun.items(), key=lambda one: one[1][1]):
-            by_worker.setdefault(worker, []).append((i, lowest))
-        near = {i for (i, _), (_, score) in begun.items() if score <= (1 + FAR) * lowest}
+        for i, (worker, _) in sorted(self._scores.items(), key=lambda one: one[1][1].seconds):
+            if i in near or i < self._num_whole:
+                by_worker.setdefault(worker, []).append((i, lowest))
         # Another worker must begin the plan again, which only the long search of a near mesh is worth.
         return team.each_by_worker(by_worker, lambda job: job[0] in near)
 
-    def ends(self, team: Workers[_Job, Any]) -> list[_End]:
+    def ends(self, team: Workers[_Job, Any]) -> dict[MeshShape, _End]:
         """The outcome on each mesh.
 
         Raises:
@@ -203,13 +261,13 @@ class _Search:
             if 0 not in self._failures:  # another process has the error
                 self.answer((0, math.inf))
             raise self._failures[0]
-        return [ends[i] for i in range(len(self._meshes))]
+        return {self._meshes[i]: ends[i] for i in sorted(ends)}
 
-    def answer(self, job: _Job) -> float | _End:
+    def answer(self, job: _Job) -> _Score | _End:
         """Do a job.
 
         Returns:
-            The score of the mesh in seconds; for a job that finishes the plan, the outcome.
+            The score of the mesh; for a job that finishes the plan, the outcome.
         """
         i, lowest_score_s = job
         mesh, count = self._meshes[i], len(self._meshes)
@@ -219,7 +277,8 @@ class _Search:
             if begun.candidate.peak_bytes <= self._budget_bytes:
                 self._fastest.lower(begun.candidate.compared_s)
         if lowest_score_s is None:
-            return self._begun[i].score_s
+            begun = self._begun[i]
+            return _Score(begun.score_s, begun.candidate.peak_bytes <= self._budget_bytes)
         self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
         return self._finished(i, lowest_score_s)
 
@@ -243,17 +302,17 @@ class _Search:
 
 
 def _simplest_end(ends: Sequence[_End]) -> _End:
-    """The outcome with the simplest plan of those that fit and are tied with the fastest: the plan with the fewest sharded
-    arguments, then with the fewest axes. If another plan is the fastest, the chosen plan records it."""
+    """The outcome with the simplest plan of those that fit and are tied with the fastest: the plan on the fewest devices, then with
+    the fewest sharded arguments, then with the fewest axes. If another plan is the fastest, the chosen plan records it."""
     ends = [end for end in ends if end.fits] or ends
     known = [end.fastest for end in ends if end.fastest is not None]
     fastest = min(known, key=lambda one: one.compared_s)
 
-    def simplicity(end: _End) -> tuple[bool, int, int, float]:
+    def simplicity(end: _End) -> tuple[bool, int, int, int, float]:
         assert end.plan is not None
         axes, own_s = sum(size > 1 for size in end.plan.mesh.axis_sizes), end.plan.prediction.step_time_s
         slower = end.compared_s > (1 + TIE) * fastest.compared_s or own_s > (1 + TIE) * fastest.step_time_s
-        return slower, num_split(end.plan.inputs), axes, end.compared_s
+        return slower, end.plan.num_devices, num_split(end.plan.inputs), axes, end.compared_s
 
     best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.compared_s)
     assert best.plan is not None
@@ -273,7 +332,7 @@ def _rejected(
             mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, strategy=p.strategy
         )
         for p in plans
-        if p is not best
+        if p.mesh != best.mesh
     ]
     by_mesh = {p.mesh: p for p in plans}
     for mesh, equal in same.items():

@@ -26,7 +26,7 @@ def meshes_with_pinned_axes(meshes: Sequence[MeshShape], pin: Mapping[str, Any])
     Raises:
         PinError: no mesh has them all.
     """
-    named = {axis for spec in pin.values() for axis in _axes_named(spec)}
+    named = axes_of_pins(pin)
     matching = [mesh for mesh in meshes if named <= set(mesh.axis_names)]
     if not matching:
         known = list(dict.fromkeys(axis for mesh in meshes for axis in mesh.axis_names))
@@ -59,6 +59,16 @@ def meshes_of_program(meshes: Sequence[MeshShape], graph: Graph) -> list[MeshSha
             )
         matching = left
     return matching
+
+
+def axes_of_pins(pin: Mapping[str, Any]) -> set[str]:
+    """The mesh axes that pins name."""
+    return {axis for spec in pin.values() for axis in _axes_named(spec)}
+
+
+def sharded_by_program(graph: Graph) -> bool:
+    """Whether the program itself shards over named axes."""
+    return any(node.params.get("axis_sizes") for node in graph.nodes)
 
 
 def _axes_named(spec: Any) -> set[str]:

@@ -41,12 +41,16 @@ class PlanRequest:
     """Options of `autopar.plan` for a step that is one program; see `autopar.plan` for the public options.
 
     Args:
+        all_devices: whether to use all devices, even if fewer are as fast.
+        available_devices: the number of devices of which the given mesh uses a part, for the plan's record.
         any_that_fits: whether to return the first plan found that fits the memory budget, instead of the fastest.
         held: value -> the sharding that its producer must give it, for a program of one form without rematerialization.
     """
 
     mesh: str | MeshShape | jax.sharding.Mesh | None = None
     num_devices: int | None = None
+    all_devices: bool = False
+    available_devices: int | None = None
     hardware: str | HardwareProfile | None = None
     memory_budget_bytes: float | None = None
     pin: Mapping[str, Any] | None = None
@@ -110,7 +114,7 @@ class PlanRequest:
         """
         if plan is None:
             return self
-        if self.mesh is None and self.num_devices not in (None, plan.mesh.num_devices):
+        if self.mesh is None and self.num_devices not in (None, plan.mesh.num_devices, plan.available_devices):
             raise PlanMismatchError(
                 f"`like` is planned for mesh {plan.mesh.describe()}, but `num_devices` is {self.num_devices}: drop one"
             )
@@ -119,6 +123,7 @@ class PlanRequest:
         return replace(
             self,
             mesh=plan.mesh if self.mesh is None else self.mesh,
+            available_devices=plan.available_devices if self.mesh is None else None,
             hardware=plan.hardware if self.hardware is None and known else self.hardware,
             memory_budget_bytes=plan.memory_budget_bytes if given is None else given,
         )
@@ -129,7 +134,8 @@ class PlanRequest:
         default = PlanRequest()
         names = [one.name for one in fields(self) if one.name not in _NOT_IN_KEY]
         given = {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
-        return given | {"meshes": self.meshes, "hardware": self.profile}
+        chosen = {"any_part": True} if self.mesh is None and not self.all_devices else {}
+        return given | {"meshes": self.meshes, "hardware": self.profile} | chosen
 
 
 def requested_meshes(mesh: Any, num_devices: int | None) -> tuple[MeshShape, ...]:

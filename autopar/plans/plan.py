@@ -89,6 +89,7 @@ class Plan:
         early_reductions: barriers that make reductions start early.
         unfused_reductions: reductions that get their own kernels.
         replicated: operations without a sharding rule, which every device runs whole, longest first; empty on one device.
+        available_devices: number of devices that the plan could use, if it uses a part of them.
         tie: fastest plan found, if a simpler one replaced it.
         efficiency: inputs of MFU and throughput; None in plans from older files.
         trace, memory: timeline of a step; None in plans from files of version 1.
@@ -119,6 +120,7 @@ class Plan:
     unfused_reductions: tuple[UnfusedReduction, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     tie: Tie | None = None
+    available_devices: int | None = None
     efficiency: Efficiency | None = None
     trace: StepTrace | None = None
     memory: MemoryOverStep | None = None

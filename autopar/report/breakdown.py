@@ -172,6 +172,12 @@ def replicated_text(plan: Plan) -> str:
     )
 
 
+def number_of_devices(plan: AnyPlan) -> str:
+    """The number of devices; and of how many, if the plan uses a part of them."""
+    available = plan.available_devices if isinstance(plan, Plan) else None
+    return str(plan.num_devices) if available is None else f"{plan.num_devices} of {available}"
+
+
 def tie_text(plan: Plan) -> str:
     """How much faster the fastest plan is than this simpler one; "" if this plan is the fastest."""
     tie = plan.tie
@@ -179,8 +185,9 @@ def tie_text(plan: Plan) -> str:
         return ""
     where = "" if tie.mesh == plan.mesh else f", on mesh {tie.mesh}"
     faster = f"{100 * tie.faster:.2f} %" if tie.faster >= 5e-5 else "under 0.01 %"
+    fewest = f" and the fewest devices, {plan.num_devices}" if tie.mesh.num_devices > plan.num_devices else ""
     return (
-        f"the simplest plan within 0.5 % of the fastest, with {num_split(plan.inputs)} sharded arguments. {faster} faster,"
+        f"the simplest plan within 0.5 % of the fastest, with {num_split(plan.inputs)} sharded arguments{fewest}. {faster} faster,"
         f" with {tie.num_split} sharded: {tie.strategy}{where}"
     )
 

@@ -19,6 +19,7 @@ from rich.text import Text
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, PipelinePrediction
 from autopar.plans.plan import Plan
+from autopar.report.breakdown import number_of_devices
 from autopar.system.name_patterns import collapse
 from autopar.system.text_tables import inset, short_source
 from autopar.system.units import human_bytes, human_seconds
@@ -48,7 +49,7 @@ def _sides(before: AnyPlan, after: AnyPlan) -> Table:
     """The figures of both plans, in two columns."""
     table = _table("", "first", "second", "", right=[])
     plans = (before, after)
-    table.add_row("devices", *(Text(f"{plan.num_devices} {plan.hardware}") for plan in plans), "")
+    table.add_row("devices", *(Text(f"{number_of_devices(plan)} {plan.hardware}") for plan in plans), "")
     table.add_row("mesh", *(Text(_mesh(plan)) for plan in plans), "")
     table.add_row("strategy", *(Text(plan.strategy) for plan in plans), "")
     counts = [plan.num_microbatches for plan in plans]

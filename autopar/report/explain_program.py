@@ -26,6 +26,7 @@ from autopar.report.breakdown import (
     StepTime,
     efficiency_text,
     memory_use,
+    number_of_devices,
     replicated_text,
     simulated_text,
     step_time,
@@ -147,6 +148,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "version": 2,
         "program": plan.program.name,
         "mesh": plan.mesh.size_of,
+        "available_devices": plan.available_devices or plan.num_devices,
         "hardware": plan.hardware,
         "strategy": plan.strategy,
         "memory_budget_bytes": plan.memory_budget_bytes,
@@ -223,8 +225,8 @@ def _head(plan: Plan) -> list[RenderableType]:
         *(("Fusion", text) for text in _unfused(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
-    devices = "device" if plan.mesh.num_devices == 1 else "devices"
-    where = f"{plan.mesh.num_devices} {plan.hardware} {devices}, mesh {plan.mesh.describe()}"
+    devices = "device" if (plan.available_devices or plan.num_devices) == 1 else "devices"
+    where = f"{number_of_devices(plan)} {plan.hardware} {devices}, mesh {plan.mesh.describe()}"
     return [Text(f"Plan of `{plan.program.name}` for {where}", "bold"), Text(), facts_table(facts), Text()]
 
 

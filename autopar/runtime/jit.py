@@ -27,20 +27,44 @@ from autopar.runtime.replay import OtherShapesError, Replay
 from autopar.runtime.xla_options import compiler_options
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
+def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None, *, available: int | None = None) -> Mesh:
     """A mesh of devices, by default all devices of all processes, ordered by host, so that the inner axes stay inside a
     host.
+
+    Args:
+        available: the number of devices of which the mesh takes the first.
 
     Raises:
         MeshError: the number of devices differs from the mesh's.
     """
     devices = jax.devices() if devices is None else devices
+    if len(devices) == available:
+        devices = first_devices(shape, devices)
     check_devices(shape, devices)
     types = (AxisType.Auto,) * len(shape.axis_names)
     if devices[0].platform == "tpu":  # JAX knows the torus of its links
         return jax.make_mesh(shape.axis_sizes, shape.axis_names, axis_types=types, devices=devices)
     grid = np.array(in_host_order(devices), dtype=object).reshape(shape.axis_sizes)
     return Mesh(grid, shape.axis_names, axis_types=types)
+
+
+def first_devices(shape: MeshShape, devices: Sequence[Any]) -> list[Any]:
+    """As many devices as a mesh has, the first by host.
+
+    Raises:
+        MeshError: a process would have none of them.
+    """
+    ordered = in_host_order(devices)
+    taken, left = ordered[: shape.num_devices], ordered[shape.num_devices :]
+    used = {device.process_index for device in taken}
+    idle = sorted({device.process_index for device in left} - used)
+    if idle:
+        raise MeshError(
+            f"the plan uses {len(taken)} of {len(ordered)} devices, and process {', '.join(map(str, idle))} would have none of"
+            f" them: start {len(used)} {'process' if len(used) == 1 else 'processes'}, or plan for all devices with"
+            " `all_devices=True`"
+        )
+    return taken
 
 
 def check_devices(shape: MeshShape, devices: Sequence[Any]) -> None:

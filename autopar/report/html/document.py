@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar.errors import PlotError
 from autopar.pipeline.plan import AnyPlan
-from autopar.report.breakdown import efficiency_text, replicated_text, tie_text
+from autopar.report.breakdown import efficiency_text, number_of_devices, replicated_text, tie_text
 from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
@@ -164,7 +164,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
     ]
     return el(
         "header",
-        el("h1", "Plan of ", el("code", plan.program.name), f" for {plan.num_devices} x {plan.hardware}"),
+        el("h1", "Plan of ", el("code", plan.program.name), f" for {number_of_devices(plan)} x {plan.hardware}"),
         el("p", *in_code(plan.strategy), class_="strategy"),
         *(el("p", *in_code(text), class_="replicated") for text in _replicated(explained)),
         *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(explained)),
