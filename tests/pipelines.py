@@ -60,7 +60,9 @@ def pipelined(
 
     def plan_of(number: int, stage: StageProgram, num_devices: int) -> Plan:
         if option is None:
-            return plan_program(stage.program, mesh=mesh, num_devices=num_devices, all_devices=True, hardware="cpu-host")
+            return plan_program(
+                stage.program, mesh=mesh, num_devices=num_devices, all_devices=True, hardware="cpu-host"
+            )
         return costs.planned(number, number, SubmeshShape("cpu-host", 1, num_devices, option=option), stage).plan
 
     planned = planned_stages(stages, [submesh_of[number] for number in range(count)], plan_of)

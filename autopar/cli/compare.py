@@ -28,6 +28,7 @@ _Found = TypeVar("_Found")
 _EXAMPLES = """
 compare small.py:make large.py:make --hardware v100-sxm-16,a100-sxm-40,h100-sxm
 compare train.py:make --hardware h100-sxm,h200,b200 --devices 4,8,16,64 --plot gpus.svg
+compare train.py:make --hardware h100-sxm --devices ..64 --plot devices.html
 """
 
 
@@ -39,11 +40,11 @@ def add_command(added: Any) -> None:
     command.add_argument("target", nargs="+", metavar="TARGET", help=about)
     about = f"hardware profiles to compare, of {', '.join(known_names())}, or paths of .toml files"
     command.add_argument("--hardware", required=True, metavar="NAME,NAME...", help=about)
-    about = "plan each of these device counts (default: one device, and the fewest that fit)"
-    command.add_argument("--devices", type=shared.device_counts, metavar="N,N...", help=about)
+    about = "plan each of these device counts, or 1, 2, 4, ... up to N (default: one device, and the fewest that fit)"
+    command.add_argument("--devices", type=shared.device_counts, metavar="N,N...|..N", help=about)
     about = "without --devices: the most devices to try (default: 1024)"
     command.add_argument("--max-devices", type=shared.device_count, metavar="N", help=about)
-    about = "with --devices: draw the comparison too (needs `autopar[plot]`)"
+    about = "with --devices: draw the comparison too: a page (.html), or a picture (needs `autopar[plot]`)"
     command.add_argument("--plot", metavar="FILE", help=about)
     shared.add_program_options(command, any_mesh=True)
     command.add_argument("--time-limit", type=shared.seconds, metavar="S", help="seconds for the solver, per problem")
@@ -83,18 +84,22 @@ def _run_fewest(options: argparse.Namespace) -> int:
 def _run_grid(options: argparse.Namespace) -> int:
     """Compare every kind of device at every device count."""
     from autopar.comparison.by_hardware import compare_grid, profiles_of
+    from autopar.comparison.by_hardware_page import write_grid_page
     from autopar.comparison.by_hardware_plot import plot_grid
     from autopar.comparison.by_hardware_text import grid_json, render_grid
     from autopar.report.all_reduce_table import check_can_plot
+    from autopar.report.html.document import check_can_write
 
-    if options.plot is not None:
-        check_can_plot(options.plot)
+    path: str = options.plot or ""
+    is_page = path.endswith(".html")
+    if path:
+        (check_can_write if is_page else check_can_plot)(path)
     profiles = profiles_of(options.hardware.split(","))
     found = _compared(options, partial(compare_grid, profiles=profiles, devices=options.devices))
     output(options, lambda: grid_json(found), lambda console: render_grid(found, console))
-    if options.plot is not None:
-        plot_grid(found, options.plot)
-        print(f"Drawn into {options.plot}.", file=sys.stderr if options.json else sys.stdout)
+    if path:
+        (write_grid_page if is_page else plot_grid)(found, path)
+        print(f"Drawn into {path}.", file=sys.stderr if options.json else sys.stdout)
     return _exit_code(found, found.grids)
 
 

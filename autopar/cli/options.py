@@ -137,7 +137,10 @@ def device_count(text: str) -> int:
 
 
 def device_counts(text: str) -> tuple[int, ...]:
-    """Parse comma-separated device counts."""
+    """Parse comma-separated device counts, or `..64` for the powers of two up to 64."""
+    if text.startswith(".."):
+        most = device_count(text[2:])
+        return tuple(2**k for k in range(most.bit_length()))
     return tuple(dict.fromkeys(device_count(part) for part in text.split(",")))
 
 

@@ -15,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from autopar.comparison.device_curve import Curve, Point, curves
 from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes, human_seconds
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from autopar.comparison.by_hardware import Cell, Compared, Comparison, GridComparison
     from autopar.comparison.least_devices import Fit, Refused, TrainingState
 
+#: Length of the longest bar.
+_BAR = 32
 _LEGEND = (
     "`on one`: whether the step fits on one device. `least`: the least number that fits, of 1, 2, 4, ... devices of a"
     " host and 1, 2, 4, ... whole hosts; `peak` and `usable` are bytes of one device. The plan is the one with the"
@@ -94,6 +97,10 @@ def render_grid(comparison: GridComparison, console: Console) -> None:
         if one.cells:
             console.print(Padding(_grid_table(one), (0, 0, 0, 2)))
             console.print(Text(f"  Least that fit: {', '.join(_least(one))}."))
+        for curve in curves(one):
+            if len(curve.points) > 1:
+                console.print(Text(f"\n  Step time over the devices, {curve.profile.name}"))
+                console.print(Padding(_curve_table(curve), (0, 0, 0, 2)))
         console.print()
     if any(one.cells for one in comparison.grids):
         console.print(Text(_legend(comparison)))
@@ -108,6 +115,30 @@ def _grid_table(grid: Compared) -> Table:
         name, before = "" if cell.profile.name == before else cell.profile.name, cell.profile.name
         table.add_row(*map(Text, (name, str(cell.num_devices), *_figures(cell, priced=priced))))
     return table
+
+
+def _curve_table(curve: Curve) -> Table:
+    """The step time with each number of devices, and the speed as a bar."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("devices", "step", "speedup", "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("speed", no_wrap=True)
+    table.add_column("")
+    fastest_s = min(point.step_time_s for point in curve.points)
+    for point in curve.points:
+        share = fastest_s / point.step_time_s if point.step_time_s else 1.0
+        figures = (str(point.num_devices), human_seconds(point.step_time_s), f"{curve.speedup(point):.1f}x")
+        bar = "#" * max(1, round(_BAR * share))
+        table.add_row(*map(Text, (*figures, f"{100 * curve.efficiency(point):.0f} %", bar, used_text(point))))
+    return table
+
+
+def used_text(point: Point) -> str:
+    """How many of the devices a plan uses, if fewer are as fast; else empty."""
+    if point.uses_all:
+        return ""
+    on_all = human_seconds(point.on_all.prediction.step_time_s)
+    return f"uses {point.used.num_devices} of {point.num_devices}; on all {point.num_devices}: {on_all}"
 
 
 def _figures(cell: Cell, *, priced: bool) -> list[str]:
@@ -133,7 +164,8 @@ def _least(grid: Compared) -> list[str]:
 def _legend(comparison: GridComparison) -> str:
     legend = (
         "`peak` and `usable` are bytes of one device. Of each number the fastest plan with the fewest microbatches that fit is"
-        " shown. All of it is predicted."
+        " shown. All of it is predicted. `speedup` and `efficiency` are relative to the fewest devices that fit; with more"
+        " devices than help, `autopar plan` uses the fewest that are as fast."
     )
     if any(cell.usd_per_step is not None for one in comparison.grids for cell in one.cells):
         return f"{legend} `a step`: what all devices cost for as long as it takes, by the profile's price."
@@ -224,14 +256,19 @@ def grid_json(comparison: GridComparison) -> dict[str, Any]:
                 "program": one.name,
                 "error": one.error or None,
                 "least": {fit.profile.name: fit.num_devices for fit in one.fits},
-                "cells": [_cell_json(cell) for cell in one.cells],
+                "cells": [_cell_json(cell, _point_of(cell, one)) for cell in one.cells],
             }
             for one in comparison.grids
         ],
     }
 
 
-def _cell_json(cell: Cell) -> dict[str, Any]:
+def _point_of(cell: Cell, grid: Compared) -> Point | None:
+    """The point of a cell on its curve; None if the step does not fit."""
+    return next((point for curve in curves(grid) for point in curve.points if point.on_all is cell.plan), None)
+
+
+def _cell_json(cell: Cell, point: Point | None) -> dict[str, Any]:
     plan = cell.plan
     prediction = plan.prediction if plan is not None else None
     return {
@@ -244,4 +281,6 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "num_microbatches": None if plan is None else plan.num_microbatches,
         "prediction": None if prediction is None else asdict(prediction) | {"peak_bytes": prediction.peak_bytes},
         "usd_per_step": cell.usd_per_step,
+        "used_num_devices": None if point is None else point.used.num_devices,
+        "used_step_time_s": None if point is None else point.step_time_s,
     }

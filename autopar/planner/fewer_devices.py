@@ -63,8 +63,8 @@ def reason(program: Program, plan: Plan, on_all: Plan | None, available: int) ->
     if on_all is None:
         return text
     own_s, all_s = plan.prediction.step_time_s, on_all.prediction.step_time_s
-    slower = f"{100 * (all_s / own_s - 1):.1f} % longer" if own_s and all_s / own_s >= 1.001 else "no less"
-    return f"{text}. On all {available} (mesh {on_all.mesh}) a step would take {human_seconds(all_s)}, {slower}"
+    slower = f" ({100 * (all_s / own_s - 1):+.1f} %)" if own_s else ""
+    return f"{text}. On all {available} (mesh {on_all.mesh}) a step would take {human_seconds(all_s)}{slower}"
 
 
 def _at_batch(program: Program) -> str:

@@ -123,6 +123,7 @@ class PlanRequest:
         return replace(
             self,
             mesh=plan.mesh if self.mesh is None else self.mesh,
+            num_devices=None if self.mesh is None else self.num_devices,
             available_devices=plan.available_devices if self.mesh is None else None,
             hardware=plan.hardware if self.hardware is None and known else self.hardware,
             memory_budget_bytes=plan.memory_budget_bytes if given is None else given,
