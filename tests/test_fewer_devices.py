@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import autopar
-from autopar.errors import MeshError, PlanMismatchError
+from autopar.errors import MeshError, PlanFileError, PlanMismatchError
 from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.planner import mesh_search
-from autopar.planner.fewer_devices import parts_of
+from autopar.planner.fewer_devices import least_s, parts_of
 from autopar.planner.simplest_plan import TIE
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
@@ -76,6 +76,14 @@ def test_more_devices_never_make_the_plan_slower(program: programs.Program, hard
         assert seconds <= (1 + TIE) * min(fewer, default=seconds), (n, times)
 
 
+@pytest.mark.parametrize("hardware", ["cpu-host", "h100-sxm"])
+@pytest.mark.parametrize("program", [programs.mlp(batch=512, width=256), programs.bert_layers(), programs.cnn_batchnorm()])
+def test_no_plan_is_faster_than_one_device_divided_evenly(program: programs.Program, hardware: str) -> None:
+    one_device_s = planned(program, mesh="1", hardware=hardware).prediction.step_time_s
+    for n in (2, 4, 8):
+        assert planned(program, mesh=str(n), hardware=hardware).prediction.step_time_s >= least_s(one_device_s, n)
+
+
 def test_a_part_of_the_devices_is_planned_only_where_it_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """At twice the speed of half the devices or more, only one device is planned besides all."""
     begun: list[int] = []
@@ -129,7 +137,9 @@ def test_the_step_runs_on_the_first_devices_as_under_jit(tmp_path: Path) -> None
         expected, expected_loss = jax.jit(run.program.step)(expected, batch)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     assert devices_of(state) == first
-    assert run.step.latest_plan.available_devices == 8
+    plan = run.step.latest_plan
+    assert plan is not None
+    assert plan.available_devices == 8
     jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5), state, expected)
 
     # arrays elsewhere: another device, and all devices
@@ -140,8 +150,8 @@ def test_the_step_runs_on_the_first_devices_as_under_jit(tmp_path: Path) -> None
 
     # the plan file
     path = tmp_path / "plan.json"
-    run.step.latest_plan.save(path)
-    assert autopar.load_plan(path) == run.step.latest_plan
+    plan.save(path)
+    assert autopar.load_plan(path) == plan
     replayed = running(plan=path)
     assert devices_of(replayed.state) == first
     np.testing.assert_allclose(replayed.step(replayed.state, run.batch)[1], again, rtol=1e-6)
@@ -149,6 +159,7 @@ def test_the_step_runs_on_the_first_devices_as_under_jit(tmp_path: Path) -> None
     # a second step on the same state
     loss_only = autopar.parallelize(lambda state, batch: run.program.step(state, batch)[1], like=run.step)
     np.testing.assert_allclose(loss_only(jax.device_put(expected_state), run.batch), again, rtol=1e-5)
+    assert loss_only.latest_plan is not None
     assert loss_only.latest_plan.available_devices == 8
 
     # checkpoints, also on all devices
@@ -167,6 +178,8 @@ def test_a_plan_for_a_part_needs_as_many_visible_devices() -> None:
     program = programs.bert_layers()
     plan = planned(program, num_devices=8, hardware=TWO_HOSTS)
     elsewhere = replace(plan, available_devices=16)
+    with pytest.raises(PlanFileError, match="`available_devices` must be more than the 4 devices of the mesh"):
+        Plan.from_json(replace(plan, available_devices=4).to_json())
     with pytest.raises(MeshError, match="needs 4 devices, but"):
         autopar.parallelize(plan=elsewhere, cache=False)(program.step)(*program.args())
 

@@ -38,6 +38,8 @@ def check_plan(plan: Plan) -> None:
         found = getattr(plan.prediction, name)
         if any(number < 0 for number in (found.values() if isinstance(found, dict) else (found or 0.0,))):
             raise WrongFieldError(f"prediction.{name}", "must not be negative")
+    if plan.available_devices is not None and plan.available_devices <= plan.num_devices:
+        raise WrongFieldError("available_devices", f"must be more than the {plan.num_devices} devices of the mesh")
     _check_collectives(plan)
     check_positions(plan)
     check_trace(plan.trace, plan.memory)
