@@ -115,7 +115,9 @@ def _train_step(*, tight: bool) -> Problem:
 
     step, args = gpt2_small_target()
     budget = _TIGHT_BYTES if tight else None
-    autopar.plan(step, *args, num_devices=8, hardware="h100-sxm", solver=Watching(), memory_budget_bytes=budget)
+    autopar.plan(
+        step, *args, num_devices=8, all_devices=True, hardware="h100-sxm", solver=Watching(), memory_budget_bytes=budget
+    )
     limited = [p for p in met if p.memory_limit is not None] if tight else met
     return max(limited, key=lambda p: sum(e.costs.size for e in p.edges))
 

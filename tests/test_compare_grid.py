@@ -12,9 +12,12 @@ import pytest
 from test_compare_hardware import H100, profile, step_and_args
 
 from autopar.cli.main import main
+from autopar.cli.options import device_counts
 from autopar.comparison.by_hardware import Cell, compare_grid
+from autopar.comparison.by_hardware_page import write_grid_page
 from autopar.comparison.by_hardware_plot import plot_grid
-from autopar.comparison.by_hardware_text import render_grid
+from autopar.comparison.by_hardware_text import grid_json, render_grid
+from autopar.comparison.device_curve import curves
 from autopar.system.text_tables import plain_text
 from autopar.transforms.program import program_of
 from tests.planned import plan_program
@@ -70,6 +73,34 @@ def test_the_table_and_the_picture(tmp_path: Path) -> None:
     drawn = (tmp_path / "g.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "<svg" in drawn
+
+
+def test_the_curve_falls_and_names_the_devices_that_help(tmp_path: Path) -> None:
+    """With few examples a host of 8 is slower than fewer of its devices."""
+    step_args = step_and_args(8)
+    result = compare_grid({"<few>": lambda: step_args}, [LARGE], [1, 2, 4, 8])
+    (curve,) = curves(result.grids[0])
+    times = [point.step_time_s for point in curve.points]
+    assert times == sorted(times, reverse=True)
+    assert [point.num_devices for point in curve.points] == [1, 2, 4, 8]
+    last = curve.points[-1]
+    assert not last.uses_all
+    assert last.used.prediction.step_time_s <= last.on_all.prediction.step_time_s
+    text = plain_text(lambda console: render_grid(result, console))
+    assert "Step time over the devices, large" in text
+    assert f"uses {last.used.num_devices} of 8; on all 8: " in text
+    (cell,) = [one for one in grid_json(result)["targets"][0]["cells"] if one["num_devices"] == 8]
+    assert cell["used_num_devices"] == last.used.num_devices
+    write_grid_page(result, str(tmp_path / "curve.html"))
+    page = (tmp_path / "curve.html").read_text()
+    assert "<h2>&lt;few&gt;</h2>" in page
+    assert page.count("<circle") == 4
+    assert f"uses {last.used.num_devices} of 8" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_counts_up_to_a_number_are_powers_of_two() -> None:
+    assert device_counts("..20") == (1, 2, 4, 8, 16)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,7 +77,9 @@ def test_more_devices_never_make_the_plan_slower(program: programs.Program, hard
 
 
 @pytest.mark.parametrize("hardware", ["cpu-host", "h100-sxm"])
-@pytest.mark.parametrize("program", [programs.mlp(batch=512, width=256), programs.bert_layers(), programs.cnn_batchnorm()])
+@pytest.mark.parametrize(
+    "program", [programs.mlp(batch=512, width=256), programs.bert_layers(), programs.cnn_batchnorm()]
+)
 def test_no_plan_is_faster_than_one_device_divided_evenly(program: programs.Program, hardware: str) -> None:
     one_device_s = planned(program, mesh="1", hardware=hardware).prediction.step_time_s
     for n in (2, 4, 8):

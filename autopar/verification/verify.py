@@ -161,7 +161,10 @@ class _Verifier:
         return replace(verification, overhead_s=self.excluded_s)
 
     def _num_hosts(self, plan: Plan, profile: HardwareProfile) -> int:
-        return hosts_needed(plan, profile) if self.hosts is None else self.hosts
+        if self.hosts is None:
+            return hosts_needed(plan, profile)
+        available = plan.available_devices or plan.num_devices
+        return -(-self.hosts * plan.num_devices // available)
 
     def _compile(self, plan: Plan, program: Program, profile: HardwareProfile) -> CompiledStep:
         hosts = self._num_hosts(plan, profile)

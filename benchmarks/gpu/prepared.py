@@ -76,7 +76,7 @@ def prepare(
 
 def _planned(training: Training, card: str, num: int) -> Plan:
     step, args = training.target
-    plan = autopar.plan(step, *args, num_devices=num, hardware=card, cache=False)
+    plan = autopar.plan(step, *args, num_devices=num, all_devices=True, hardware=card, cache=False)
     assert isinstance(plan, Plan)
     return plan
 

@@ -22,7 +22,7 @@ import autopar
 from autopar.hardware import profile as hardware
 from autopar.plans.plan import Plan
 from autopar.transforms.program import Program
-from autopar.verification.compile_plan import compare_with_compiled, compile_plan
+from autopar.verification.compile_plan import compare_with_compiled, compile_plan, hosts_needed
 from autopar.verification.verification import Verification
 from benchmarks.compile_cache import CachingCompiler, default_folder
 from benchmarks.held_out.build import training
@@ -75,7 +75,7 @@ def _planned_and_compiled(drawn: Drawn) -> Row:
     row = {"plan_s": time.perf_counter() - start, "plan_cpu_s": _cpu_s() - began} | _of_plan(plan)
     try:
         with TimingCompiler(default_folder(), again=True) as compiler:
-            verified = _compiled(plan, program, drawn.num_hosts, compiler)
+            verified = _compiled(plan, program, compiler)
     except Exception as error:  # the plan's figures are published
         return row | {"failed": f"not compiled: {type(error).__name__}: {str(error)[:1000]}"}
     return row | {"compile_cpu_s": compiler.cpu_s} | _of_program(verified)
@@ -92,9 +92,10 @@ def _of_plan(plan: Plan) -> Row:
     }
 
 
-def _compiled(plan: Plan, program: Program, num_hosts: int, compiler: CachingCompiler) -> Verification:
+def _compiled(plan: Plan, program: Program, compiler: CachingCompiler) -> Verification:
     """The plan compared with XLA's program of it; unlike `verify`, without a second plan if it exceeds the budget."""
     profile, own = hardware.load(HARDWARE), program.of(plan)
+    num_hosts = hosts_needed(plan, profile)
     budget = profile.usable_bytes if plan.memory_budget_bytes is None else plan.memory_budget_bytes
     compiled = compile_plan(plan, own, profile, num_hosts, compiler, lambda stage, fraction: None)
     return compare_with_compiled(

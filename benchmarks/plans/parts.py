@@ -18,6 +18,7 @@ from autopar.hardware import profile as hardware
 from autopar.jax_interop.compilation import module_bytes
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
+from autopar.verification.compile_plan import hosts_needed
 from benchmarks.plans.judge import Judge, new_compiler
 from benchmarks.plans.models import MODELS
 from benchmarks.plans.recipes import Recipe, recipes
@@ -134,11 +135,11 @@ class _Case:
         plan_s = time.perf_counter() - start
         jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
         module = module_bytes(lower_for("cuda", jitted, args))
-        made = self.judge.figures(module, plan.mesh, self.num_hosts, compiler_options(plan))
+        made = self.judge.figures(module, plan.mesh, hosts_needed(plan, self.judge.profile), compiler_options(plan))
         if not made["compiled_now"] and plan_s > DOUBTFUL * made["compile_s"]:
             with new_compiler(again=True) as compiler:
                 judge = Judge(compiler, self.judge.profile, again=True)
-                made = judge.figures(module, plan.mesh, self.num_hosts, compiler_options(plan))
+                made = judge.figures(module, plan.mesh, hosts_needed(plan, self.judge.profile), compiler_options(plan))
         attempts = 1
         if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
             verified = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)

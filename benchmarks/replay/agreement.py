@@ -178,7 +178,8 @@ def _lowered(model: str, recipe: str) -> tuple[bytes, Mapping[str, int] | None]:
     if recipe != OWN:
         one = next(one for one in recipes(NUM_GPUS, args) if one.name == recipe)
         return module_bytes(lower_for("cuda", one.by_expert(step, args), args)), None
-    plan, program = autopar.parallelize(step, num_devices=NUM_GPUS, hardware=HARDWARE, cache=False).planned(*args)
+    options: dict[str, Any] = {"num_devices": NUM_GPUS, "all_devices": True, "hardware": HARDWARE, "cache": False}
+    plan, program = autopar.parallelize(step, **options).planned(*args)
     jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
     return module_bytes(lower_for("cuda", jitted, args)), compiler_options(plan)
 
