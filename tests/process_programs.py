@@ -162,8 +162,12 @@ def refused(folder: str) -> None:
     wrong("other paths", lambda: step.shard_batch({"z": batch["x"]}))
     wrong("host batch", lambda: step(state, {**batch, "x": batch["x"] + index}))
     wrong("size", lambda: autopar.parallelize(mesh="2x8")(step_of())(state, batch))
+    half = autopar.plan(step_of(), *args, mesh="2", hardware="cpu-host")
+    half = dataclasses.replace(half, available_devices=4)
+    wrong("idle process", lambda: autopar.parallelize(plan=half)(step_of())(state, batch))
+    chosen = autopar.parallelize(cache=False)(step_of()).plan(*args)
     state, loss = step(state, step.shard_batch(share(batch)))  # after all that, it still runs
-    tell({"messages": messages, "loss": float(loss)})
+    tell({"messages": messages, "loss": float(loss), "num_devices": chosen.num_devices})
 
 
 def larger(batch: Batch) -> Batch:

@@ -175,6 +175,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[st
     ended = run("refused", str(tmp_path_factory.mktemp("plans")), processes=2, devices=2)
     told = all_told(ended)
     assert told[0]["loss"] == told[1]["loss"]
+    assert [one["num_devices"] for one in told] == [4, 4], "each process has a part of every array"
     return [one["messages"] for one in told]
 
 
@@ -209,6 +210,7 @@ HOST = r"\(host \S+\)"
         ("other paths", "BatchError", "got `batch/z`, which are not the paths of any argument"),
         ("host batch", "BatchError", rf"`batch/x` must be equal on every process.*process 1 {HOST} gave other"),
         ("size", "MeshError", r"mesh 2x8 .* needs 16 devices, but 4 \(cpu; 2 processes x 2\) are visible"),
+        ("idle process", "MeshError", "the plan uses 2 of 4 devices, and process 1 would have none of them: start 1 process"),
     ],
 )
 def test_a_mistake_is_refused_on_all_processes(
