@@ -105,6 +105,24 @@ def gathered_keys() -> Activations:
     )
 
 
+def tensor(axis: str = "model") -> Activations:
+    """Megatron-LM's tensor parallelism without a split sequence."""
+    data, model, whole = ("data",), (axis,), ()
+    return Activations(
+        residual=(data, whole, whole),
+        column=(data, whole, model),
+        query=(data, whole, model, whole),
+        key=(data, whole, model, whole),
+        weights=(data, model, whole, whole),
+    )
+
+
+def _by_queries(query: Entries) -> tuple[Entries, Entries, Entries]:
+    """Queries, keys and weights where heads do not divide: each device has a part of the queries, and all keys."""
+    batch, _, heads, width = query
+    return (batch, heads, (), width), (batch, (), (), width), (batch, (), heads, ())
+
+
 @dataclass(frozen=True, slots=True)
 class _Constraint:
     activations: Activations
@@ -156,8 +174,12 @@ class _Constraint:
         kind = self.activations
 
         def weights(query: Any, key: Any, *args: Any, **options: Any) -> Any:
-            query, key = self.on(query, kind.query), self.on(key, kind.key)
-            return self.on(original(query, key, *args, **options), kind.weights)
+            of_query, of_key, of_weights = kind.query, kind.key, kind.weights
+            heads = self._present(of_query[2]) if of_query else ()
+            if of_query and query.shape[-2] % self.mesh.sizes(heads):
+                of_query, of_key, of_weights = _by_queries(of_query)
+            query, key = self.on(query, of_query), self.on(key, of_key)
+            return self.on(original(query, key, *args, **options), of_weights)
 
         return weights
 
