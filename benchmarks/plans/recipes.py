@@ -132,13 +132,19 @@ def _grids(outer: int, inner: int) -> Iterator[Recipe]:
         name = f"MaxText rules {grid}"
         over, rules = _maxtext_mesh(outer, inner), _maxtext(DATA, FSDP)
         yield Recipe("MaxText rules", name, over, maxtext_rules.maxtext, rules, rules)
-    both = ((DATA, MODEL),)
-    split = Activations(residual=both, column=both, logits=((DATA,), (), (MODEL,)))
+    batch = ((DATA, MODEL),)
+    split = Activations(residual=batch, column=batch, logits=((DATA,), (), (MODEL,)))
     yield Recipe("vocabulary split", f"vocabulary split {grid}", mesh, pinned.vocabulary_split, split, split)
     context, keys = MeshShape((DATA, CONTEXT), (outer, inner)), gathered_keys()
     yield Recipe("context parallel", f"context parallel {grid}", context, pinned.context_parallel, keys, keys)
     expert = MeshShape((DATA, EXPERT), (outer, inner))
-    sent = Activations(residual=((DATA, EXPERT),), experts=((EXPERT,), (DATA,), (), ()), everywhere=True)
+    both, whole = (DATA, EXPERT), ()
+    sent = Activations(
+        residual=(both,),
+        experts=((EXPERT,), (DATA,), whole, whole),
+        by_batch=(whole, both, whole, whole),
+        everywhere=True,
+    )
     yield Recipe("expert parallel", f"expert parallel {grid}", expert, pinned.expert_parallel, sent, sent)
 
 
