@@ -1,6 +1,7 @@
 """Repeat one row of the table on this machine: `python -m benchmarks.plans gpt2 [--setting "8 GPUs"]`.
 
-XLA compiles every program again, for GPUs that need not exist; the table's figures are printed next to the new ones.
+XLA compiles every program again, for GPUs that need not exist; the table's figures are printed next to the new ones. The
+table's row is of an earlier version if its times are XLA's estimates.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plans.models import MODELS
-from benchmarks.plans.page import ahead, best
+from benchmarks.plans.page import ahead
 from benchmarks.plans.parts import SETTINGS, measure
+from benchmarks.plans.split import HAND, best
 
 COMMITTED = Path(__file__).parents[1] / "results" / "plans.jsonl"
 
@@ -34,12 +36,10 @@ def main() -> None:
 
 
 def _told(when: str, rows: list[dict[str, Any]]) -> str:
-    own, hand, value = best(rows, "autopar"), best(rows, "user", "expert"), ahead(rows)
+    own, hand, value = best(rows, "autopar"), best(rows, *HAND), ahead(rows)
     if own is None or hand is None or value is None:
         return f"{when}: nothing to compare"
-    by_hand = (
-        f"{hand['recipe']} by {'an expert' if hand['way'] == 'expert' else 'a user'} {1e3 * hand['step_s']:.2f} ms"
-    )
+    by_hand = f"{hand['recipe']} ({hand.get('variant', hand['way'])}) {1e3 * hand['step_s']:.2f} ms"
     return f"{when}: autopar {1e3 * own['step_s']:.2f} ms, best by hand {by_hand}: {value:.3f} times as fast"
 
 

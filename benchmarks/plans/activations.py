@@ -47,7 +47,8 @@ class Activations:
         logits: `(batch, sequence, vocabulary)`; the loss is then written so that it gathers no logits.
         query, key: `(batch, sequence, heads, width)`.
         weights: `(batch, heads, queries, keys)` of attention.
-        experts: `(experts, batch, capacity, width)`.
+        experts, by_batch: `(experts, batch, capacity, width)` in the experts, and before and after them. Without the
+            second, XLA gathers the tokens instead of exchanging them in an all-to-all.
         everywhere: whether all modules' results count as residuals, and of any rank, by the batch only.
     """
 
@@ -58,6 +59,7 @@ class Activations:
     key: Entries | None = None
     weights: Entries | None = None
     experts: Entries | None = None
+    by_batch: Entries | None = None
     everywhere: bool = False
 
     def in_step(self, step: Callable[..., Any], mesh: MeshShape, batch: Any) -> Callable[..., Any]:
@@ -105,6 +107,24 @@ def gathered_keys() -> Activations:
     )
 
 
+def tensor(axis: str = "model") -> Activations:
+    """Megatron-LM's tensor parallelism without a split sequence."""
+    data, model, whole = ("data",), (axis,), ()
+    return Activations(
+        residual=(data, whole, whole),
+        column=(data, whole, model),
+        query=(data, whole, model, whole),
+        key=(data, whole, model, whole),
+        weights=(data, model, whole, whole),
+    )
+
+
+def _by_queries(query: Entries) -> tuple[Entries, Entries, Entries]:
+    """Queries, keys and weights where heads do not divide: each device has a part of the queries, and all keys."""
+    batch, _, heads, width = query
+    return (batch, heads, (), width), (batch, (), (), width), (batch, (), heads, ())
+
+
 @dataclass(frozen=True, slots=True)
 class _Constraint:
     activations: Activations
@@ -126,14 +146,17 @@ class _Constraint:
             yield
 
     def _module(self, method: Any, given: Any, named: Any, context: nn.module.InterceptorContext) -> Any:
-        result = method(*given, **named)
         module, kind = context.module, self.activations
-        if context.method_name in ("to_experts", "from_experts"):
-            return self.on(result, kind.experts)
+        is_head = module.name in _HEADS and context.method_name == "__call__"
+        if kind.logits is not None and is_head and isinstance(module, nn.Dense):
+            return self._head(module, *given)
+        result = method(*given, **named)
+        if context.method_name == "to_experts":
+            return self.on(self.on(result, kind.by_batch), kind.experts)
+        if context.method_name == "from_experts":
+            return self.on(self.on(result, kind.experts), kind.by_batch)
         if context.method_name != "__call__":
             return result
-        if kind.logits is not None and isinstance(module, nn.Dense) and module.name in _HEADS:
-            return self.on(result, self._logits(result.shape[-1]), uneven=True)
         if kind.everywhere:
             return jax.tree.map(lambda leaf: self._batch(leaf, kind.residual), result)
         path = "/".join(map(str, module.path))
@@ -143,6 +166,21 @@ class _Constraint:
         if is_residual or roles.is_split_by_rows(path) or roles.is_fused(f"{path}/kernel"):
             return self._activation(result, kind.residual)
         return result
+
+    def _head(self, module: nn.Dense, hidden: Any) -> Any:
+        """The logits. Their kernel, and so its gradient, has their vocabulary's sharding: with that of a tied embedding,
+        XLA would gather the gradient of the logits."""
+        params: Any = module.variables["params"]
+        kernel, entries = params["kernel"], self._logits(params["kernel"].shape[-1])
+        assert entries is not None
+        dtype = module.dtype or jnp.result_type(hidden, kernel)
+        kernel = kernel.astype(dtype)
+        if self._present(entries[-1]):
+            kernel = self.on(kernel, ((), entries[-1]), uneven=True)
+        logits = hidden.astype(dtype) @ kernel
+        if "bias" in params:
+            logits += params["bias"].astype(dtype)
+        return self.on(logits, entries, uneven=True)
 
     def _logits(self, vocabulary: int) -> Entries | None:
         """By vocabulary. A vocabulary that does not divide is padded, or the sequence is split instead, if other
@@ -156,8 +194,12 @@ class _Constraint:
         kind = self.activations
 
         def weights(query: Any, key: Any, *args: Any, **options: Any) -> Any:
-            query, key = self.on(query, kind.query), self.on(key, kind.key)
-            return self.on(original(query, key, *args, **options), kind.weights)
+            of_query, of_key, of_weights = kind.query, kind.key, kind.weights
+            heads = self._present(of_query[2]) if of_query else ()
+            if of_query and query.shape[-2] % self.mesh.sizes(heads):
+                of_query, of_key, of_weights = _by_queries(of_query)
+            query, key = self.on(query, of_query), self.on(key, of_key)
+            return self.on(original(query, key, *args, **options), of_weights)
 
         return weights
 

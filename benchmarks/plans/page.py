@@ -1,49 +1,80 @@
-"""Render the page of the plans: autopar's speedup over sharding by hand, setting by setting, and the gates.
+"""Render the page of the plans: autopar's gain over sharding by hand and its split, setting by setting, and the gates.
 
 In: rows of `benchmarks.plans.parts`. Out: Markdown. Plain Python: no JAX. The best plan by hand is the fastest one that
-fits, by XLA's estimate, over both ways of writing it.
+fits, over all ways of writing it and all numbers of GPUs. Cases that only an earlier version measured have tables of
+their own: their hand-written plans had no tuned version, and their times are XLA's estimates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from benchmarks.plans.split import HAND, OWN, Split, best, fits, is_current, mean, split
+
 Row = Mapping[str, Any]
 
-MEMORY_BYTES = 80e9
-OWN = "autopar"
-FULL, STRONG, HOSTS = ("8 GPUs",), ("8 GPUs, batch of 8", "16 GPUs, batch of 8"), ("2 hosts", "8 hosts")
 TIGHT = "8 GPUs, 40 % of the memory"
-#: The gates: the most that autopar may be behind the best plan by hand; the speedup over it, the share of models with
-#: that speedup, and the mean speedup; the most behind with little memory; the speedup over the best single recipe as
-#: users write it.
-NEVER_BEHIND, AHEAD, SHARE_AHEAD, MEAN_AHEAD, TIGHT_BEHIND, AHEAD_OF_USERS = 1.02, 1.1, 2 / 3, 1.15, 1.25, 1.5
+#: The gates: the most that a tuned recipe may be behind its user's version, that autopar may be behind the best tuned
+#: expert on any number of GPUs, and behind the best by hand with less memory.
+TUNED_BEHIND, NEVER_BEHIND, TIGHT_BEHIND = 1.0, 1.02, 1.25
 
 _COLUMNS = (
     "model",
-    "best as users write it",
-    "best by an expert",
+    "best user, all GPUs",
+    "best user, any number",
+    "best tuned",
     "autopar",
-    "ahead",
-    "peak: best by hand, autopar",
-    "sent: best by hand, autopar",
+    "tuned / autopar",
+    "gain over the user",
+    "= sharding",
+    "x kernels",
+    "x combiner",
+    "x devices",
+    "peak: tuned, autopar",
+    "sent: tuned, autopar",
+    "XLA's estimate: tuned, autopar",
     "plan",
     "planned in, compiled in",
+)
+_EARLIER = ("model", "best by hand", "autopar", "ahead", "peak: best by hand, autopar", "sent: best by hand, autopar")
+_ALL = (
+    "recipe",
+    "GPUs",
+    "mesh",
+    "version",
+    "step",
+    "exposed",
+    "XLA's estimate",
+    "price",
+    "peak",
+    "sent",
+    "collectives",
 )
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The gates, then a table for each setting."""
+    """The gates and the means, then a table for each setting."""
     cases = cases_of(rows)
-    settings = dict.fromkeys(row["setting"] for row in rows)
-    parts = [_gates(cases)]
-    for setting in settings:
-        lines = [_line(case) for case in cases if case[0]["setting"] == setting]
-        parts += [f"**{setting}**", _table(_COLUMNS, lines)]
-    parts.append("Every recipe of every model follows.")
+    current = [case for case in cases if is_current(case)]
+    parts = [f"{len(current)} of {len(cases)} cases are of this version."]
+    parts += [_gates(current), _means(current)] if current else []
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        here = [case for case in cases if case[0]["setting"] == setting]
+        for title, columns, line, of in (
+            (f"**{setting}**", _COLUMNS, _line, [case for case in here if is_current(case)]),
+            (
+                f"**{setting}**, measured by an earlier version: hand-written plans without autopar's kernels and flags, times by XLA's estimate",
+                _EARLIER,
+                _earlier_line,
+                [case for case in here if not is_current(case)],
+            ),
+        ):
+            if of:
+                parts += [title, _table(columns, [line(case) for case in of])]
+    parts.append("Every program of every model follows.")
     return "\n\n".join(parts)
 
 
@@ -56,80 +87,85 @@ def page_table(rows: Sequence[Row]) -> str:
     """All programs of one model in one setting."""
     lines = []
     for row in rows:
-        about = [row["recipe"] + ("" if row["recipe"] == OWN else f", {row['way']}"), row.get("mesh", "")]
+        about = [row["recipe"], str(row.get("gpus_used", row["gpus"])), row.get("mesh", ""), _version(row)]
         if row["failed"]:
-            lines.append([*about, "failed", "", "", "", row["failed"].replace("|", "/")[:120]])
+            lines.append([*about, "failed", "", "", "", "", "", row["failed"].replace("|", "/")[:120]])
             continue
         counts = ", ".join(f"{number} {kind}" for kind, number in sorted(row["counts"].items()))
-        figures = [_ms(row["step_s"]), _ms(row["exposed_s"]), _gb(row["peak_bytes"]), _gb(row["sent_bytes"])]
+        price = _ms(row["price_s"]) if row.get("price_s") else ""
+        figures = [
+            _time(row),
+            _ms(row["exposed_s"]),
+            _estimate(row),
+            price,
+            _gb(row["peak_bytes"]),
+            _gb(row["sent_bytes"]),
+        ]
         lines.append([*about, *figures, counts])
-    return _table(("recipe", "mesh", "step", "exposed", "peak", "sent", "collectives"), lines)
-
-
-def best(case: Iterable[Row], *ways: str) -> Row | None:
-    """The fastest program that fits, among those written in one of these ways."""
-    of_these = [row for row in case if row["way"] in ways and _fits(row)]
-    return min(of_these, key=lambda row: row["step_s"], default=None)
+    return _table(_ALL, lines)
 
 
 def ahead(case: Sequence[Row]) -> float | None:
-    """Seconds of the best step by hand over autopar's. None if one of them does not run or has no estimate; infinity if
+    """Seconds of the best step by hand over autopar's. None if one of them does not run or has no time; infinity if
     nothing by hand fits."""
-    own, hand = best(case, OWN), best(case, "user", "expert")
+    own, hand = best(case, OWN), best(case, *HAND)
     if own is None:
         return None
     return math.inf if hand is None else hand["step_s"] / own["step_s"]
 
 
 def _gates(cases: Sequence[Sequence[Row]]) -> str:
-    def of(*settings: str) -> list[tuple[str, float | None]]:
-        return [
-            (f"{case[0]['model']} ({case[0]['setting']})", ahead(case))
-            for case in cases
-            if case[0]["setting"] in settings
-        ]
-
-    lines = [_never_behind("(a) 8 GPUs, full batch", of(*FULL))]
-    for name, settings in (("(b) strong scaling", STRONG), ("(c) 2 and 8 hosts", HOSTS)):
-        known = [value for _, value in of(*settings) if value is not None]
-        if known:
-            share = sum(value >= AHEAD for value in known) / len(known)
-            gate = f"at least {AHEAD} on {SHARE_AHEAD:.0%}, mean {MEAN_AHEAD}"
-            value = f"{share:.0%}, geometric mean {_mean(known):.2f}"
-            lines.append(
-                [
-                    f"{name}: ahead of the best by hand",
-                    value,
-                    gate,
-                    _met(share >= SHARE_AHEAD and _mean(known) >= MEAN_AHEAD),
-                ]
-            )
-        lines.append(_never_behind(name, of(*settings)))
-    lines.append(_tight(cases))
-    lines.append(_users(cases))
-    lines += _planning(cases)
+    lines = [_tuned(cases), _never_behind(cases), _tight(cases), *_planning(cases)]
     return _table(("gate", "value", "wanted", "met"), [line for line in lines if line])
 
 
-def _never_behind(name: str, values: Sequence[tuple[str, float | None]]) -> list[str]:
+def _means(cases: Sequence[Sequence[Row]]) -> str:
+    """Geometric means of the gain and its split, for each setting."""
+    lines = []
+    for setting in dict.fromkeys(case[0]["setting"] for case in cases):
+        found = [one for case in cases if case[0]["setting"] == setting and (one := split(case)) is not None]
+        if found:
+            lines.append([setting, str(len(found)), f"{mean(found).over_tuned:.3f}", *_factors(mean(found))])
+    columns = ("geometric means", "models", "tuned / autopar", "gain over the user", "= sharding", "x kernels")
+    return _table((*columns, "x combiner", "x devices"), lines)
+
+
+def _tuned(cases: Sequence[Sequence[Row]]) -> list[str]:
+    """Each tuned version over the user's version of the same recipe on the same GPUs."""
+    found = []
+    for case in cases:
+        users = {(row["recipe"], row["gpus_used"]): row for row in case if row["way"] == "user" and fits(row)}
+        for row in case:
+            user = users.get((row["recipe"], row.get("gpus_used")))
+            if row["way"] == "tuned" and fits(row) and user is not None:
+                where = f"{row['recipe']} of {row['model']}, {row['setting']}"
+                found.append((row["step_s"] / user["step_s"], where))
+    if not found:
+        return []
+    worst, where = max(found)
+    name = f"tuned over the user's version of the same recipe, worst of {len(found)}"
+    return [name, f"{worst:.3f} ({where})", f"{TUNED_BEHIND}", _met(worst <= TUNED_BEHIND)]
+
+
+def _never_behind(cases: Sequence[Sequence[Row]]) -> list[str]:
+    values = [
+        (f"{case[0]['model']} ({case[0]['setting']})", ahead(case)) for case in cases if case[0]["setting"] != TIGHT
+    ]
     if not values:
         return []
     unknown = [case for case, value in values if value is None]
     behind = [(1 / value, case) for case, value in values if value is not None]
     worst, case = max(behind, default=(math.inf, ""))
-    cell = f"{worst:.3f} ({case})" + (f"; none for {', '.join(unknown)}" if unknown else "")
-    return [
-        f"{name}: over the best by hand, worst",
-        cell,
-        f"{NEVER_BEHIND}",
-        _met(worst <= NEVER_BEHIND and not unknown),
-    ]
+    met = sum(value <= NEVER_BEHIND for value, _ in behind)
+    cell = f"{worst:.3f} ({case}); {met} of {len(values)}" + (f"; none for {', '.join(unknown)}" if unknown else "")
+    name = "autopar over the best tuned expert on any number of GPUs, worst"
+    return [name, cell, f"{NEVER_BEHIND}", _met(worst <= NEVER_BEHIND and not unknown)]
 
 
 def _tight(cases: Sequence[Sequence[Row]]) -> list[str]:
     found = []
     for case in cases:
-        own, hand = best(case, OWN), best(case, "user", "expert")
+        own, hand = best(case, OWN), best(case, *HAND)
         if case[0]["setting"] == TIGHT and hand is not None:
             kept = own is not None and own["peak_bytes"] <= own["budget_bytes"]
             found.append((own["step_s"] / hand["step_s"] if own is not None and kept else math.inf, case[0]["model"]))
@@ -137,41 +173,10 @@ def _tight(cases: Sequence[Sequence[Row]]) -> list[str]:
         return []
     worst, model = max(found)
     return [
-        "(d) 40 % of the memory: over the best by hand with all of it, worst",
+        "40 % of the memory: over the best by hand with all of it, worst",
         f"{worst:.2f} ({model})",
         f"{TIGHT_BEHIND}",
         _met(worst <= TIGHT_BEHIND),
-    ]
-
-
-def _users(cases: Sequence[Sequence[Row]]) -> list[str]:
-    """Speedup over the single recipe that is best if applied to all models.
-
-    That recipe fits the most models; models that it does not fit are left out of its mean.
-    """
-    times: dict[str, dict[Any, float]] = {}
-    own_times: dict[Any, float] = {}
-    for case in cases:
-        if case[0]["setting"] == TIGHT:
-            continue
-        own = best(case, OWN)
-        if own is None:
-            continue
-        where = (case[0]["setting"], case[0]["model"])
-        own_times[where] = own["step_s"]
-        for row in case:
-            if row["way"] == "user" and _fits(row):
-                times.setdefault(_kind(row["recipe"]), {}).setdefault(where, row["step_s"])
-    if not times:
-        return []
-    ratios = {kind: [seconds / own_times[where] for where, seconds in found.items()] for kind, found in times.items()}
-    kind = max(ratios, key=lambda one: (len(ratios[one]), -_mean(ratios[one])))
-    cell = f"{_mean(ratios[kind]):.2f} ({kind}, which fits {len(ratios[kind])} of {len(own_times)})"
-    return [
-        "ahead of the best single recipe as users write it, geometric mean",
-        cell,
-        f"{AHEAD_OF_USERS}",
-        _met(_mean(ratios[kind]) >= AHEAD_OF_USERS),
     ]
 
 
@@ -195,40 +200,74 @@ def _planning(cases: Sequence[Sequence[Row]]) -> list[list[str]]:
     return lines
 
 
-def _kind(recipe: str) -> str:
-    """A recipe without its number of GPUs; for a grid, with its number of tensor-parallel ways."""
-    return f"tensor parallel {recipe.rsplit('x', 1)[-1]}" if recipe.startswith("data x tensor") else recipe
-
-
 def _line(case: Sequence[Row]) -> list[str]:
-    user, expert, hand, own = best(case, "user"), best(case, "expert"), best(case, "user", "expert"), best(case, OWN)
+    on_all = best([row for row in case if row.get("gpus_used") == row["gpus"]], "user")
+    user, hand, own = best(case, "user"), best(case, *HAND), best(case, OWN)
     planned = next((row for row in case if row["way"] == OWN), None)
-    value = ahead(case)
-    cell = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
+    found = split(case)
+    timed = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
     return [
         case[0]["model"],
-        _told(user),
-        _told(expert),
-        "none" if own is None else _ms(own["step_s"]),
-        "" if value is None else f"**{value:.2f}**",
+        _named(on_all),
+        _named(user),
+        _named(hand),
+        "none" if own is None else _time(own) + _on(own),
+        "" if found is None else f"**{found.over_tuned:.3f}**",
+        *(_factors(found) if found else [""] * 5),
         ", ".join("none" if row is None else _gb(row["peak_bytes"]) for row in (hand, own)),
         ", ".join("none" if row is None else _gb(row["sent_bytes"]) for row in (hand, own)),
+        ", ".join("none" if row is None else _estimate(row) for row in (hand, own)),
         "" if own is None else f"{own['words']}; {own['mesh']}",
-        cell,
+        timed,
     ]
 
 
-def _told(row: Row | None) -> str:
-    return "none fits" if row is None else f"{_ms(row['step_s'])} ({row['recipe']})"
+def _earlier_line(case: Sequence[Row]) -> list[str]:
+    hand, own, value = best(case, *HAND), best(case, OWN), ahead(case)
+    return [
+        case[0]["model"],
+        "none fits" if hand is None else f"{_time(hand)} ({hand['recipe']}, {hand['way']})",
+        "none" if own is None else _time(own),
+        "" if value is None else f"**{value:.2f}**",
+        ", ".join("none" if row is None else _gb(row["peak_bytes"]) for row in (hand, own)),
+        ", ".join("none" if row is None else _gb(row["sent_bytes"]) for row in (hand, own)),
+    ]
 
 
-def _fits(row: Row) -> bool:
-    return not row["failed"] and row["step_s"] is not None and row["peak_bytes"] <= MEMORY_BYTES
+def _factors(one: Split) -> list[str]:
+    values = (one.gain, one.sharding, one.kernels, one.combiner, one.devices)
+    return [f"{value:.3f}" for value in values]
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+def _named(row: Row | None) -> str:
+    if row is None:
+        return "none fits"
+    variant = f"; {row['variant']}" if row.get("variant") else ""
+    return f"{_time(row)} ({row['recipe']}{_on(row)}{variant})"
+
+
+def _on(row: Row) -> str:
+    """On how many GPUs a program runs, if not on all."""
+    used = row.get("gpus_used", row["gpus"])
+    return "" if used == row["gpus"] else f", on {used} of {row['gpus']} GPUs"
+
+
+def _version(row: Row) -> str:
+    if row["way"] == "variant":
+        parts = [name.replace("_", " ") for name in ("constraints", "kernels", "early_reductions") if row.get(name)]
+        return ", ".join([*parts, *([f"combine {row['limit_mib']} MiB"] if row["limit_mib"] else [])])
+    return f"tuned: {row['variant']}" if row["way"] == "tuned" else row["way"]
+
+
+def _time(row: Row) -> str:
+    return _ms(row["step_s"])
+
+
+def _estimate(row: Row) -> str:
+    """XLA's estimate, where it is sound."""
+    if "xla_s" not in row:
+        return "" if "kind" in row else _time(row)
+    return "not sound" if row["xla_errors"] else _ms(row["xla_s"])
 
 
 def _met(is_met: bool) -> str:
@@ -236,7 +275,7 @@ def _met(is_met: bool) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "no estimate" if seconds is None else f"{1e3 * seconds:.2f} ms"
+    return "no time" if seconds is None else f"{1e3 * seconds:.2f} ms"
 
 
 def _gb(size: float) -> str:

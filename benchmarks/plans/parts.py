@@ -1,8 +1,29 @@
-"""Compare autopar's plans with hand-written data parallelism, FSDP, Megatron's tensor parallelism, and grids of both.
+"""Compare autopar's plans with sharding recipes by hand, on any number of the setting's GPUs.
 
-For each model and setting: every recipe as most users write it (shardings of inputs and outputs) and as an expert does
-(those of activations too), and autopar's own plan. XLA compiles each for absent H100s. Times are XLA's own estimates,
-peaks are those of its programs, and bytes are what one GPU sends per step. Hosts have 8 GPUs.
+**Did the hand plans get the same kernels and flags? Yes**, in rows of this version: the tuned version of a recipe may have
+XLA's combine thresholds of 1, 8 and 30 MiB, the loss's gradient by comparison (one-hot), column reductions in kernels of
+their own, and reductions that start early, by the same rewriting of the same trace as autopar's plan. Rows of the earlier
+version, which the tables below mark, compare with hand plans that had none of these.
+
+Recipes: data parallel, ZeRO-1, FSDP, HSDP, tensor parallel, TP + SP (Megatron's sequence parallelism), FSDP x TP + SP, a
+split vocabulary, context parallel with gathered keys, expert parallel, MaxText's default rules; each on every number of
+GPUs that divides. Two versions: as users write it, with the shardings of inputs and outputs, and with constraints on
+activations where the recipe needs them; and tuned. Every recipe is priced by autopar's planner with everything pinned;
+`case.py` says which are compiled. XLA compiles for absent H100s; hosts have 8 GPUs. The step time is that of the replay
+(`autopar replay`) of the compiled program, an estimate by formulas that the planner does not use; XLA's own estimate is
+beside it where it is known to be sound. Peaks are those of XLA's programs, and bytes are what one GPU sends per step.
+
+**The split of a gain.** Five sets of programs, each with one thing more, and the fastest step of each:
+
+1. users' programs on all GPUs;
+2. users' programs on any number of GPUs;
+3. the same with the experts' constraints on activations and gradients;
+4. the same with other combine thresholds;
+5. the same with autopar's kernels: one-hot, column reductions, early reductions. This is the best tuned expert.
+
+`devices` is 1 over 2, `combiner` 3 over 4, `kernels` 4 over 5; `sharding` is 2 over 3 (shardings that experts add) times
+5 over autopar's plan. Their product is the gain over the best user's program on all GPUs. Where no recipe runs on all
+GPUs, `devices` is 1.
 """
 
 from __future__ import annotations
@@ -19,17 +40,14 @@ from autopar.jax_interop.compilation import module_bytes
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
 from autopar.verification.compile_plan import hosts_needed
+from benchmarks.plans.case import ByHand, Row, variant_text
 from benchmarks.plans.judge import Judge, new_compiler
 from benchmarks.plans.models import MODELS
-from benchmarks.plans.recipes import Recipe, recipes
+from benchmarks.plans.recipes import GPUS_PER_HOST
+from benchmarks.plans.split import MEMORY_BYTES, fits
 from benchmarks.zoo.training import Target
 
-Row = dict[str, Any]
-
 HARDWARE = "h100-sxm"
-GPUS_PER_HOST = 8
-#: Memory of a GPU; a program that needs more does not run.
-MEMORY_BYTES = 80e9
 #: If planning takes longer than this share of an earlier compile, compile again on the same busy machine.
 DOUBTFUL = 0.75
 #: Autopar's memory in the setting of little memory, as a share of the best hand-written plan's peak.
@@ -61,8 +79,8 @@ SETTINGS = {
 
 
 def measure(program: str, again: bool = False) -> list[Row]:
-    """One row for each recipe and way of writing it, and one for autopar. A failed program has its error as a row; the
-    others go on.
+    """One row for each compiled program by hand, and one for autopar. A failed program has its error as a row; the others
+    go on.
 
     Args:
         again: compile known programs too.
@@ -86,43 +104,30 @@ class _Case:
     def batch(self) -> int:
         return self.setting.batch or MODELS[self.model].per_gpu * self.setting.num_gpus
 
-    @property
-    def num_hosts(self) -> int:
-        return -(-self.setting.num_gpus // GPUS_PER_HOST)
-
     def target(self) -> Target:
         return MODELS[self.model].training(self.batch).target
 
     def rows(self) -> list[Row]:
         """The rows, hand-written ones first, because autopar's memory may be a share of theirs."""
-        by_hand = [
-            self._row(recipe.name, way, functools.partial(self._by_hand, recipe, way))
-            for recipe in recipes(self.setting.num_gpus, self.target()[1])
-            for way in ("user", "expert")
-        ]
-        budget = None
+        hand = ByHand(self.target, self.setting.num_gpus, HARDWARE, self.judge, self._row)
+        by_hand, budget = hand.rows(), None
         if self.setting.tight:
             best = min(filter(fits, by_hand), key=lambda row: row["step_s"], default=None)
             if best is None:
                 return by_hand
             budget = SHARE_OF_MEMORY * best["peak_bytes"]
-        return [*by_hand, self._row("autopar", "autopar", functools.partial(self._planned, budget))]
+        about = {"recipe": "autopar", "kind": "autopar", "way": "autopar"}
+        return [*by_hand, self._row(about, functools.partial(self._planned, budget))]
 
-    def _row(self, recipe: str, way: str, make: Callable[[], Row]) -> Row:
+    def _row(self, about: Row, make: Callable[[], Row]) -> Row:
         row = {"model": self.model, "setting": self.name, "gpus": self.setting.num_gpus, "batch": self.batch}
-        row |= {"recipe": recipe, "way": way, "failed": ""}
+        row |= about | {"failed": ""}
         try:
             row |= make()
         except Exception as error:  # continue with the other programs
             row |= {"failed": f"{type(error).__name__}: {str(error)[:500]}"}
         _say(row)
         return row
-
-    def _by_hand(self, recipe: Recipe, way: str) -> Row:
-        step, args = self.target()
-        jitted = recipe.by_user(step, args) if way == "user" else recipe.by_expert(step, args)
-        module = module_bytes(lower_for("cuda", jitted, args))
-        return self.judge.figures(module, recipe.mesh, self.num_hosts) | {"mesh": str(recipe.mesh), "words": ""}
 
     def _planned(self, budget: float | None) -> Row:
         """Autopar's plan. If XLA's program of it exceeds the memory, `verify` plans again with a smaller budget."""
@@ -135,20 +140,22 @@ class _Case:
         plan_s = time.perf_counter() - start
         jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
         module = module_bytes(lower_for("cuda", jitted, args))
-        made = self.judge.figures(module, plan.mesh, hosts_needed(plan, self.judge.profile), compiler_options(plan))
+        hosts = hosts_needed(plan, self.judge.profile)
+        made = self.judge.figures(module, plan.mesh, hosts, compiler_options(plan))
         if not made["compiled_now"] and plan_s > DOUBTFUL * made["compile_s"]:
             with new_compiler(again=True) as compiler:
                 judge = Judge(compiler, self.judge.profile, again=True)
-                made = judge.figures(module, plan.mesh, hosts_needed(plan, self.judge.profile), compiler_options(plan))
+                made = judge.figures(module, plan.mesh, hosts, compiler_options(plan))
         attempts = 1
         if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
-            verified = autopar.verify(step, *args, hosts=self.num_hosts, compiler=self.judge.compiler, **options)
+            verified = autopar.verify(step, *args, hosts=hosts, compiler=self.judge.compiler, **options)
             plan, attempts = verified.plan, len(verified.attempts)
-            made = self.judge.of(verified.compiled, plan.mesh)
+            made = self.judge.of(verified.compiled, plan.mesh, hosts)
         return made | {
             "mesh": str(plan.mesh),
+            "gpus_used": plan.mesh.num_devices,
             "words": plan.strategy,
-            "predicted_s": plan.prediction.xla_step_time_s or plan.prediction.step_time_s,
+            "predicted_s": plan.prediction.step_time_s,
             "predicted_bytes": plan.prediction.peak_bytes,
             "budget_bytes": budget,
             "merge_bytes": plan.combine_threshold_bytes,
@@ -157,18 +164,13 @@ class _Case:
         }
 
 
-def fits(row: Row) -> bool:
-    """Whether the program runs, and its time is known."""
-    return not row["failed"] and row["step_s"] is not None and row["peak_bytes"] <= MEMORY_BYTES
-
-
 def _say(row: Row) -> None:
     """Print progress."""
-    about = f"{row['model']}: {row['setting']}: {row['recipe']} ({row['way']})"
+    about = f"{row['model']}: {row['setting']}: {row['recipe']} ({row['way']}: {variant_text(row)})"
     if row["failed"]:
         outcome = row["failed"][:200]
     else:
-        step = "no estimate" if row["step_s"] is None else f"{1e3 * row['step_s']:.2f} ms"
-        outcome = f"{step}, exposed {1e3 * row['exposed_s']:.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
+        step = "no time" if row["step_s"] is None else f"{1e3 * row['step_s']:.2f} ms"
+        outcome = f"{step}, exposed {1e3 * (row['exposed_s'] or 0):.2f} ms, {row['peak_bytes'] / 1e9:.2f} GB, sends"
         outcome += f" {row['sent_bytes'] / 1e9:.2f} GB, {row['counts']}, {row['mesh']} {row['words']}"
     print(f"{time.strftime('%H:%M:%S')} {about}: {outcome}", flush=True)

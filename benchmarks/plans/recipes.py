@@ -24,7 +24,7 @@ from autopar.runtime.jit import abstract_mesh
 from benchmarks.baselines import maxtext_rules, pinned, roles
 from benchmarks.baselines.jitted import jitted
 from benchmarks.baselines.pinned import Pins
-from benchmarks.plans.activations import Activations, batch_only, gathered_keys, sequence_tensor
+from benchmarks.plans.activations import Activations, batch_only, gathered_keys, sequence_tensor, tensor
 
 DATA, MODEL, FSDP, CONTEXT, EXPERT, TENSOR = "data", "model", "fsdp", "context", "expert", "tensor"
 GPUS_PER_HOST = 8
@@ -57,6 +57,11 @@ class Recipe:
     @property
     def num_gpus(self) -> int:
         return self.mesh.num_devices
+
+    @property
+    def inner(self) -> int:
+        """Size of a grid's inner axis; 1 of a recipe without a grid."""
+        return self.mesh.axis_sizes[-1] if self.mesh.axis_names[-1] in (MODEL, CONTEXT, EXPERT, TENSOR) else 1
 
     @property
     def num_hosts(self) -> int:
@@ -117,23 +122,29 @@ def _all(num_gpus: int) -> Iterator[Recipe]:
 
 def _grids(outer: int, inner: int) -> Iterator[Recipe]:
     grid, sequence = f"{outer}x{inner}", sequence_tensor()
-    tensor = MeshShape((DATA, MODEL), (outer, inner))
+    mesh = MeshShape((DATA, MODEL), (outer, inner))
     plain = "tensor parallel" if outer == 1 else f"data x tensor {grid}"
-    yield Recipe("tensor parallel", plain, tensor, pinned.tensor_parallel)
-    yield Recipe("TP + SP", f"TP + SP {grid}", tensor, pinned.sequence_tensor_parallel, sequence, sequence)
+    yield Recipe("tensor parallel", plain, mesh, pinned.tensor_parallel, by_experts=tensor())
+    yield Recipe("TP + SP", f"TP + SP {grid}", mesh, pinned.sequence_tensor_parallel, sequence, sequence)
     if outer > 1:
         name = f"FSDP x TP + SP {grid}"
-        yield Recipe("FSDP x TP + SP", name, tensor, pinned.fsdp_tensor_parallel, sequence, sequence)
+        yield Recipe("FSDP x TP + SP", name, mesh, pinned.fsdp_tensor_parallel, sequence, sequence)
         name = f"MaxText rules {grid}"
-        mesh, rules = _maxtext_mesh(outer, inner), _maxtext(DATA, FSDP)
-        yield Recipe("MaxText rules", name, mesh, maxtext_rules.maxtext, rules, rules)
-    both = ((DATA, MODEL),)
-    split = Activations(residual=both, column=both, logits=((DATA,), (), (MODEL,)))
-    yield Recipe("vocabulary split", f"vocabulary split {grid}", tensor, pinned.vocabulary_split, split, split)
+        over, rules = _maxtext_mesh(outer, inner), _maxtext(DATA, FSDP)
+        yield Recipe("MaxText rules", name, over, maxtext_rules.maxtext, rules, rules)
+    batch = ((DATA, MODEL),)
+    split = Activations(residual=batch, column=batch, logits=((DATA,), (), (MODEL,)))
+    yield Recipe("vocabulary split", f"vocabulary split {grid}", mesh, pinned.vocabulary_split, split, split)
     context, keys = MeshShape((DATA, CONTEXT), (outer, inner)), gathered_keys()
     yield Recipe("context parallel", f"context parallel {grid}", context, pinned.context_parallel, keys, keys)
     expert = MeshShape((DATA, EXPERT), (outer, inner))
-    sent = Activations(residual=((DATA, EXPERT),), experts=((EXPERT,), (DATA,), (), ()), everywhere=True)
+    both, whole = (DATA, EXPERT), ()
+    sent = Activations(
+        residual=(both,),
+        experts=((EXPERT,), (DATA,), whole, whole),
+        by_batch=(whole, both, whole, whole),
+        everywhere=True,
+    )
     yield Recipe("expert parallel", f"expert parallel {grid}", expert, pinned.expert_parallel, sent, sent)
 
 

@@ -6,6 +6,7 @@ program with autopar's kernels:
 - **one-hot**: the loss's gradient by comparison instead of a scatter. Autopar's front end writes the trace so; here the
   same trace is lowered.
 - **column reductions**: each in its own kernel, where the planner finds that to be faster for the recipe's shardings.
+- **early reductions**: barriers that start reductions early, where the planner finds them for the recipe's shardings.
 - **combiner**: XLA's combine thresholds of 1 and 8 MiB beside its default of 30 MiB, by the options that a plan sets.
 
 The trace is replayed with the hand's shardings only: its inputs and outputs, and its own `with_sharding_constraint`s. All
@@ -41,7 +42,7 @@ class Priced:
     """A recipe with the planner's plan of it, all inputs pinned.
 
     Args:
-        program: the step with the expert's constraints, in the form that was planned.
+        program: the step with the expert's or the user's constraints, in the form that was planned.
     """
 
     recipe: Recipe
@@ -56,23 +57,27 @@ class Priced:
     def peak_bytes(self) -> float:
         return self.plan.prediction.peak_bytes
 
-    def with_kernels(self, mesh: Mesh | None = None) -> Any:
-        """The expert's step, jitted, with the one-hot gradient and separate column reductions; without a mesh of devices,
-        it can only be lowered."""
+    def with_kernels(self, mesh: Mesh | None = None, *, early: bool = False) -> Any:
+        """The step, jitted, with the one-hot gradient and separate column reductions; without a mesh of devices, it can
+        only be lowered.
+
+        Args:
+            early: whether reductions that the plan starts early do so.
+        """
         hand = replace(
             self.plan,
             constraints=_of_hand(self.program.trace),
             regions=(),
-            early_reductions=(),
+            early_reductions=self.plan.early_reductions if early else (),
             combine_threshold_bytes=None,
         )
         return jit_plan(hand, self.program.trace, mesh or abstract_mesh(self.plan.mesh))
 
 
-def price(recipe: Recipe, step: Any, args: tuple[Any, Any], hardware: str) -> Priced:
-    """Plan the expert's step with all inputs pinned; nothing is compiled."""
+def price(recipe: Recipe, step: Any, args: tuple[Any, Any], hardware: str, *, of_user: bool = False) -> Priced:
+    """Plan the expert's step, or the user's, with all inputs pinned; nothing is compiled."""
     parallel = autopar.parallelize(
-        recipe.expert_step(step, args),
+        recipe.user_step(step, args) if of_user else recipe.expert_step(step, args),
         mesh=recipe.mesh,
         hardware=hardware,
         pin=recipe.pins(args, recipe.mesh),

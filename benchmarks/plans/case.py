@@ -1,0 +1,218 @@
+"""Choose which hand-written programs of one model and setting are compiled, and tune the best.
+
+In: a model's step, the GPUs. Out: rows. Every recipe is first priced by autopar's planner with everything pinned; then
+XLA compiles, as users write them, the best grid of each kind of recipe on all GPUs, and the best four of all recipes on
+any number of GPUs. Of the two best by price and the fastest as compiled, tuned versions follow. Each variant differs from
+the best one so far in one thing, and the best stays:
+
+1. `constraints`: the shardings of activations and gradients that an expert adds, if the recipe has any;
+2. `combiner`: combine thresholds of 8 and 1 MiB;
+3. `kernels`: the one-hot gradient of the loss and separate column reductions; then early reductions.
+
+The tuned version is the fastest of these and the user's program, so it is never slower.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.jax_interop.compilation import module_bytes
+from autopar.runtime.jit import lower_for
+from benchmarks.plans.judge import Judge
+from benchmarks.plans.recipes import Recipe, gpu_counts, recipes
+from benchmarks.plans.split import MEMORY_BYTES, fits
+from benchmarks.plans.tuned import LIMITS_MIB, Priced, combiner_options, price
+from benchmarks.zoo.training import Target
+
+Row = dict[str, Any]
+
+#: A program that is predicted to need more than this share of the memory is not compiled.
+HOPELESS = 1.25
+#: Kinds of recipe priced on half the GPUs: the best on all of them, and those that did not divide there.
+_KINDS_KEPT = 4
+#: Fewer GPUs are not priced once the best price on some is this much above the best so far.
+_STOP = 1.5
+_NUM_COMPILED, _NUM_TUNED = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recipe and its price.
+
+    Args:
+        failed: why it has no price.
+    """
+
+    recipe: Recipe
+    price_s: float = float("inf")
+    peak_bytes: float = 0.0
+    failed: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it is predicted to fit the memory."""
+        return not self.failed and self.peak_bytes <= MEMORY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ByHand:
+    """All hand-written programs of one model on at most `num_gpus` GPUs.
+
+    Args:
+        row_of: makes a row, or a row with the error, from what names it and a function for its figures.
+    """
+
+    target: Callable[[], Target]
+    num_gpus: int
+    hardware: str
+    judge: Judge
+    row_of: Callable[[Row, Callable[[], Row]], Row]
+
+    def rows(self) -> list[Row]:
+        """Rows of users' programs, then of tuned variants and of the tuned version of each tuned recipe."""
+        candidates = self.priced()
+        rows = [self._user(one) for one in chosen(candidates, self.num_gpus)]
+        by_name = {(one.recipe.name, one.recipe.num_gpus): one for one in candidates}
+        compiled = sorted(filter(fits, rows), key=lambda row: row["step_s"])[:1]
+        best = [by_name[row["recipe"], row["gpus_used"]] for row in compiled]
+        best += sorted((one for one in candidates if one.fits), key=lambda one: one.price_s)[:_NUM_TUNED]
+        for one in dict.fromkeys(best):
+            user = next(
+                (row for row in rows if (row["recipe"], row["gpus_used"]) == (one.recipe.name, one.recipe.num_gpus)),
+                None,
+            )
+            if user is not None:
+                rows += self.tuned(one, user)
+        return rows
+
+    def priced(self) -> list[Candidate]:
+        """Recipes on all GPUs, then on fewer as long as these may be faster."""
+        step, args = self.target()
+        found, kept = list[Candidate](), set[tuple[str, int]]()
+        seen = set[str]()
+        for count in gpu_counts(self.num_gpus):
+            here = []
+            for recipe in recipes(count, args):
+                if count == self.num_gpus or recipe.kind not in seen or (recipe.kind, recipe.inner) in kept:
+                    here.append(self._price(recipe, step, args))
+            ranked = sorted(here, key=lambda one: one.price_s)
+            seen |= {one.recipe.kind for one in here}
+            kept = {(one.recipe.kind, one.recipe.inner) for one in _best_of_kinds(ranked)[:_KINDS_KEPT]}
+            best = min((one.price_s for one in found if one.fits), default=float("inf"))
+            found += here
+            if min((one.price_s for one in here if one.fits), default=float("inf")) > _STOP * best:
+                break
+        return found
+
+    def _price(self, recipe: Recipe, step: Any, args: Any) -> Candidate:
+        start = time.perf_counter()
+        try:
+            made = price(recipe, step, args, self.hardware)
+            candidate = Candidate(recipe, made.price_s, made.peak_bytes)
+        except Exception as error:  # continue with the other recipes
+            candidate = Candidate(recipe, failed=f"{type(error).__name__}: {str(error)[:300]}")
+        seconds = time.perf_counter() - start
+        price_text = candidate.failed or f"{1e3 * candidate.price_s:.2f} ms, {candidate.peak_bytes / 1e9:.2f} GB"
+        print(f"priced in {seconds:.0f} s: {recipe.name} on {recipe.num_gpus}: {price_text}", flush=True)
+        return candidate
+
+    def _user(self, one: Candidate) -> Row:
+        def figures() -> Row:
+            if one.failed or one.peak_bytes > HOPELESS * MEMORY_BYTES:
+                raise RuntimeError(one.failed or f"predicted to need {one.peak_bytes / 1e9:.0f} GB: not compiled")
+            step, args = self.target()
+            return self._figures(one.recipe, one.recipe.by_user(step, args), args)
+
+        return self._row(one, "user", {}, figures)
+
+    def tuned(self, one: Candidate, user: Row) -> list[Row]:
+        """Rows of the variants, then the fastest of them and the user's program once more, as the tuned version."""
+        step, args = self.target()
+        found, recipe = [user], one.recipe
+
+        def variant(make: Callable[[], Any], options: dict[str, int] | None, **what: Any) -> None:
+            row = self._row(one, "variant", what, lambda: self._figures(recipe, make(), args, options))
+            found.append(row)
+
+        def best() -> Row:
+            return min(filter(fits, found), key=lambda row: row["step_s"], default=user)
+
+        if recipe.has_more_constraints:
+            variant(lambda: recipe.by_expert(step, args), None, constraints=True)
+        constrained = bool(best().get("constraints"))
+        try:
+            made = price(recipe, step, args, self.hardware, of_user=not constrained)
+        except Exception as error:  # without a plan, there are no kernels to take from it
+            print(f"no tuned kernels: {error}", flush=True)
+            return [*found[1:], self._as_tuned(best())]
+        base = recipe.by_expert if constrained else recipe.by_user
+        for limit in LIMITS_MIB if recipe.num_gpus > 1 else ():
+            if limit is not None:
+                variant(
+                    lambda: base(step, args),
+                    combiner_options(limit, made.plan),
+                    constraints=constrained,
+                    limit_mib=limit,
+                )
+        self._kernels(made, variant, best, constrained)
+        return [*found[1:], self._as_tuned(best())]
+
+    def _kernels(self, made: Priced, variant: Callable[..., None], best: Callable[[], Row], constrained: bool) -> None:
+        """The variants of the traced program."""
+        limit = best().get("limit_mib")
+        what = {"constraints": constrained, "limit_mib": limit, "kernels": True}
+        variant(made.with_kernels, combiner_options(limit, made.plan), **what)
+        if made.plan.early_reductions:
+            variant(
+                lambda: made.with_kernels(early=True), combiner_options(limit, made.plan), **what, early_reductions=True
+            )
+
+    def _figures(self, recipe: Recipe, jitted: Any, args: Any, options: dict[str, int] | None = None) -> Row:
+        module = module_bytes(lower_for("cuda", jitted, args))
+        return self.judge.figures(module, recipe.mesh, recipe.num_hosts, options or None)
+
+    def _row(self, one: Candidate, way: str, what: Row, figures: Callable[[], Row]) -> Row:
+        about = {
+            "recipe": one.recipe.name,
+            "kind": one.recipe.kind,
+            "way": way,
+            "gpus_used": one.recipe.num_gpus,
+            "mesh": str(one.recipe.mesh),
+            "words": "",
+            "price_s": one.price_s,
+            "price_bytes": one.peak_bytes,
+            "constraints": False,
+            "limit_mib": None,
+            "kernels": False,
+            "early_reductions": False,
+        }
+        return self.row_of(about | what, figures)
+
+    def _as_tuned(self, best: Row) -> Row:
+        return best | {"way": "tuned", "variant": variant_text(best)}
+
+
+def variant_text(row: Row) -> str:
+    """What a program has besides the user's shardings."""
+    parts = [name.replace("_", " ") for name in ("constraints", "kernels", "early_reductions") if row.get(name)]
+    parts += [f"combine {row['limit_mib']} MiB"] if row.get("limit_mib") else []
+    return ", ".join(parts) or "as the user's"
+
+
+def chosen(candidates: Sequence[Candidate], num_gpus: int) -> list[Candidate]:
+    """The candidates to compile: the best grid of each kind on all GPUs, and the best four on any number."""
+    ranked = sorted(candidates, key=lambda one: one.price_s)
+    on_all = _best_of_kinds([one for one in ranked if one.recipe.num_gpus == num_gpus])
+    best = [one for one in ranked if one.fits][:_NUM_COMPILED]
+    return list(dict.fromkeys([*best, *on_all]))
+
+
+def _best_of_kinds(ranked: Sequence[Candidate]) -> list[Candidate]:
+    """The first of each kind."""
+    found: dict[str, Candidate] = {}
+    for one in ranked:
+        found.setdefault(one.recipe.kind, one)
+    return list(found.values())

@@ -1,0 +1,227 @@
+"""The table of plans beside sharding by hand: which programs are compiled, the tuned version, the split, kept figures."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.hardware.profile import load as load_profile
+from autopar.ir.mesh import MeshShape
+from autopar.xla_compiler.compiler import CompiledStep
+from benchmarks.baselines import pinned
+from benchmarks.compile_cache import save
+from benchmarks.plans import case, judge, page
+from benchmarks.plans.case import ByHand, Candidate, chosen
+from benchmarks.plans.judge import Judge
+from benchmarks.plans.recipes import Recipe, recipes
+from benchmarks.plans.split import Split, mean, split
+from benchmarks.zoo import language
+
+# isort: split
+from transformers import LlamaConfig
+
+Row = dict[str, Any]
+H100 = load_profile("h100-sxm")
+
+
+def row(step_s: float | None, way: str = "user", **more: Any) -> Row:
+    about: Row = {"model": "gpt2", "setting": "8 GPUs", "gpus": 8, "gpus_used": 8, "batch": 8, "failed": ""}
+    about |= {"recipe": "FSDP", "kind": "FSDP", "mesh": "8", "words": "", "price_s": 1.0, "peak_bytes": 1e9}
+    about |= {"constraints": False, "limit_mib": None, "kernels": False, "early_reductions": False, "counts": {}}
+    about |= {"exposed_s": 0.0, "sent_bytes": 1e9, "xla_s": step_s, "xla_errors": []}
+    return about | {"way": way, "step_s": step_s} | more
+
+
+OWN = row(1.0, "autopar", recipe="autopar", kind="autopar", plan_s=1.0, compile_s=2.0, budget_bytes=None)
+HAND = [
+    row(4.0),
+    row(9.0, recipe="ZeRO-1"),
+    row(3.6, gpus_used=4),
+    row(3.0, "variant", gpus_used=4, constraints=True),
+    row(2.4, "variant", gpus_used=4, constraints=True, limit_mib=8),
+    row(1.2, "variant", gpus_used=4, constraints=True, limit_mib=8, kernels=True),
+    row(1.2, "tuned", gpus_used=4, constraints=True, limit_mib=8, kernels=True, variant="constraints, kernels"),
+]
+
+
+def test_the_factors_of_a_gain_multiply_to_it() -> None:
+    found = split([*HAND, OWN])
+    assert found is not None
+    assert found.devices == pytest.approx(4.0 / 3.6)
+    assert found.combiner == pytest.approx(3.0 / 2.4)
+    assert found.kernels == pytest.approx(2.4 / 1.2)
+    assert found.sharding == pytest.approx(3.6 / 3.0 * 1.2 / 1.0)
+    assert found.gain == pytest.approx(4.0)
+    assert found.over_tuned == pytest.approx(1.2)
+
+
+def test_a_case_without_a_time_has_no_split() -> None:
+    assert split(HAND) is None
+    assert split([row(None), OWN]) is None
+    assert split([row(1.0, peak_bytes=90e9), OWN]) is None
+
+
+def test_a_recipe_that_runs_on_no_all_gpus_gains_nothing_by_devices() -> None:
+    found = split([row(2.0, gpus_used=4), OWN])
+    assert found == Split(sharding=2.0, kernels=1.0, combiner=1.0, devices=1.0, over_tuned=2.0)
+
+
+def test_means_are_geometric() -> None:
+    found = mean([Split(1, 1, 4, 1, 1), Split(1, 1, 1, 9, 1)])
+    assert (found.combiner, found.devices, found.gain) == pytest.approx((2.0, 3.0, 6.0))
+
+
+def test_the_page_has_the_gates_the_split_and_what_an_earlier_version_measured() -> None:
+    earlier: Row = {"model": "bert", "setting": "8 GPUs", "gpus": 8, "recipe": "FSDP", "way": "expert", "failed": ""}
+    earlier |= {"step_s": 2.0, "peak_bytes": 1e9, "sent_bytes": 1e9, "exposed_s": 0.0, "counts": {}, "mesh": "8"}
+    text = page.summary([*HAND, OWN, earlier, earlier | {"way": "autopar", "recipe": "autopar", "step_s": 1.0}])
+    assert "1 of 2 cases" in text
+    assert "| tuned over the user's version of the same recipe, worst of 1 | 0.333 (FSDP of gpt2, 8 GPUs)" in text
+    assert "| autopar over the best tuned expert on any number of GPUs, worst | 0.833 (gpt2 (8 GPUs)); 1 of 1" in text
+    assert "| 8 GPUs | 1 | 1.200 | 4.000 | 1.440 | 2.000 | 1.250 | 1.111 |" in text
+    assert "(FSDP, on 4 of 8 GPUs; constraints, kernels)" in text
+    assert "measured by an earlier version" in text and "| bert | 2000.00 ms (FSDP, expert)" in text
+    table = page.page_table([*HAND, OWN, row(None, failed="VerifyError: no")])
+    assert "| FSDP | 4 | 8 | constraints, combine 8 MiB |" in table and "VerifyError: no" in table
+
+
+def test_xla_s_estimate_is_shown_only_where_it_is_sound() -> None:
+    assert "not sound" in page.page_table([row(1.0, xla_errors=["a loop"])])
+    assert "not sound" not in page.page_table([row(1.0)])
+
+
+def priced(name: str, seconds: float, num_gpus: int = 8, kind: str = "", **more: Any) -> Candidate:
+    recipe = Recipe(kind or name, name, MeshShape(("data",), (num_gpus,)), pinned.fsdp)
+    return Candidate(recipe, seconds, **more)
+
+
+def test_the_best_of_each_kind_and_the_best_four_are_compiled() -> None:
+    on_all = [priced("TP 4x2", 9, kind="TP"), priced("TP 2x4", 8, kind="TP"), priced("FSDP", 4), priced("DP", 10)]
+    fewer = [priced("FSDP", 5, 4), priced("DP", 6, 4), priced("ZeRO-1", 1, 4, peak_bytes=90e9)]
+    names = [(one.recipe.name, one.recipe.num_gpus) for one in chosen([*on_all, *fewer], 8)]
+    assert names == [("FSDP", 8), ("FSDP", 4), ("DP", 4), ("TP 2x4", 8), ("DP", 8)]
+
+
+class Times:
+    """A judge that gives known seconds, in order."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.options = list(seconds), list[Any]()
+
+    def figures(self, module: bytes, mesh: MeshShape, num_hosts: int, options: Any = None) -> Row:
+        self.options.append(options)
+        return {"step_s": self.seconds.pop(0), "exposed_s": 0.0, "peak_bytes": 1e9, "sent_bytes": 0.0, "counts": {}}
+
+
+def small_llama() -> Any:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    return language.llama(config, batch=8, seq=16).target
+
+
+def by_hand(times: Times) -> ByHand:
+    def row_of(about: Row, make: Callable[[], Row]) -> Row:
+        return {"failed": "", "gpus": 8} | about | make()
+
+    return ByHand(small_llama, 8, "h100-sxm", times, row_of)  # pyright: ignore[reportArgumentType]
+
+
+def fsdp() -> Candidate:
+    return Candidate(next(one for one in recipes(8, small_llama()[1]) if one.name == "FSDP"), 1.0)
+
+
+def test_each_variant_adds_one_thing_to_the_best_so_far() -> None:
+    """Constraints help, 8 MiB helps more, 1 MiB does not, kernels help."""
+    times = Times(8.0, 7.0, 7.5, 6.0)
+    rows = by_hand(times).tuned(fsdp(), row(10.0))
+    assert [one["step_s"] for one in rows] == [8.0, 7.0, 7.5, 6.0, 6.0]
+    assert [case.variant_text(one) for one in rows[:-1]] == [
+        "constraints",
+        "constraints, combine 8 MiB",
+        "constraints, combine 1 MiB",
+        "constraints, kernels, combine 8 MiB",
+    ]
+    assert rows[-1]["way"] == "tuned" and rows[-1]["variant"] == "constraints, kernels, combine 8 MiB"
+    limits = [one and set(one.values()) for one in times.options]
+    assert limits == [None, {8 << 20}, {1 << 20}, {8 << 20}]
+
+
+def test_a_tuned_version_is_never_slower_than_the_user_s() -> None:
+    rows = by_hand(Times(11.0, 12.0, 13.0, 14.0)).tuned(fsdp(), row(10.0))
+    assert rows[-1]["way"] == "tuned" and rows[-1]["step_s"] == 10.0
+    assert rows[-1]["variant"] == "as the user's"
+
+
+HLO = """\
+HloModule m, is_scheduled=true, num_partitions=8
+
+ENTRY %main (a: f32[1024,1024]) -> f32[1024,1024] {
+  %a = f32[1024,1024]{1,0} parameter(0)
+  ROOT %end = f32[1024,1024]{1,0} negate(%a)
+}
+"""
+
+
+class Cache:
+    """A compiler that must not compile."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def compile(self, *args: Any, **options: Any) -> CompiledStep:
+        raise AssertionError("compiled")
+
+
+def compiled_step(hlo: str) -> CompiledStep:
+    return CompiledStep(
+        argument_bytes=4.0,
+        temp_bytes=2.0,
+        output_bytes=4.0,
+        alias_bytes=0.0,
+        hosts=(0,) * 8,
+        step_time_s=1e-3,
+        exposed_s={},
+        compile_s=30.0,
+        flags=(),
+        hlo_text=hlo,
+    )
+
+
+def test_a_changed_replay_needs_no_new_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, mesh = tmp_path / "kept.jsonl", MeshShape(("data",), (8,))
+    monkeypatch.setattr(judge, "key", lambda *_: "program")
+    save(tmp_path, "program", compiled_step(HLO))
+
+    def figures() -> Row:
+        return Judge(Cache(tmp_path), H100, kept=kept).figures(b"", mesh, 1)  # pyright: ignore[reportArgumentType]
+
+    first = figures()
+    assert 0 < first["step_s"] < 1e-3 and first["xla_s"] == 1e-3 and first["peak_bytes"] == 10.0
+    assert first["replay"] == judge.replay_version(H100) and not first["compiled_now"]
+    (tmp_path / "program.json").rename(tmp_path / "away.json")
+    assert figures() == first  # from the repository, without the program
+    monkeypatch.setattr(judge, "replay_version", lambda _: "another")
+    with pytest.raises(AssertionError, match="compiled"):
+        figures()
+    (tmp_path / "away.json").rename(tmp_path / "program.json")
+    assert figures()["replay"] == "another"
+    lines = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+    assert [one["replay"] for one in lines] == [first["replay"], "another"]
+
+
+def test_figures_name_the_errors_of_xla_s_estimate() -> None:
+    text = HLO.replace("negate(%a)", 'custom-call(%a), custom_call_target="flash"')
+    found = judge.figures(compiled_step(text), MeshShape(("data",), (8,)), 1, H100)
+    assert found["xla_errors"] == ["custom call flash"]
+    assert found["step_s"] is None or math.isfinite(found["step_s"])
+
+
+def test_a_program_that_is_not_scheduled_has_no_time() -> None:
+    found = judge.figures(compiled_step(HLO.replace(", is_scheduled=true", "")), MeshShape(("data",), (8,)), 1, H100)
+    assert found["step_s"] is None and "not scheduled" in found["no_replay"]
