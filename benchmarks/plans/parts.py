@@ -43,7 +43,6 @@ from autopar.verification.compile_plan import hosts_needed
 from benchmarks.plans.case import ByHand, Row, variant_text
 from benchmarks.plans.judge import Judge, new_compiler
 from benchmarks.plans.models import MODELS
-from benchmarks.plans.recipes import GPUS_PER_HOST
 from benchmarks.plans.split import MEMORY_BYTES, fits
 from benchmarks.zoo.training import Target
 
