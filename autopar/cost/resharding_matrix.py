@@ -35,6 +35,22 @@ _LARGEST = 1 << 48  # elements of a tensor: a key of 64 bits holds this and a co
 
 
 @dataclass(frozen=True, slots=True)
+class InPlaceUpdate:
+    """Carried state that a kernel updates from a tensor.
+
+    A reduce-scatter's result has the scattered dim outermost in memory. Where that is not the state's layout, the
+    kernel transposes, so that it cannot write in place: XLA copies each state.
+
+    Args:
+        itemsizes: bytes per element of each state.
+        order: the state's dim for each dim of the tensor.
+    """
+
+    itemsizes: tuple[float, ...]
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class _Structure:
     """The steps between all pairs of two lists of shardings, whatever the tensor's size.
 
@@ -102,6 +118,11 @@ class _Patterns:
         """The position of the dim that each collective gathers or scatters, by the collective's number."""
         return np.array([at for _, _, at, _ in self.named], int)
 
+    def scattered(self, collectives: np.ndarray) -> np.ndarray:
+        """The fraction of the payload that each reduce-scatter leaves on a device; 0 for other collectives."""
+        kept = [1.0 / self._size(axes) if kind == "reduce-scatter" else 0.0 for kind, axes, _, _ in self.named]
+        return np.array(kept)[collectives]
+
     def finer(self, collectives: np.ndarray, parts: np.ndarray) -> np.ndarray:
         """The parts of each dim on the finer side of some collectives, int[collectives, dims].
 
@@ -158,14 +179,19 @@ class ReshardingTimes:
         *,
         combinable: bool,
         hideable: Hideable | None = None,
+        update: InPlaceUpdate | None = None,
     ) -> np.ndarray:
-        """Seconds from each of `made` to each of `wanted`, with `EACH_S` per collective, float[made, wanted]."""
+        """Seconds from each of `made` to each of `wanted`, with `EACH_S` per collective, float[made, wanted].
+
+        Args:
+            update: carried state that the reader updates from the tensor.
+        """
         divisors = divisibility(shape, self._mesh)
         key = (made, wanted, divisors)
         if key not in self._structures:
             self._structures[key] = self._structure(made, wanted, divisors)
         structure = self._structures[key]
-        total = np.zeros(len(structure.dims))
+        total, copies = np.zeros(len(structure.dims)), np.zeros(len(structure.dims))
         sizes = np.array(shape, np.int64)[structure.dims]
         for pairs, collectives, parts in structure.steps:  # in the order in which a path adds them up
             parts_of_dims = -(-sizes[pairs] // parts)
@@ -176,10 +202,17 @@ class ReshardingTimes:
                 of_any = self._seconds(collectives, local, itemsize, combinable, of_any=True)
                 seconds = np.where(is_even, of_any, seconds)
             total[pairs] += seconds
-            inner = _is_inner(self._patterns.moved()[collectives], structure.dims[pairs], parts_of_dims)
-            total[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
+            moved = self._patterns.moved()[collectives]
+            inner = _is_inner(moved, structure.dims[pairs], parts_of_dims)
+            copies[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
+            if update is not None:
+                shard = self._patterns.scattered(collectives) * local
+                shard *= _is_transposed(moved, structure.dims[pairs], parts_of_dims, update.order)
+                copies[pairs] += shard * (2 * sum(update.itemsizes) / self._profile.hbm_bytes_per_s)
+                copies[pairs] += (shard > 0) * len(update.itemsizes) * self._profile.kernel_launch_s
         if hideable is not None:
             total *= self._exposed.get(hideable, 1.0)
+        total += copies
         return total.reshape(len(made), len(wanted))
 
     def _seconds(
@@ -251,6 +284,18 @@ def _is_inner(at: np.ndarray, dims: np.ndarray, sizes: np.ndarray) -> np.ndarray
     moved = np.take_along_axis(dims, np.maximum(at, 0)[:, None], axis=1) if rank else np.zeros((len(at), 1), int)
     outside = np.where(dims < moved, sizes, 1).prod(axis=1)
     return (at >= 0) & (moved[:, 0] > 0) & (moved[:, 0] < rank - 1) & (outside > 1)
+
+
+def _is_transposed(at: np.ndarray, dims: np.ndarray, sizes: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
+    """Whether the dim that a step scatters is not the outermost one of the state that is updated from its result.
+
+    Args:
+        at, dims, sizes: as for `_is_inner`.
+        order: the state's dim for each dim of the tensor.
+    """
+    places = np.array(order, int)[dims]
+    moved = np.take_along_axis(places, np.maximum(at, 0)[:, None], axis=1)
+    return (at >= 0) & (np.where(places < moved, sizes, 1).prod(axis=1) > 1)
 
 
 def _distinct_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[bytes]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.cost.resharding_matrix import Hideable
+from autopar.cost.resharding_matrix import Hideable, InPlaceUpdate
 from autopar.formulate.sharding_lists import ShardingLists, Shardings
 from autopar.ir.graph import Graph, Phase
 from autopar.ir.sharding import TensorSharding
@@ -61,6 +61,7 @@ class Flow:
         uses: (node, operand)s of the group that reads it.
         exact: whether resharding is ruled out.
         hideable: kind of communication if independent kernels can overlap with it.
+        update: carried state that the target updates in place.
     """
 
     value: int
@@ -72,6 +73,7 @@ class Flow:
     uses: tuple[tuple[int, int], ...] = ()
     exact: bool = False
     hideable: Hideable | None = None
+    update: InPlaceUpdate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class _Collector:
         self.input_decision: dict[int, int] = {}
         self.position_of = {value: position for position, value in enumerate(graph.inputs)}
         self.renewed = dict(graph.carried)
+        self.updated = {graph.outputs[after] for _, after in graph.carried}
         self.of_state: dict[int, bool] = {}
 
     def run(self) -> Decisions:
@@ -219,7 +222,8 @@ class _Collector:
         for node, wanted, uses in outside:
             producer, exact = self.made[value][0], node in into_loops
             combinable, hideable = self._combinable(producer, node), self._hideable(producer, node)
-            self.flows.append(Flow(value, source, node, made, wanted, combinable, uses, exact, hideable))
+            update = self._update(value, node) if hideable == "sum" else None
+            self.flows.append(Flow(value, source, node, made, wanted, combinable, uses, exact, hideable, update))
 
     def _is_held_by_a_loop(self, value: int, uses: Sequence[tuple[int, int]]) -> bool:
         """Whether there is a memory budget and the value stays live throughout a loop.
@@ -257,7 +261,9 @@ class _Collector:
         combinable = all(self._combinable(source, user) for user, _, _ in users)
         kinds: set[Hideable | None] = {self._hideable(source, user) for user, _, _ in users}
         hideable = kinds.pop() if len(kinds) == 1 else None
-        self.flows.append(Flow(value, source, node, made, options, combinable, hideable=hideable))
+        found = (self._update(value, user) for user, _, _ in users) if hideable == "sum" else ()
+        update = next(filter(None, found), None)
+        self.flows.append(Flow(value, source, node, made, options, combinable, hideable=hideable, update=update))
         return node, options
 
     def _combinable(self, source: int, target: int) -> bool:
@@ -274,6 +280,18 @@ class _Collector:
         if self._is_given(source):
             return "gather"
         return "sum" if self._is_update(target) else None
+
+    def _update(self, value: int, node: int) -> InPlaceUpdate | None:
+        """The carried state of the value's shape that a decision updates from it."""
+        group = self.groups[self.decisions[node].group] if self.decisions[node].kind == "group" else None
+        dims = next((read.dims for read in group.reads if read.value == value), None) if group else None
+        if group is None or dims is None:
+            return None
+        updated = [one for one in group.defines if one.value in self.updated and sorted(one.dims) == sorted(dims)]
+        if not updated:
+            return None
+        order = tuple(updated[0].dims.index(dim) for dim in dims)
+        return InPlaceUpdate(tuple(self.graph.values[one.value].itemsize for one in updated), order)
 
     def _is_given(self, node: int) -> bool:
         """Whether a decision is an input, or computed from the carried state alone."""

@@ -105,7 +105,7 @@ class Prices:
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self._graph.values[flow.value]
         shared = self._decided.decisions[flow.target].shared
-        how = (flow.combinable, flow.hideable, flow.exact, shared)
+        how = (flow.combinable, flow.hideable, flow.update, flow.exact, shared)
         key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), *how)
         if key not in self._matrices:
             (made, rows), (wanted, columns) = self._lists.distinct(flow.made), self._lists.distinct(flow.wanted)
@@ -119,6 +119,7 @@ class Prices:
                     info.itemsize,
                     combinable=flow.combinable,
                     hideable=flow.hideable,
+                    update=flow.update,
                 )
             matrix = info.repeat * seconds[rows[:, None], columns]
             if shared or flow.exact:
