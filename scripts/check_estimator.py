@@ -26,7 +26,7 @@ from typing import Any
 
 from fit_xla_tables import ACCURACY, plugin, write_section
 
-from autopar.cost.kernel_time import column_blocks
+from autopar.xla_model.latency_estimator import column_blocks
 from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.device_program import Buffer, DeviceProgram, Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh

@@ -19,7 +19,7 @@ from autopar.calibration.calibration import Calibration, Machine, profile_table
 from autopar.comparison.least_devices import meshes_of
 from autopar.cost.collective_entry import link_of
 from autopar.cost.collectives import collective_time, groupings
-from autopar.cost.kernel_time import collective_seconds
+from autopar.xla_model.latency_estimator import collective_seconds
 from autopar.errors import HardwareError
 from autopar.hardware.profile import HardwareProfile, known_names, load
 from autopar.inference.estimate.estimate import PaperInference, inference_on_paper

@@ -49,6 +49,6 @@ def extension_time(extension: Extend, mesh: MeshShape, profile: HardwareProfile)
     """Seconds of the collective-permutes, and of the kernel that concatenates the parts."""
     return (
         sum(collective_time(one.kind, one.num_bytes, one.axes, mesh, profile) for one in extension.slices)
-        + 2 * extension.num_bytes / profile.hbm_bytes_per_s
+        + 2 * extension.num_bytes / profile.memory_bytes_per_s
         + profile.kernel_launch_s
     )

@@ -204,11 +204,11 @@ class ReshardingTimes:
             total[pairs] += seconds
             moved = self._patterns.moved()[collectives]
             inner = _is_inner(moved, structure.dims[pairs], parts_of_dims)
-            copies[pairs] += inner * local * (2 * itemsize / self._profile.hbm_bytes_per_s)
+            copies[pairs] += inner * local * (2 * itemsize / self._profile.memory_bytes_per_s)
             if update is not None:
                 shard = self._patterns.scattered(collectives) * local
                 shard *= _is_transposed(moved, structure.dims[pairs], parts_of_dims, update.order)
-                copies[pairs] += shard * (2 * sum(update.itemsizes) / self._profile.hbm_bytes_per_s)
+                copies[pairs] += shard * (2 * sum(update.itemsizes) / self._profile.memory_bytes_per_s)
                 copies[pairs] += (shard > 0) * len(update.itemsizes) * self._profile.kernel_launch_s
         if hideable is not None:
             total *= self._exposed.get(hideable, 1.0)

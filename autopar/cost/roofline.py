@@ -80,4 +80,4 @@ def compute_time(load: Load, strategies: Sequence[Strategy], mesh: MeshShape, pr
         for size, dim in zip(shape, dims, strict=True):
             local *= -(-size // parts[:, dim[0]]) if dim else size
         traffic += num_bytes * local
-    return np.maximum(arithmetic, traffic / profile.hbm_bytes_per_s) + profile.kernel_launch_s
+    return np.maximum(arithmetic, traffic / profile.memory_bytes_per_s) + profile.kernel_launch_s + profile.kernel_gap_s

@@ -58,7 +58,7 @@ class Prices:
         if decision.kind == "input" and decision.position not in self._renewed:
             info = self._graph.values[decision.value]  # data is written to memory as it arrives
             sizes = [s.local_size(info.shape, self._mesh) for s in decision.shardings]
-            return np.array(sizes) * info.itemsize / self._profile.hbm_bytes_per_s
+            return np.array(sizes) * info.itemsize / self._profile.memory_bytes_per_s
         if decision.kind != "group":
             return np.zeros(decision.num_strategies)
         load = load_of(self._decided.groups[decision.group], self._decided.written, self._graph)

@@ -95,11 +95,14 @@ class HardwareProfile:
             every dtype.
         vector_flops_per_s: rate outside the matrix units, float32.
         compute_efficiency: fraction of `peak_flops_per_s` that a large GEMM reaches.
+        convolution_efficiency: fraction of a GEMM's rate that a convolution reaches.
         kernel_launch_s: fixed seconds per kernel.
+        kernel_gap_s: seconds between two kernels of a stream.
         operations: operations per element, by name of `OPERATIONS`; read it through `flops_per_element`.
         hbm_bytes: size of device memory.
         usable_fraction: fraction of device memory that a program may fill.
         hbm_bytes_per_s: device memory bandwidth, reads and writes together.
+        hbm_efficiency: fraction of it that a kernel reaches; read the product through `memory_bytes_per_s`.
         cache_bytes, near_cache_bytes: size of the device's cache and of its cores' caches together; 0 for none.
         host_link: link between devices of one NVLink domain, which is one host by default.
         network_link: link between devices of different domains.
@@ -112,6 +115,7 @@ class HardwareProfile:
         combined_launch_fraction: smallest fraction of launch and latency that a merged collective pays, because its
             buffer is still one more call.
         all_to_all_efficiency: fraction of a link's rate that an all-to-all reaches.
+        kernel_slowdown: fraction of the kernels' rate that a concurrent collective takes.
         sources: source and date of each block of the file.
         nvlink_domain_devices: number of devices of one NVLink domain of several hosts; None if a domain is one host.
             Read it through `devices_per_domain`.
@@ -149,6 +153,10 @@ class HardwareProfile:
     all_to_all_efficiency: float
     sources: Mapping[str, str] = field(compare=False, repr=False)
     nvlink_domain_devices: int | None = None
+    convolution_efficiency: float = 1.0
+    kernel_gap_s: float = 0.0
+    hbm_efficiency: float = 1.0
+    kernel_slowdown: float = 0.0
     usd_per_device_hour: float | None = None
     replay_rates: str | None = None
     xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
@@ -158,6 +166,11 @@ class HardwareProfile:
     def usable_bytes(self) -> float:
         """Device memory that a program may fill, in bytes: the default memory budget."""
         return self.hbm_bytes * self.usable_fraction
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """Device memory bandwidth that a kernel reaches."""
+        return self.hbm_bytes_per_s * self.hbm_efficiency
 
     @property
     def rates_name(self) -> str:
@@ -325,6 +338,10 @@ def _profile(read: _Reader) -> HardwareProfile:
         all_to_all_efficiency=read.fraction("collectives.all_to_all_efficiency"),
         sources={block: read.source(block) for block in blocks} | {"operations": source},
         nvlink_domain_devices=_nvlink_domain(read),
+        convolution_efficiency=read.fraction("compute.convolution_efficiency", 1.0),
+        kernel_gap_s=read.not_negative("compute.kernel_gap_s") if "kernel_gap_s" in read.table["compute"] else 0.0,
+        hbm_efficiency=read.fraction("memory.hbm_efficiency", 1.0),
+        kernel_slowdown=read.fraction("collectives.kernel_slowdown", 0.0),
         usd_per_device_hour=read.positive("price.usd_per_device_hour") if "price" in read.table else None,
         replay_rates=_replay_rates(read),
         xla_target=read.table.get("xla_target"),
@@ -417,7 +434,15 @@ class _Reader:
     def not_negative(self, key: str) -> float:
         return float(self._must(key, "a number of at least 0", lambda v: _is_number(v) and v >= 0))
 
-    def fraction(self, key: str) -> float:
+    def fraction(self, key: str, default: float | None = None) -> float:
+        """A fraction of one.
+
+        Args:
+            default: for a key that the file may leave out.
+        """
+        block, _, name = key.rpartition(".")
+        if default is not None and name not in self.value(block):
+            return default
         return float(self._must(key, "a number above 0 and at most 1", lambda v: _is_number(v) and 0 < v <= 1))
 
     def count(self, key: str) -> int:

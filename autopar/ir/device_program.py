@@ -70,6 +70,7 @@ class Op:
         combinable: whether XLA merges it with others of its kind.
         unpriced: whether XLA's estimator counts it as free (a Triton normalisation, a copy, a sort).
         num_blocks: number of thread blocks if too few to fill the device; 0 otherwise.
+        num_launches: number of kernels that it runs as.
     """
 
     kind: OpKind
@@ -90,6 +91,7 @@ class Op:
     unpriced: bool = False
     broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
+    num_launches: int = 1
     spared_bytes: float = 0.0
     matrix_flops: tuple[tuple[str, float], ...] = ()
 

@@ -5,7 +5,6 @@ In: a program, a formulation, its solution and the assembled parts. Out: `Candid
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from autopar.formulate.formulation import Formulation
@@ -33,20 +32,6 @@ class Candidate:
     @property
     def step_time_s(self) -> float:
         return self.parts.prediction.step_time_s
-
-    @property
-    def compared_s(self) -> float:
-        """Seconds by which plans are compared: the geometric mean of two step times, one by the device's own rates and one
-        by XLA's latency estimator.
-
-        Each of the two models overlap that the other misses. XLA's estimator has one price for convolutions and library
-        attention of any size: their time beyond that, by the device's own rates, is added to it. XLA's estimator counts a
-        loop as one short operation: in a program with loops the own rates alone count.
-        """
-        prediction = self.parts.prediction
-        if prediction.xla_step_time_s is None or self.program.graph.loops:
-            return prediction.step_time_s
-        return math.sqrt(prediction.step_time_s * (prediction.xla_step_time_s + self.parts.simulation.unestimated_s))
 
     @property
     def peak_bytes(self) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.collectives import collective
-from autopar.cost.kernel_time import is_unestimated, op_seconds
+from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.graph import Graph
@@ -72,11 +72,10 @@ class EarlyStart:
 
 
 class _Clock:
-    """Start times of the operations in program order, without waiting for collectives. The time of an operation is the mean of
-    its time by the device's own rates and by XLA's latency estimator."""
+    """Start times of the operations in program order, without waiting for collectives."""
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
-        self.mesh, self.profiles = mesh, (profile, replace(profile, xla_estimator=None))
+        self.mesh, self.profile = mesh, profile
         self.ops, self.waits_for = program.ops, predecessors(program.ops)
         self.starts: list[float] = []
         now = 0.0
@@ -89,8 +88,7 @@ class _Clock:
                 self.first_read[j] = min(self.first_read[j], i)
 
     def seconds(self, op: Op) -> float:
-        profiles = self.profiles[1:] if is_unestimated(op) else self.profiles
-        return sum(op_seconds(op, self.mesh, profile) for profile in profiles) / len(profiles)
+        return op_seconds(op, self.mesh, self.profile)
 
     def together(self, chains: Sequence[Sequence[int]]) -> float:
         """Seconds of several reductions, with reductions of equal kind and axes combined into one."""

@@ -43,7 +43,7 @@ def within_budget(task: MeshTask, unlimited: Candidate, fastest: SharedMinimum) 
     except TimeLimitError as error:
         timeout = error
     if levels and not (request.any_that_fits and found):
-        own_s = min((candidate.compared_s for candidate in found), default=math.inf)
+        own_s = min((candidate.step_time_s for candidate in found), default=math.inf)
         levels = levels[-1:] if request.any_that_fits else levels
         search = RematSearch(task, unlimited, levels, smallest, own_s, fastest, deadline)
         try:
@@ -55,7 +55,7 @@ def within_budget(task: MeshTask, unlimited: Candidate, fastest: SharedMinimum) 
         if search.slower is not None:
             found = found or [search.slower]
     if found:
-        return min(found, key=lambda candidate: candidate.compared_s)
+        return min(found, key=lambda candidate: candidate.step_time_s)
     if timeout is not None or estimate is None:
         raise timeout or TimeLimitError(f"planning for mesh {unlimited.formulation.mesh} ended without a plan")
     estimated = estimate

@@ -275,7 +275,7 @@ class _Search:
             self._show(f"plan {mesh}", 0.1 + 0.6 * i / count)
             self._begun[i] = begun = begin(mesh, self._forms, self._tasks[i])
             if begun.candidate.peak_bytes <= self._budget_bytes:
-                self._fastest.lower(begun.candidate.compared_s)
+                self._fastest.lower(begun.candidate.step_time_s)
         if lowest_score_s is None:
             begun = self._begun[i]
             return _Score(begun.score_s, begun.candidate.peak_bytes <= self._budget_bytes)
@@ -291,7 +291,7 @@ class _Search:
         fits = done.candidate.peak_bytes <= self._budget_bytes
         if fits:
             self._fastest.lower(done.fastest.compared_s)
-        return _End(done.plan, fits, done.candidate.compared_s, done.candidate, fastest=done.fastest)
+        return _End(done.plan, fits, done.candidate.step_time_s, done.candidate, fastest=done.fastest)
 
     def _show(self, stage: str, fraction: float) -> None:
         if os.getpid() == self._process:  # forks show no progress

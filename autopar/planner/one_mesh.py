@@ -53,7 +53,7 @@ class Begun:
     def score_s(self) -> float:
         """Seconds by which meshes are ranked: the step time, plus a share of it for each mesh axis."""
         axes = sum(size > 1 for size in self.mesh.axis_sizes)
-        return self.candidate.compared_s * (1 + _PER_AXIS * axes)
+        return self.candidate.step_time_s * (1 + _PER_AXIS * axes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,11 @@ def finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finis
 def _finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
     started, task = time.perf_counter(), begun.task
     candidates = _with_overlap(begun, fastest, lowest_score_s)
-    unlimited = min(candidates, key=_compared_s)
+    unlimited = min(candidates, key=_step_time_s)
     memory_bound = unlimited.peak_bytes > task.budget_bytes
     if memory_bound and begun.candidate.peak_bytes > task.budget_bytes and lower_bound_s(unlimited) < fastest.value:
         candidates += _within_budget(candidates, unlimited, task, fastest)
-    best = min(candidates, key=lambda one: (one.peak_bytes > task.budget_bytes, one.compared_s))
+    best = min(candidates, key=lambda one: (one.peak_bytes > task.budget_bytes, one.step_time_s))
     chosen = best
     if not task.request.any_that_fits:
         chosen = simplest(best, candidates, fastest.value, task)
@@ -129,7 +129,7 @@ def _finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Fini
         seconds=begun.seconds + time.perf_counter() - started,
         memory_bound=memory_bound,
     )
-    return Finished(plan, chosen, Fastest.of(min(best, chosen, key=_compared_s)))
+    return Finished(plan, chosen, Fastest.of(min(best, chosen, key=_step_time_s)))
 
 
 def _within_budget(
@@ -172,5 +172,5 @@ def _with_overlap(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -
     return [first, *search_overlap_prices(first, other, fastest.value, only_one=too_large)]
 
 
-def _compared_s(candidate: Candidate) -> float:
-    return candidate.compared_s
+def _step_time_s(candidate: Candidate) -> float:
+    return candidate.step_time_s

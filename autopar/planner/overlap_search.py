@@ -45,16 +45,10 @@ _LEAST_GAIN = 0.005
 def is_worth_hiding(plan: Candidate, to_beat: float = math.inf) -> bool:
     """Whether XLA overlaps kernels and collectives of the plan, enough communication is exposed, and the plan could become
     faster than `to_beat` seconds."""
-    prediction = plan.parts.prediction
-    if not _overlaps(plan) or not prediction.step_time_s or not prediction.xla_step_time_s:
+    if not _overlaps(plan) or (1 - _MOST_SAVED) * plan.step_time_s >= to_beat:
         return False
-    if (1 - _MOST_SAVED) * plan.compared_s >= to_beat:
-        return False
-    own = sum(prediction.exposed_s.values()) / prediction.step_time_s
-    estimated = sum((prediction.xla_exposed_s or {}).values()) / (
-        prediction.xla_step_time_s + plan.parts.simulation.unestimated_s
-    )
-    return max(own, estimated) > _WORTH and lower_bound_s(plan) < to_beat
+    exposed_s = sum(plan.parts.prediction.exposed_s.values())
+    return exposed_s > _WORTH * plan.step_time_s and lower_bound_s(plan) < to_beat
 
 
 def search_overlap_prices(
@@ -65,7 +59,7 @@ def search_overlap_prices(
     Args:
         first: the plan to improve.
         other: plans by given prices, if faster than given seconds; returns None for an assignment planned before.
-        to_beat: `compared_s` of the fastest plan on other meshes.
+        to_beat: `step_time_s` of the fastest plan on other meshes.
         only_one: whether to stop after one plan.
     """
     tried, best = list[Candidate](), first
@@ -73,9 +67,9 @@ def search_overlap_prices(
     def is_better(prices: Prices) -> bool:
         nonlocal best
         before = best
-        plan = other(prices, min(best.compared_s, to_beat))
+        plan = other(prices, min(best.step_time_s, to_beat))
         tried.extend([] if plan is None else [plan])
-        best = min([best, *tried], key=lambda one: one.compared_s)
+        best = min([best, *tried], key=lambda one: one.step_time_s)
         return best is not before
 
     if is_worth_hiding(best, to_beat):
@@ -91,29 +85,15 @@ def search_overlap_prices(
 
 def _most_exposed(plan: Candidate) -> Hideable:
     """The kind of collective that is exposed most."""
-    prediction = plan.parts.prediction
-    estimated_s = (
-        math.inf
-        if prediction.xla_step_time_s is None
-        else prediction.xla_step_time_s + plan.parts.simulation.unestimated_s
-    )
-    both = (
-        (prediction.exposed_s, prediction.step_time_s or math.inf),
-        (prediction.xla_exposed_s or {}, estimated_s or math.inf),
-    )
-    of_kinds = [(collective(kind), seconds / step) for exposed, step in both for kind, seconds in exposed.items()]
-    gathers = sum(part for kind, part in of_kinds if kind.change == "all-gather")
-    sums = sum(part for kind, part in of_kinds if kind.is_sum)
+    of_kinds = [(collective(kind), seconds) for kind, seconds in plan.parts.prediction.exposed_s.items()]
+    gathers = sum(seconds for kind, seconds in of_kinds if kind.change == "all-gather")
+    sums = sum(seconds for kind, seconds in of_kinds if kind.is_sum)
     return "gather" if gathers > sums else "sum"
 
 
 def lower_bound_s(plan: Candidate) -> float:
-    """A lower bound of a plan's `compared_s` over all combine thresholds and early reductions."""
-    simulation, program = plan.parts.simulation, plan.program
-    by_rates = simulation.least_s(by_rates=True)
-    if plan.parts.prediction.xla_step_time_s is None or program.graph.loops:
-        return by_rates
-    return math.sqrt(by_rates * (simulation.least_s() + simulation.unestimated_s))
+    """A lower bound of a plan's step time over all combine thresholds and early reductions."""
+    return plan.parts.simulation.least_s
 
 
 def with_best_overlap(plan: Candidate, budget: float, to_beat: float = math.inf) -> Candidate:
@@ -131,8 +111,7 @@ def _with_best_threshold(plan: Candidate, budget: float, to_beat: float) -> Cand
 
 def _with_early_reductions(plan: Candidate, budget: float, to_beat: float) -> Candidate:
     """The same plan with early reductions and the combine threshold for them, where that is faster."""
-    prediction, f, device = plan.parts.prediction, plan.formulation, plan.parts.device
-    exposed = prediction.exposed_s.keys() | (prediction.xla_exposed_s or {}).keys()
+    exposed, f, device = plan.parts.prediction.exposed_s, plan.formulation, plan.parts.device
     if not is_worth_hiding(plan, to_beat) or not any(collective(kind).is_sum for kind in exposed):
         return plan
     own = f.profile.combine_threshold_bytes
@@ -164,18 +143,18 @@ _Variant = tuple[int | None, Simulation, tuple[EarlyReduction, ...]]
 def _best(plan: Candidate, budget: float, variants: Iterable[_Variant]) -> Candidate:
     """The fastest variant of a plan, or the plan itself if no variant saves enough time within the memory."""
     most = max(budget, plan.peak_bytes)
-    best, to_beat = plan, (1 - _LEAST_GAIN) * plan.compared_s
+    best, to_beat = plan, (1 - _LEAST_GAIN) * plan.step_time_s
     for combine_threshold_bytes, simulation, reductions in variants:
         parts = predicted_again(plan.formulation, plan.parts, combine_threshold_bytes, simulation, reductions, to_beat)
         if parts is None:
             continue
         one = replace(plan, parts=parts)
-        if one.peak_bytes <= most and one.compared_s <= to_beat and (best is plan or one.compared_s < to_beat):
-            best, to_beat = one, one.compared_s
+        if one.peak_bytes <= most and one.step_time_s <= to_beat and (best is plan or one.step_time_s < to_beat):
+            best, to_beat = one, one.step_time_s
     return best
 
 
 def _overlaps(plan: Candidate) -> bool:
     """Whether XLA overlaps kernels and collectives: on several GPUs, in a program without loops."""
     profile, mesh, loops = plan.formulation.profile, plan.formulation.mesh, plan.program.graph.loops
-    return profile.platform == "gpu" and profile.xla_estimator is not None and mesh.num_devices > 1 and not loops
+    return profile.platform == "gpu" and mesh.num_devices > 1 and not loops

@@ -6,7 +6,6 @@ In: a `Candidate`, the planned program. Out: `Plan`.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from autopar.formulate.formulation import Formulation
 from autopar.hardware.profile import HardwareProfile
@@ -50,7 +49,7 @@ def plan_of(
     """
     parts, solution, graph = candidate.parts, candidate.solution, candidate.formulation.graph
     check_explicit(parts.explicit, graph)
-    mesh, own_rates = candidate.formulation.mesh, replace(candidate.formulation.profile, xla_estimator=None)
+    mesh, own_rates = candidate.formulation.mesh, candidate.formulation.profile
     return Plan(
         program=program.signature,
         mesh=mesh,

@@ -126,11 +126,11 @@ class RematSearch:
             self._needed = plan.peak_bytes + saved[n] - self.budget
             if plan.peak_bytes <= self.budget:
                 high = n
-                if plan.compared_s < self.to_beat:
-                    best, self._own_s = plan, plan.compared_s
+                if plan.step_time_s < self.to_beat:
+                    best, self._own_s = plan, plan.step_time_s
                 else:
                     self.slower = plan
-            elif plan.compared_s > (1 - _WORTH_LOOKING) * self.to_beat:  # higher levels take longer still
+            elif plan.step_time_s > (1 - _WORTH_LOOKING) * self.to_beat:  # higher levels take longer still
                 self.slower = plan
                 return n, best
             else:

@@ -39,7 +39,7 @@ class Fastest:
     def of(cls, plan: Candidate) -> Fastest:
         inputs, f = plan.parts.inputs, plan.formulation
         strategy = strategy_text(f, plan.solution.choices, inputs)
-        return cls(plan.compared_s, plan.step_time_s, f.mesh, strategy, num_split(inputs))
+        return cls(plan.step_time_s, plan.step_time_s, f.mesh, strategy, num_split(inputs))
 
 
 def simplest(best: Candidate, candidates: Sequence[Candidate], to_beat: float, task: MeshTask) -> Candidate:
@@ -50,8 +50,8 @@ def simplest(best: Candidate, candidates: Sequence[Candidate], to_beat: float, t
         best: the fastest candidate that fits.
         to_beat: seconds of the fastest plan on any mesh so far.
     """
-    limit_s = (1 + TIE) * min(best.compared_s, to_beat)
-    if best.compared_s > limit_s or best.peak_bytes > task.budget_bytes:
+    limit_s = (1 + TIE) * min(best.step_time_s, to_beat)
+    if best.step_time_s > limit_s or best.peak_bytes > task.budget_bytes:
         return best
     most_s = (1 + TIE) * best.step_time_s  # the step time that users see must be tied too
     fitting = (
@@ -59,8 +59,8 @@ def simplest(best: Candidate, candidates: Sequence[Candidate], to_beat: float, t
         for one in (*candidates, *_with_replicated_state(best, limit_s, task))
         if one.peak_bytes <= task.budget_bytes
     )
-    tied = [one for one in fitting if one.compared_s <= limit_s and one.step_time_s <= most_s]
-    return min(tied, key=lambda one: (num_split(one.parts.inputs), one.compared_s), default=best)
+    tied = [one for one in fitting if one.step_time_s <= limit_s and one.step_time_s <= most_s]
+    return min(tied, key=lambda one: (num_split(one.parts.inputs), one.step_time_s), default=best)
 
 
 def _with_replicated_state(best: Candidate, limit_s: float, task: MeshTask) -> list[Candidate]:

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.kernel_time import cycles
 from autopar.formulate.formulation import Formulation
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, OpKind
@@ -19,7 +18,8 @@ from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.rules.table import traits_of
 from autopar.xla_model.fusion_pipeline import fuse
-from autopar.xla_model.kernels import Fused, num_blocks
+from autopar.xla_model.kernels import Fused, num_blocks, num_launches
+from autopar.xla_model.latency_estimator import cycles
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
@@ -203,6 +203,7 @@ class _Builder:
             payload_bytes=one.payload_bytes,
             combinable=one.combinable,
             unpriced=kernel.tiled or (_kind(one) == "other"),
+            num_launches=num_launches(self.instructions, kernel.roots),
             num_blocks=0.0 if kernel.tiled else num_blocks(self.instructions, kernel.roots, kernel.operands),
         )
 

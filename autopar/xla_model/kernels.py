@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.kernel_time import column_blocks
 from autopar.hardware.profile import HardwareProfile
 from autopar.rules.table import traits_of
+from autopar.xla_model.latency_estimator import MOST_ROWS, column_blocks
 from autopar.xla_model.local_program import Instruction, LocalProgram
 
 LAUNCH_S = 1e-6  # launch overhead of a kernel in XLA's cost model of fusions
@@ -107,6 +107,12 @@ def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operan
     read = [instructions[o] for o in operands if instructions[o].elements > 64.0]
     itemsize = min((i.num_bytes / i.elements for i in read), default=4.0)
     return column_blocks(one.reduces, one.columns, max(itemsize, 1.0), max(one.elements / one.columns, 1.0))
+
+
+def num_launches(instructions: Sequence[Instruction], roots: Sequence[int]) -> int:
+    """The number of kernels: a column reduction of many rows has a second one, which adds the parts."""
+    reductions = (instructions[root] for root in roots if instructions[root].kind == "reduce")
+    return 2 if any(one.columns and one.reduces > MOST_ROWS for one in reductions) else 1
 
 
 class KernelPrice:

@@ -1,6 +1,7 @@
 """Schedule a device's program as XLA's latency-hiding scheduler does.
 
-In: operations with combined collectives (`Task`), and their seconds. Out: the `Timeline` of the schedule. A list
+In: operations with combined collectives (`Task`), and their seconds. Out: their order, and the `Timeline` of running it,
+by the same seconds or by others. A list
 scheduler builds it backwards, from the last operation to the first: it picks the ready operation that leaves most time
 to hide collectives. Source: openxla/xla, xla/service/latency_hiding_scheduler.cc and
 xla/service/gpu/gpu_latency_hiding_scheduler.cc.
@@ -13,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.kernel_time import is_small
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Op
 from autopar.ir.mesh import MeshShape
 from autopar.xla_model.collective_combiner import Task
+from autopar.xla_model.latency_estimator import is_small
 from autopar.xla_model.timeline import Ran, Timeline
 
 #: The least latency that the scheduler assumes between two dependent kernels.
@@ -119,8 +120,14 @@ class SchedulePrices:
         seconds: Sequence[float],
         mesh: MeshShape,
         profile: HardwareProfile,
+        issue_s: float = 0.0,
     ) -> SchedulePrices:
-        issue_s = profile.xla_estimator.issue_s / 2 if profile.xla_estimator else 0.0
+        """The durations of the nodes of tasks.
+
+        Args:
+            seconds: per task, its seconds.
+            issue_s: seconds of the compute stream that a collective's start takes, and its end.
+        """
         taken = [resource_of(task.op, mesh, profile) if task.op.kind == "collective" else "" for task in tasks]
         return cls(
             [issue_s if kind else seconds[task] for kind, task in zip(nodes.kinds, nodes.tasks, strict=True)],
@@ -231,25 +238,37 @@ def _async_depth(nodes: ScheduleNodes, prices: SchedulePrices) -> list[float]:
     return depth
 
 
-def scheduled(nodes: ScheduleNodes, prices: SchedulePrices, tasks: Sequence[Task]) -> Timeline:
-    """Schedule the nodes and return the timeline."""
-    return _timed(nodes, prices, _Scheduler(nodes, prices).run(), tasks)
+def scheduled(nodes: ScheduleNodes, prices: SchedulePrices) -> list[int]:
+    """The nodes in the order in which XLA's scheduler puts them by these prices."""
+    return _Scheduler(nodes, prices).run()
 
 
-def _timed(nodes: ScheduleNodes, prices: SchedulePrices, order: Sequence[int], tasks: Sequence[Task]) -> Timeline:
-    """Run the schedule forwards: an end stalls until its collective's time has passed since its start."""
+def timed(
+    nodes: ScheduleNodes, prices: SchedulePrices, order: Sequence[int], tasks: Sequence[Task], slowdown: float = 0.0
+) -> Timeline:
+    """Run a schedule: an end stalls until its collective's time has passed since its start.
+
+    Args:
+        slowdown: fraction of the kernels' rate that a collective in flight takes.
+    """
     clock, compute, costs, latency = 0.0, 0.0, prices.costs, prices.latency
+    sending_until, rate = 0.0, 1.0 - slowdown
     started: dict[int, float] = {}
     exposed: dict[str, float] = defaultdict(float)
     numbers: dict[str, int] = defaultdict(int)
     ran: list[Ran] = []
     for i in order:
-        clock += costs[i]
-        compute += costs[i]
+        cost = costs[i]
+        if cost and slowdown and sending_until > clock:
+            cost += min(cost / rate, sending_until - clock) * slowdown
+        clock += cost
+        compute += cost
         op = tasks[nodes.tasks[i]].op
         if nodes.is_start[i]:
             started[i] = clock
             numbers[nodes.kinds[i]] += 1
+            seconds = latency[nodes.users[i][0]]
+            sending_until = max(sending_until, clock + seconds)
         elif nodes.is_end[i]:
             start = started[nodes.waits_for[i][0]]
             waited = max(0.0, latency[i] - (clock - start))
@@ -257,7 +276,7 @@ def _timed(nodes: ScheduleNodes, prices: SchedulePrices, order: Sequence[int], t
             clock += waited
             ran.append(Ran(op, start, start + latency[i], waited))
         elif op.kind != "collective":
-            ran.append(Ran(op, clock - costs[i], clock))
+            ran.append(Ran(op, clock - cost, clock))
     return Timeline(
         clock,
         compute,

@@ -1,8 +1,9 @@
-"""Simulate one step of a device's program, by the profile's rates and by XLA's latency estimator.
+"""Simulate one step of a device's program: XLA's order, at the device's own rates.
 
-In: a `DeviceProgram`, the mesh, a hardware profile. Out: `Timeline`. On GPUs kernels run in sequence on one stream, and
-collectives run in sequence on another, concurrently with the kernels (`latency_hiding_scheduler`). A loop's body is
-scheduled by itself; nothing overlaps with the loop.
+In: a `DeviceProgram`, the mesh, a hardware profile. Out: `Timeline`. XLA's scheduler orders kernels and collectives by
+its latency estimator (`latency_hiding_scheduler`, `latency_estimator`). On GPUs kernels then run in sequence on one
+stream, and collectives run in sequence on another, concurrently with the kernels. A loop's body is scheduled by itself;
+nothing overlaps with the loop.
 """
 
 from __future__ import annotations
@@ -14,40 +15,38 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
-from autopar.cost.kernel_time import is_unestimated, op_seconds
+from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
 from autopar.ir.mesh import MeshShape
 from autopar.xla_model.collective_combiner import CollectiveCombiner, Task
+from autopar.xla_model.latency_estimator import estimated_seconds
 from autopar.xla_model.latency_hiding_scheduler import (
     IN_FLIGHT,
     ScheduleNodes,
     SchedulePrices,
     resource_of,
     scheduled,
+    timed,
 )
 from autopar.xla_model.timeline import Ran, Timeline, Timelines
 
 
 def simulate(program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> Timeline:
-    """Schedule a program and return its timeline.
-
-    Only GPUs hide collectives. A profile with `xla_estimator` yields XLA's own estimate of the step; any other profile
-    yields an estimate by its rates.
-    """
+    """Schedule a program and return its timeline. Only GPUs hide collectives."""
     return Simulation(program, mesh, profile).timeline()
 
 
 class Simulation:
-    """Timelines of one program for any combine threshold, by either estimate; work that timelines share is done once.
+    """Timelines of one program for any combine threshold; work that timelines share is done once.
 
     Attributes:
         program: the simulated program.
     """
 
     def __init__(self, program: DeviceProgram, mesh: MeshShape, profile: HardwareProfile) -> None:
-        self.program, self._mesh = program, mesh
-        self._by_rates, self._estimated = replace(profile, xla_estimator=None), profile
+        self.program, self._mesh, self._profile = program, mesh, profile
+        self._estimator = profile.xla_estimator
         self._seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
         ops, self._bodies = list(program.ops), list[tuple[int, float, CollectiveCombiner]]()
         for loop in program.loops:
@@ -59,21 +58,20 @@ class Simulation:
             before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
             ops = [*before, _loop_op(body, loop.start), *ops[last + 1 :]]
         self._whole = CollectiveCombiner(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
-        self._tasks: dict[tuple[int, float], tuple[Task, ...]] = {}
-        self._nodes: dict[tuple[tuple[int, float], frozenset[int]], ScheduleNodes] = {}
+        self._schedules: dict[tuple[int, float], _Schedule] = {}
 
-    def timeline(self, *, by_rates: bool = False, combine_threshold_bytes: float | None = None) -> Timeline:
+    def timeline(self, *, estimated: bool = False, combine_threshold_bytes: float | None = None) -> Timeline:
         """Schedule the program and return its timeline.
 
         Args:
-            by_rates: whether to use the profile's rates although it has an estimator.
+            estimated: whether each operation takes what XLA estimates, instead of its time at the device's own rates.
             combine_threshold_bytes: combine threshold of collectives; None for the profile's.
         """
-        limit = self._estimated.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
+        limit = self._profile.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
         done: dict[int, _Body] = {}
         for start, count, body in self._bodies:
-            done[start] = _Body(self._scheduled(body, limit, done, by_rates=by_rates), count)
-        timeline = self._scheduled(self._whole, limit, done, by_rates=by_rates)
+            done[start] = _Body(self._timed(body, limit, done, estimated=estimated), count)
+        timeline = self._timed(self._whole, limit, done, estimated=estimated)
         return replace(timeline, temporary_bytes=peak_of_temporaries(self.program, timeline.order))
 
     @overload
@@ -82,74 +80,88 @@ class Simulation:
     def timelines(self, combine_threshold_bytes: float | None, to_beat: float) -> Timelines | None: ...
 
     def timelines(self, combine_threshold_bytes: float | None = None, to_beat: float = math.inf) -> Timelines | None:
-        """The timelines by both estimates; None where the geometric mean of two step times cannot be below `to_beat`.
+        """The timeline at the device's rates and, where XLA has an estimator, the same by its estimate; None where the
+        step takes `to_beat` seconds or longer.
 
         Args:
             combine_threshold_bytes: combine threshold, as in `timeline`.
-            to_beat: seconds of the best step so far.
         """
-        if self._estimated.xla_estimator is None:
-            return Timelines(self.timeline(combine_threshold_bytes=combine_threshold_bytes), None)
-        estimated = self.timeline(combine_threshold_bytes=combine_threshold_bytes)
-        estimated_s = estimated.step_time_s + self.unestimated_s
-        if to_beat < math.inf and math.sqrt(self.least_s(by_rates=True) * estimated_s) >= to_beat:
+        if self.least_s >= to_beat:
             return None
-        return Timelines(self.timeline(by_rates=True, combine_threshold_bytes=combine_threshold_bytes), estimated)
+        own = self.timeline(combine_threshold_bytes=combine_threshold_bytes)
+        if own.step_time_s >= to_beat:
+            return None
+        if self._estimator is None:
+            return Timelines(own, None)
+        return Timelines(own, self.timeline(estimated=True, combine_threshold_bytes=combine_threshold_bytes))
 
-    def least_s(self, *, by_rates: bool = False) -> float:
+    @cached_property
+    def least_s(self) -> float:
         """A lower bound of the step time for every combine threshold: the time of the busier stream.
 
-        Small collectives, for which XLA emits its own kernels, may run two at a time. A loop counts one iteration.
+        Small collectives, for which XLA emits its own kernel, may run two at a time. A loop counts one iteration.
         """
-        seconds, profile = self._seconds_of(by_rates)
-        kernels = sum(seconds(op) for op in self.program.ops if op.kind != "collective")
+        kernels = sum(self._own(op) for op in self.program.ops if op.kind != "collective")
         collectives = 0.0
         for merging in (self._whole, *(body for _, _, body in self._bodies)):
             for op in merging.at_most_merged():
-                collectives += op_seconds(op, self._mesh, profile) / IN_FLIGHT[resource_of(op, self._mesh, profile)]
+                at_once = IN_FLIGHT[resource_of(op, self._mesh, self._profile)]
+                collectives += op_seconds(op, self._mesh, self._profile) / at_once
         return max(kernels, collectives)
 
-    @cached_property
-    def unestimated_s(self) -> float:
-        """Seconds that XLA's estimator misses for kernels to which it gives a constant time (convolutions, library
-        calls, custom kernels): their time by the profile's rates less that constant. A loop counts one iteration."""
-        (own, _), (estimated, _) = self._seconds_of(True), self._seconds_of(False)
-        unknown = [op for op in self.program.ops if is_unestimated(op)]
-        return sum(max(0.0, own(op) - estimated(op)) for op in unknown) if self._estimated.xla_estimator else 0.0
-
-    def _scheduled(
-        self, merging: CollectiveCombiner, combine_threshold_bytes: float, done: Mapping[int, _Body], *, by_rates: bool
+    def _timed(
+        self, merging: CollectiveCombiner, combine_threshold_bytes: float, done: Mapping[int, _Body], *, estimated: bool
     ) -> Timeline:
-        """Schedule operations, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a
-        loop, which XLA's scheduler takes for one short operation."""
-        seconds, profile = self._seconds_of(by_rates)
-        is_gpu = profile.platform == "gpu"
-        key = id(merging), combine_threshold_bytes
-        tasks = self._tasks.get(key)
-        if tasks is None:
-            tasks = self._tasks[key] = merging.tasks(combine_threshold_bytes, packs=is_gpu)
-        if not is_gpu:
+        """Run the schedule, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a loop,
+        which XLA's scheduler takes for one short operation."""
+        seconds = self._estimated if estimated else self._own
+        if self._profile.platform != "gpu":
+            tasks = merging.tasks(combine_threshold_bytes, packs=False)
             return _expand_loops(_sequential([task.op for task in tasks], seconds), done)
-        times = [seconds(task.op) for task in tasks]
-        instant = frozenset([i for i, task in enumerate(tasks) if task.op.kind == "collective" and not times[i] > 0])
-        nodes = self._nodes.get((key, instant))
-        if nodes is None:
-            nodes = self._nodes[key, instant] = ScheduleNodes.of(tasks, instant)
-        prices = SchedulePrices.of(nodes, tasks, times, self._mesh, profile)
-        return _expand_loops(scheduled(nodes, prices, tasks), done)
+        one = self._schedule(merging, combine_threshold_bytes)
+        prices = self._prices(one.nodes, one.tasks, estimated=estimated)
+        slowdown = 0.0 if estimated else self._profile.kernel_slowdown
+        return _expand_loops(timed(one.nodes, prices, one.order, one.tasks, slowdown), done)
 
-    def _seconds_of(self, by_rates: bool) -> tuple[Callable[[Op], float], HardwareProfile]:
-        """A cached function from an operation to its seconds, and the profile it uses. The cache is keyed by `id`,
-        since the program and its combiners keep every operation alive."""
-        known, profile = self._seconds[by_rates], self._by_rates if by_rates else self._estimated
+    def _schedule(self, merging: CollectiveCombiner, combine_threshold_bytes: float) -> _Schedule:
+        """XLA's schedule; without an estimator, by the device's own rates."""
+        key = id(merging), combine_threshold_bytes
+        if key not in self._schedules:
+            tasks = merging.tasks(combine_threshold_bytes, packs=True)
+            sent = [(i, task.op) for i, task in enumerate(tasks) if task.op.kind == "collective"]
+            nodes = ScheduleNodes.of(tasks, frozenset([i for i, op in sent if not self._estimated(op) > 0]))
+            order = scheduled(nodes, self._prices(nodes, tasks, estimated=True))
+            self._schedules[key] = _Schedule(tasks, nodes, order)
+        return self._schedules[key]
 
-        def seconds(op: Op) -> float:
-            found = known.get(id(op))
-            if found is None:
-                found = known[id(op)] = op_seconds(op, self._mesh, profile)
-            return found
+    def _prices(self, nodes: ScheduleNodes, tasks: Sequence[Task], *, estimated: bool) -> SchedulePrices:
+        seconds = self._estimated if estimated else self._own
+        issue_s = self._estimator.issue_s / 2 if estimated and self._estimator else 0.0
+        return SchedulePrices.of(nodes, tasks, [seconds(task.op) for task in tasks], self._mesh, self._profile, issue_s)
 
-        return seconds, profile
+    def _own(self, op: Op) -> float:
+        return self._cached(op, False, op_seconds)
+
+    def _estimated(self, op: Op) -> float:
+        return self._cached(op, True, estimated_seconds)
+
+    def _cached(self, op: Op, estimated: bool, seconds: Callable[[Op, MeshShape, HardwareProfile], float]) -> float:
+        """Seconds of an operation. The cache is keyed by `id`, since the program and its combiners keep every operation
+        alive."""
+        known = self._seconds[estimated]
+        found = known.get(id(op))
+        if found is None:
+            found = known[id(op)] = seconds(op, self._mesh, self._profile)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Schedule:
+    """Tasks, their nodes, and the order of the nodes."""
+
+    tasks: Sequence[Task]
+    nodes: ScheduleNodes
+    order: Sequence[int]
 
 
 def _sequential(ops: Sequence[Op], seconds_of: Callable[[Op], float]) -> Timeline:

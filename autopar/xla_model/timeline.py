@@ -61,7 +61,7 @@ class Timeline:
 
 
 class Timelines(NamedTuple):
-    """Two timelines of one program: by the profile's rates, and by XLA's estimator if the profile has one."""
+    """Two timelines of one schedule: at the device's own rates, and by XLA's estimator if the profile has one."""
 
     by_rates: Timeline
     estimated: Timeline | None

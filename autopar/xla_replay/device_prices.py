@@ -105,6 +105,7 @@ class DevicePrices:
         return self._kernel(kind, max(seconds, fused), flops, work.num_bytes, dtype, notes)
 
     def _fused_s(self, work: FusedWork, cached: float = 0.0) -> float:
+        largest = max(work.read_bytes, default=0.0)
         return fusion_s(
             self.rates,
             KernelWork(
@@ -112,6 +113,7 @@ class DevicePrices:
                 bytes_written=work.written_bytes,
                 operations=work.operations,
                 num_elements=work.num_elements,
+                num_reads=sum(2 * size > largest for size in work.read_bytes),
                 cached_bytes=cached,
                 transpose=work.is_transpose,
                 column_reduction=work.is_column_reduction,

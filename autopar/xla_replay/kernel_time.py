@@ -93,6 +93,7 @@ class KernelWork:
         bytes_read: bytes read, each distinct one once.
         bytes_written: bytes of the results.
         operations: number of elements by HLO opcode and dtype, such as `{("add", "f32"): 1e6}`.
+        num_reads: operands of which each thread reads at once.
         num_elements: elements that are computed in parallel: those of the largest result, or of the operand of a
             reduction.
         cached_bytes: part of `bytes_read` that is still in the L2 cache, see `cached_bytes`.
@@ -107,6 +108,7 @@ class KernelWork:
     bytes_written: float
     operations: Mapping[tuple[str, str], float] = field(default_factory=dict)
     num_elements: float = 1.0
+    num_reads: int = 1
     cached_bytes: float = 0.0
     transpose: bool = False
     column_reduction: bool = False
@@ -252,7 +254,7 @@ def _memory_s(rates: ReplayRates, work: KernelWork) -> float:
     """Bytes over the bandwidth that enough reads in flight, the access pattern and the L2 cache allow."""
     device, kernels = rates.device, rates.kernels
     threads = min(math.ceil(work.num_elements / _UNROLL), device.num_sms * _MOST_THREADS_OF_SM)
-    in_flight_bytes = max(threads, 32) * _READ_BYTES
+    in_flight_bytes = max(threads, 32) * _READ_BYTES * max(1, work.num_reads)
     pattern = min(
         kernels.transpose_efficiency if work.transpose else 1.0,
         kernels.column_reduction_efficiency if work.column_reduction else 1.0,

@@ -141,7 +141,7 @@ def _parts(served: Served, layout: Layout[PlanOnly], decode: Plan, profile: Hard
     ]
     slots = served.options.num_slots
     pages = slots * served.pages_of_sequence * layout.page_bytes
-    memory = (sum(tensor.num_bytes for tensor in weights) + pages) / profile.hbm_bytes_per_s
+    memory = (sum(tensor.num_bytes for tensor in weights) + pages) / profile.memory_bytes_per_s
     arithmetic = 0.0
     for tensor in weights:
         if len(tensor.shape) > 1:

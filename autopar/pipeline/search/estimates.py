@@ -8,7 +8,6 @@ one loop; here each phase is simulated by itself, because the pipeline runs it b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.pipeline.cut.pieces import Layout
@@ -66,9 +65,7 @@ class StageFigures:
             return 0.0
         loops = tuple(one for one in device.loops if one.start != start)
         f = self.candidate.formulation
-        return simulate(
-            DeviceProgram(ops, device.buffers, loops), f.mesh, replace(f.profile, xla_estimator=None)
-        ).step_time_s
+        return simulate(DeviceProgram(ops, device.buffers, loops), f.mesh, f.profile).step_time_s
 
     def _transferred_bytes(self) -> float:
         """Bytes that are received from or sent to other stages; they exist once per microbatch."""

@@ -160,7 +160,7 @@ def _priced(f: Formulation, program: Program, way: Way) -> Problem:
     """The problem with a way's prices of state and constraint on reductions."""
     graph, loop = f.graph, program.trace.microbatches
     iterations = float(loop.params["length"]) if loop is not None else 1.0
-    per_byte = iterations * way.state_price * 2 / f.profile.hbm_bytes_per_s
+    per_byte = iterations * way.state_price * 2 / f.profile.memory_bytes_per_s
     renewed = {position for position, _ in graph.carried}
     state = [value for position, value in enumerate(graph.inputs) if position in renewed]
     sums = [value for node in graph.nodes if node.primitive == "enter_carry" for value in node.results]

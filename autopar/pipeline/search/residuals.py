@@ -103,7 +103,7 @@ class Crossings:
             price: the price of a stashed byte, in units of the time to write and read it.
         """
         assert price > 0, price
-        per_byte = 2 * price / self.profile.hbm_bytes_per_s
+        per_byte = 2 * price / self.profile.memory_bytes_per_s
         found = []
         for segment in self.segments:
             steps = self._steps(segment, price)
@@ -192,7 +192,7 @@ class Crossings:
             tuple(recomputed),
             frozenset(read),
             self._num_bytes(passing),
-            self._fused_bytes(passing) / self.profile.hbm_bytes_per_s,
+            self._fused_bytes(passing) / self.profile.memory_bytes_per_s,
             seconds,
             most,
         )

@@ -122,7 +122,7 @@ def _at_each_price(
 
 def _prices(f: Formulation) -> list[float]:
     """The prices of memory in seconds per byte."""
-    return [price * 2 / f.profile.hbm_bytes_per_s for price in _PRICES]
+    return [price * 2 / f.profile.memory_bytes_per_s for price in _PRICES]
 
 
 def _steps(graph: Graph, site: Site, segment: Segment, costs: Costs) -> tuple[dict[int, Step], list[int]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.kernel_time import op_seconds
 from autopar.formulate.formulation import Formulation
@@ -41,7 +41,7 @@ def costs_of(
         start: the node at which the backward pass starts.
         exposed: exposed share by kind of collective; 1 for a missing kind.
     """
-    profile = replace(f.profile, xla_estimator=None)
+    profile = f.profile
     live_bytes: dict[int, float] = defaultdict(float)
     stored: set[int] = set()
     seconds: dict[int, float] = defaultdict(float)
