@@ -1,7 +1,7 @@
 """Compare the pricing of a device program with XLA's own estimate of the same program.
 
 XLA's compiled program is read back into a `DeviceProgram`, so no planning and no prediction of fusions is involved:
-errors of `autopar.xla_model.simulation.simulate` here are errors of pricing and scheduling. The programs are those that
+errors of `autopar.xla_model.simulation` here are errors of pricing and scheduling. The programs are those that
 `benchmarks.proof` has collected (`~/.cache/autopar-proof`), or one text file given by `--program`.
 
 `python scripts/check_estimator.py --index ~/.cache/autopar-proof/index.tsv` prints a table: XLA's estimate and ours in
@@ -26,17 +26,17 @@ from typing import Any
 
 from fit_xla_tables import ACCURACY, plugin, write_section
 
-from autopar.xla_model.latency_estimator import column_blocks
 from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.device_program import Buffer, DeviceProgram, Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.xla_compiler.hlo_metadata import mesh_axes, read_groups
-from autopar.xla_model.simulation import simulate
+from autopar.xla_model.latency_estimator import column_blocks
+from autopar.xla_model.simulation import Simulation
 from autopar.xla_model.timeline import Timeline
 
 HEADING = "## XLA's estimate of compiled programs"
 ABOUT = (
-    "XLA's compiled H100 programs of real models (`benchmarks/proof.py`), read back and timed by `timeline.simulate`",
+    "XLA's compiled H100 programs of real models (`benchmarks/proof.py`), read back and timed by `simulation`",
     "(`scripts/check_estimator.py`), beside XLA's own estimate of them. No planning is in it, so the difference is",
     "pricing and scheduling alone. Nothing is fitted to these programs. 16 GPUs are two hosts; there XLA was not told",
     "how many GPUs a host has, and charged 5 ms for each collective between them.",
@@ -423,7 +423,7 @@ def check(case: str, text: str, xla: Mapping[str, Any], mesh: MeshShape, profile
     """Price and schedule XLA's program."""
     program = device_program(text, mesh)
     start = time.perf_counter()
-    ours = simulate(program, mesh, profile)
+    ours = Simulation(program, mesh, profile).timeline(estimated=True)
     return Checked(case, xla, ours, len(program.ops), time.perf_counter() - start)
 
 

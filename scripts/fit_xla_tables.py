@@ -1,7 +1,7 @@
 """Fit compact formulas to the lookup tables of XLA's latency estimator.
 
 JAX's CUDA plugin wheel contains measured matmuls and collectives of several GPUs. This script reads them from the
-installed wheel each time and never copies them: it keeps only the coefficients of `autopar.cost.kernel_time`, a handful
+installed wheel each time and never copies them: it keeps only the coefficients of `autopar.xla_model.latency_estimator`, a handful
 per dtype and kind, with their error on held-out rows (5-fold cross-validation).
 
 `python scripts/fit_xla_tables.py` prints the fits, the errors, and the `[xla_estimator]` tables of the profiles;

@@ -7,12 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.kernel_time import collective_seconds, column_blocks, cycles, fusion_seconds, gemm_seconds, op_seconds
+from autopar.cost.kernel_time import op_seconds
 from autopar.errors import HardwareError
 from autopar.hardware.profile import known_names, load
 from autopar.hardware.xla_estimator import EstimatorProfile
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.xla_model.latency_estimator import (
+    collective_seconds,
+    column_blocks,
+    cycles,
+    estimated_seconds,
+    fusion_seconds,
+    gemm_seconds,
+)
 
 H100 = load("h100-sxm")
 HOST = parse_mesh("x=8")
@@ -144,9 +152,10 @@ def test_fixed_prices_are_the_estimators_and_no_others() -> None:
     library = Op("convolution", 0, (0,), (1,), 1e9, 1e9, matrix_flops=(("bfloat16", 1e15),))
     free = Op("fusion", 0, (0,), (1,), 1e9, 1e9, unpriced=True)
     view = Op("view", 0, (0,), (1,), 0.0, 0.0)
-    assert [op_seconds(op, HOST, H100) for op in (library, free, view)] == [10e-6, 1e-8, 0.0]
-    own = op_seconds(library, HOST, replace(H100, xla_estimator=None))
-    assert own == pytest.approx(1e15 / H100.matrix_rate("bfloat16") + H100.kernel_launch_s)
+    assert [estimated_seconds(op, HOST, H100) for op in (library, free, view)] == [10e-6, 1e-8, 0.0]
+    own = op_seconds(library, HOST, H100)
+    seconds = 1e15 / H100.matrix_rate("bfloat16") / H100.convolution_efficiency
+    assert own == pytest.approx(seconds + H100.kernel_launch_s + H100.kernel_gap_s)
 
 
 def test_cycles_know_short_floats() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
 import autopar
-from autopar.cost.kernel_time import op_seconds
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.hardware.profile import HardwareProfile, load
@@ -32,6 +30,7 @@ from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_model.buffer_assignment import _with_whole_barriers, device_program
 from autopar.xla_model.fusion_pipeline import fuse
 from autopar.xla_model.kernels import Fused
+from autopar.xla_model.latency_estimator import estimated_seconds
 from autopar.xla_model.multi_output_fusion import MultiOutputFusion
 from autopar.xla_model.priority_fusion import PriorityFusion
 from autopar.xla_model.simulation import simulate
@@ -247,7 +246,7 @@ def test_a_row_of_a_softmax_is_read_once() -> None:
     program = built(step, array(4096, 4096))
     size = 4096 * 4096 * 4
     assert all(op.read_bytes <= 4 * size for op in program.ops)
-    own = simulate(program, parse_mesh("1"), replace(H100, xla_estimator=None))
+    own = simulate(program, parse_mesh("1"), H100)
     assert own.step_time_s < 20 * size / H100.hbm_bytes_per_s
 
 
@@ -379,7 +378,7 @@ def test_a_scatter_writes_in_place_and_the_estimator_charges_it_for_the_whole() 
     scatter = next(op for op in program.ops if op.num_blocks and set(op.writes) & set(op.reads))
     assert scatter.written_bytes + scatter.spared_bytes == 50000 * 512 * 4
     assert scatter.written_bytes == 64 * 512 * 4
-    assert op_seconds(scatter, parse_mesh("1"), H100) > 2 * 50000 * 512 * 4 / H100.hbm_bytes_per_s
+    assert estimated_seconds(scatter, parse_mesh("1"), H100) > 2 * 50000 * 512 * 4 / H100.hbm_bytes_per_s
     assert peak_of_temporaries(program) < 1.1 * 50000 * 512 * 4
 
 
@@ -406,7 +405,7 @@ def test_an_in_place_update_costs_the_same_for_any_size_of_the_state() -> None:
     def cost(num_rows: int) -> tuple[float, float]:
         """Step time by the profile's rates, and peak memory."""
         program = built(step, array(num_rows, 512), array(64, dtype=jnp.int32), array(64, 512))
-        own = simulate(program, parse_mesh("1"), replace(H100, xla_estimator=None))
+        own = simulate(program, parse_mesh("1"), H100)
         return own.step_time_s, peak_of_temporaries(program)
 
     (small, _), (large, peak) = cost(1000), cost(1_000_000)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import load
 from autopar.ir.device_program import Buffer, DeviceProgram, Op
 from autopar.ir.mesh import parse_mesh
@@ -59,7 +60,8 @@ class Written:
         return DeviceProgram(tuple(self.ops), tuple(self.buffers))
 
     def timeline(self) -> Timeline:
-        return simulate(self.program, MESH, H100)
+        """By XLA's estimate, whose prices the tests below compute."""
+        return Simulation(self.program, MESH, H100).timeline(estimated=True)
 
 
 def alone(kind: str, num_bytes: float) -> float:
@@ -265,26 +267,40 @@ def _layers(num_layers: int, num_bytes: float) -> DeviceProgram:
 
 
 @pytest.mark.parametrize("num_bytes", [1e5, 3e6, 4e7])
-@pytest.mark.parametrize("by_rates", [False, True])
-def test_no_combine_threshold_beats_the_lower_bound(num_bytes: float, by_rates: bool) -> None:
+def test_no_combine_threshold_beats_the_lower_bound(num_bytes: float) -> None:
     simulation = Simulation(_layers(12, num_bytes), MESH, H100)
-    least = simulation.least_s(by_rates=by_rates)
-    taken = [
-        simulation.timeline(by_rates=by_rates, combine_threshold_bytes=limit).step_time_s
-        for limit in (0.0, MIB, 1e8, 1e12)
-    ]
+    least = simulation.least_s
+    taken = [simulation.timeline(combine_threshold_bytes=limit).step_time_s for limit in (0.0, MIB, 1e8, 1e12)]
     assert 0 < least <= min(taken)
     assert least > 0.3 * min(taken)  # the bound is not trivial
     profile = replace(H100, combine_threshold_bytes=MIB)
-    alone = simulate(simulation.program, MESH, replace(profile, xla_estimator=None) if by_rates else profile)
-    assert simulation.timeline(by_rates=by_rates, combine_threshold_bytes=MIB) == alone  # independent of earlier calls
+    alone = simulate(simulation.program, MESH, profile)
+    assert simulation.timeline(combine_threshold_bytes=MIB) == alone  # independent of earlier calls
 
 
 def test_a_program_that_cannot_win_is_timed_once() -> None:
     simulation = Simulation(_layers(12, 3e6), MESH, H100)
-    by_rates, estimated = simulation.timelines()
+    own, estimated = simulation.timelines()
     assert estimated is not None
-    compared = (by_rates.step_time_s * estimated.step_time_s) ** 0.5
-    assert simulation.timelines(None, 1.001 * compared) == (by_rates, estimated)
-    below = (simulation.least_s(by_rates=True) * estimated.step_time_s) ** 0.5
-    assert simulation.timelines(None, 0.999 * below) is None
+    assert simulation.timelines(None, 1.001 * own.step_time_s) == (own, estimated)
+    assert simulation.timelines(None, own.step_time_s) is None
+    assert simulation.timelines(None, 0.999 * simulation.least_s) is None
+
+
+def test_xla_orders_by_its_estimate_and_the_device_takes_its_own_time() -> None:
+    """A collective slows the kernels beside it; the order of the operations is the same by both prices."""
+    program = Written()
+    start = program.argument()
+    sent, last = program.collective("all-reduce", start, 14 * MIB), start
+    for _ in range(40):
+        last = program.kernel(last)
+    program.output(program.kernel(sent), last)
+    simulation = Simulation(program.program, MESH, H100)
+    own, estimated = simulation.timelines()
+    assert estimated is not None
+    assert own.order == estimated.order
+    alone = sum(op_seconds(op, MESH, H100) for op in program.program.ops if op.kind != "collective")
+    beside = op_seconds(next(op for op in program.program.ops if op.kind == "collective"), MESH, H100)
+    assert own.compute_s == pytest.approx(alone + H100.kernel_slowdown * beside, rel=1e-6)
+    undisturbed = Simulation(program.program, MESH, replace(H100, kernel_slowdown=0.0)).timeline()
+    assert undisturbed.compute_s == pytest.approx(alone)

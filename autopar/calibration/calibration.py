@@ -123,7 +123,8 @@ def _compute(calibration: Calibration) -> dict[str, Any]:
     block.add("vector_flops_per_s", calibration.rate("memory", "flops"), base.vector_flops_per_s)
     # The fitted rates are those that matmuls achieve, so the efficiency is 1.
     block.table["compute_efficiency"] = 1.0
-    block.add("kernel_launch_s", launch and launch.seconds_per["kernels"], base.kernel_launch_s)
+    block.add("kernel_launch_s", launch and launch.seconds_per["kernels"], base.kernel_launch_s + base.kernel_gap_s)
+    block.add("convolution_efficiency", None, base.convolution_efficiency)
     block.table["peak_flops_per_s"] = {
         dtype: block.chosen(f"peak_flops_per_s.{dtype}", rate, base.matrix_rate(dtype)) for dtype, rate in rates.items()
     }
@@ -148,7 +149,7 @@ def _memory(calibration: Calibration) -> dict[str, Any]:
     base, block = calibration.base, _Block(calibration, "memory")
     block.add("hbm_bytes", None, base.hbm_bytes)
     block.add("usable_fraction", None, base.usable_fraction)
-    block.add("hbm_bytes_per_s", calibration.rate("memory", "bytes"), base.hbm_bytes_per_s)
+    block.add("hbm_bytes_per_s", calibration.rate("memory", "bytes"), base.memory_bytes_per_s)
     block.add("cache_bytes", None, base.cache_bytes)
     block.add("near_cache_bytes", None, base.near_cache_bytes)
     return block.done(["memory"])
@@ -192,6 +193,8 @@ def _collectives(calibration: Calibration) -> dict[str, Any]:
     block.add("combine_threshold_bytes", None, base.combine_threshold_bytes)
     block.add("combined_launch_fraction", None, base.combined_launch_fraction)
     block.add("all_to_all_efficiency", _all_to_all_efficiency(calibration), base.all_to_all_efficiency)
+    if base.kernel_slowdown:
+        block.add("kernel_slowdown", None, base.kernel_slowdown)
     return block.done([_LINK, "all-to-all"])
 
 

@@ -2,7 +2,7 @@
 
 In: the `[xla_estimator]` table of a profile. Out: `EstimatorProfile`. The constants are fitted to the log of XLA's
 scheduler and to the tables of its CUDA plugin (`scripts/fit_xla_tables.py`). They describe XLA's estimates, which may
-differ from the device's times. `kernel_time` has the formulas.
+differ from the device's times. `xla_model.latency_estimator` has the formulas.
 """
 
 from __future__ import annotations

@@ -40,9 +40,13 @@ FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_experimental_force_split_k=1",
 _ESTIMATOR_FLAG = "--xla_gpu_analytical_latency_estimator_options"
 _GPUS_PER_SLICE = 8
 
-#: XLA runs a small all-reduce by its own one-shot kernel, and fails to compile that for 64 GPUs (JAX 0.12.0.1). The log
-#: then names the kernel, and the flag makes XLA call NCCL instead.
-_OWN_KERNEL, _NO_OWN_KERNEL_FLAG = "TRITON_ONE_SHOT", "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
+#: Kernels that XLA fails to compile for absent GPUs (JAX 0.12.0.1): what its log then has, and the flag that avoids them.
+#: The one-shot kernel of a small all-reduce, on 64 GPUs, is NCCL's then; a GEMM without a Triton tiling is cuBLAS's.
+_NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
+_AVOIDABLE = {
+    "TRITON_ONE_SHOT": "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false",
+    "No supported config found for HLO": _NO_TRITON_GEMM,
+}
 
 #: The lowest log level at which XLA's scheduler logs its estimate; level 2 costs seconds and 20 MB of log.
 _LOG_MODULES = "latency_hiding_scheduler=1"
@@ -113,8 +117,10 @@ class CompiledStep:
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
-class _OwnKernelError(VerifyError):
-    """XLA failed to compile its one-shot all-reduce kernel."""
+class _AvoidableError(VerifyError):
+    """XLA failed to compile a kernel that `flag` avoids."""
+
+    flag: str
 
 
 class Compiler:
@@ -135,7 +141,7 @@ class Compiler:
         require_wheels()
         self._jobs = 0
         self._per_slice = _GPUS_PER_SLICE
-        self._own_kernel = True
+        self._avoiding: tuple[str, ...] = ()
         self._read = 0  # bytes of the log that have been read
         self._here: dict[str, Any] | None = None
         self._platform = _platform_here() if platform == "" else platform
@@ -154,8 +160,7 @@ class Compiler:
         if not any(flag.startswith(_ESTIMATOR_FLAG) for flag in own):
             per_node = "" if size == _GPUS_PER_SLICE else f",gpus_per_node={size}"
             own_options = (f"{_ESTIMATOR_FLAG}=partition_size={size}{per_node}",)
-        own_options += () if self._own_kernel else (_NO_OWN_KERNEL_FLAG,)
-        return (*own, *(FLAGS if self._platform is None else SCHEDULER_FLAGS), *own_options)
+        return (*own, *(FLAGS if self._platform is None else SCHEDULER_FLAGS), *own_options, *self._avoiding)
 
     def check_may_run(self) -> None:
         """Check, before a long planning run, that this machine seems to have GPUs to run on.
@@ -212,6 +217,9 @@ class Compiler:
         if per_slice != self._per_slice and not is_one:  # XLA reads this flag at startup only
             self._per_slice = per_slice
             self._restart()
+        if _NO_TRITON_GEMM in self._avoiding:  # it changes every program, but was needed for the last one only
+            self._avoiding = tuple(flag for flag in self._avoiding if flag != _NO_TRITON_GEMM)
+            self._restart()
         job = Path(self._folder.name, str(self._jobs))
         self._jobs += 1
         job.mkdir()
@@ -230,14 +238,7 @@ class Compiler:
         else:
             (job / "target").write_text(target_text(profile), encoding="utf-8")
             (job / "topology").write_text(topology_text(profile, num_devices, num_hosts), encoding="utf-8")
-        try:
-            log = self._done(job.name)
-        except _OwnKernelError:
-            if not self._own_kernel or self._platform is not None:
-                raise
-            self._own_kernel = False
-            self._restart()
-            log = self._done(job.name)
+        log = self._compiled(job.name)
         figures = json.loads((job / "figures").read_text(encoding="utf-8"))
         text = (job / "program").read_text(encoding="utf-8")
         hosts, ran = tuple(figures.pop("hosts")), figures.pop("measured", None)
@@ -314,6 +315,17 @@ class Compiler:
                 start_new_session=True,
             )
 
+    def _compiled(self, job: str) -> str:
+        """Run a job, again without each kernel that XLA fails to compile for absent GPUs; return XLA's log."""
+        while True:
+            try:
+                return self._done(job)
+            except _AvoidableError as error:
+                if error.flag in self._avoiding or self._platform is not None:
+                    raise
+                self._avoiding = (*self._avoiding, error.flag)
+                self._restart()
+
     def _done(self, job: str) -> str:
         """Run a job in the worker, and return what XLA logged meanwhile."""
         assert self._child.stdin is not None and self._child.stdout is not None
@@ -328,11 +340,14 @@ class Compiler:
         if answer.strip() != job:
             code = self._child.wait()
             lines = [line for line in text.splitlines() if line.strip() and not _LOG_LINE.match(line)]
-            kind = _OwnKernelError if _OWN_KERNEL in text else VerifyError
-            raise kind(
+            flag = next((flag for marker, flag in _AVOIDABLE.items() if marker in text), "")
+            error = (_AvoidableError if flag else VerifyError)(
                 f"XLA could not compile the planned step (exit code {code}); the end of its log:\n  "
                 + "\n  ".join(line[:500] for line in lines[-6:])
             )
+            if isinstance(error, _AvoidableError):
+                error.flag = flag
+            raise error
         return text
 
 

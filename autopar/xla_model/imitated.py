@@ -1,8 +1,8 @@
 """List the XLA passes that this package models, by module, and the JAX releases against whose XLA it is tested.
 
 In: nothing. Out: `PASSES`, `CHECKED`. `tests/test_xla_conformance.py` compares each pass with XLA's own on each
-release, and fails on a release that has no patch in `CHECKED`. XLA's cost models of kernels and collectives are in
-`cost/kernel_time`, its constants `hardware/xla_estimator`: the solver needs them before a program exists.
+release, and fails on a release that has no patch in `CHECKED`. The constants of XLA's
+latency estimator are part of a hardware profile (`hardware/xla_estimator`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("collective combiners", ("collective_combiner",), (f"{_GPU}/collectives/all_reduce_combiner.cc",)),
     Pass(
         "latency hiding scheduler",
-        ("latency_hiding_scheduler", "simulation", "timeline", "step_summary"),
+        ("latency_hiding_scheduler", "latency_estimator", "simulation", "timeline", "step_summary"),
         ("xla/service/latency_hiding_scheduler.cc", "xla/service/gpu/gpu_latency_hiding_scheduler.cc"),
     ),
 )
