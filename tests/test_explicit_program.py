@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import programs
 import pytest
 from any_choice import AnyChoice
 
-from autopar.cost.resharding_matrix import EACH_S
+from autopar.cost.resharding_matrix import EACH_S, InPlaceUpdate
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.hardware.profile import load
@@ -46,19 +47,37 @@ def test_it_is_legal_under_any_assignment(name: str, mesh: str, seed: int) -> No
     check_explicit(explicit_program(f, choices), f.graph)
 
 
+def copied_s(update: InPlaceUpdate | None, op: Communicate, program: ExplicitProgram, f: Formulation) -> float:
+    """The copies of the state that is updated from a reduce-scatter's result, if the dim is not outermost in the state."""
+    if update is None or op.kind != "reduce-scatter":
+        return 0.0
+    assert op.operand is not None and op.result is not None
+    before, after = (program.arrays[array].sharding for array in (op.operand, op.result))
+    shape = before.local_shape(f.graph.values[program.arrays[op.result].value].shape, f.mesh)
+    scattered = next(dim for dim, axes in enumerate(after.dims) if axes != before.dims[dim])
+    outside = [size for dim, size in enumerate(shape) if update.order[dim] < update.order[scattered]]
+    if math.prod(outside) == 1:
+        return 0.0
+    shard = math.prod(shape) / f.mesh.sizes(op.axes)
+    copied = 2 * sum(update.itemsizes) * shard / SLOW.memory_bytes_per_s
+    return copied + len(update.itemsizes) * SLOW.kernel_launch_s
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_its_communication_is_what_the_problem_prices(name: str, mesh: str) -> None:
     f, choices = made_of(name, mesh, Ilp())
-    sends = explicit_program(f, choices).communications
+    program = explicit_program(f, choices)
+    sends = program.communications
     own = sum(float(seconds[choice]) for seconds, choice in zip(f.compute_s, choices, strict=True))
     sent = 0.0
     for op in sends:
         if op.kind != "cut":
             seconds = f.time(op.kind, op.axes, op.num_bytes, combinable=op.combinable)
-            turned = 2 * op.num_bytes / SLOW.hbm_bytes_per_s if op.is_inner else 0.0
+            turned = 2 * op.num_bytes / SLOW.memory_bytes_per_s if op.is_inner else 0.0
             sent += op.num_times * (seconds + (EACH_S + turned) * (op.cause == "reshard")) * max(len(op.flows), 1)
+            sent += op.num_times * sum(copied_s(f.flows[flow].update, op, program, f) for flow in op.flows)
     assert sent > 0
     assert not any(op.cause == "halo" for op in sends)
     assert own + sent == pytest.approx(f.problem.evaluate(choices), rel=1e-9)

@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import pytest
 from pipelines import tanh_layers
 
+from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import HardwareProfile, LinkProfile, load
+from autopar.ir.device_program import Gemm, Op
+from autopar.ir.mesh import parse_mesh
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
@@ -84,7 +87,8 @@ def test_what_a_stage_takes_is_what_its_program_says() -> None:
     costs = prices(H100)
     cost = costs.cost(1, 2, SubmeshShape(H100.name, 1, 1))
     rows = BATCH // MICROBATCHES
-    product_s = 2 * rows * WIDTH**2 / H100.matrix_rate("float32")
+    product = Op("gemm", 0, (), (), 0.0, 0.0, gemm=Gemm(1, rows, WIDTH, WIDTH, "float32", "float32"))
+    product_s = op_seconds(product, parse_mesh("1"), H100)
     assert cost.forward_s == pytest.approx(2 * product_s, rel=0.5)
     assert cost.backward_s + cost.weight_s == pytest.approx(4 * product_s, rel=0.5)
     assert cost.weight_s == pytest.approx(2 * product_s, rel=0.5)
