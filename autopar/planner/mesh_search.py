@@ -141,7 +141,7 @@ def _fewer(program: Program, plan: Plan, ends: Iterable[_End], available: int | 
     """The reason why a plan uses a part of the devices; none if it uses all or follows another plan."""
     on_all = [end for end in ends if end.plan is not None and end.plan.num_devices == available]
     if available is not None and plan.num_devices != available:
-        fastest = min(on_all, key=lambda end: (not end.fits, end.compared_s), default=None)
+        fastest = min(on_all, key=lambda end: (not end.fits, end.step_time_s), default=None)
         yield reason(program, plan, None if fastest is None else fastest.plan, available)
 
 
@@ -154,7 +154,7 @@ class _End:
 
     Args:
         fits: whether the plan is within the memory budget.
-        compared_s: seconds by which plans are compared.
+        step_time_s: predicted step time.
         candidate: the candidate behind the plan.
         failure: the reason why there is no plan.
         fastest: the fastest candidate on this mesh, with which the plan may be tied.
@@ -162,7 +162,7 @@ class _End:
 
     plan: Plan | None = None
     fits: bool = False
-    compared_s: float = math.inf
+    step_time_s: float = math.inf
     candidate: Candidate | None = None
     failure: str = ""
     fastest: Fastest | None = None
@@ -170,7 +170,7 @@ class _End:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without tree structures and without the candidate."""
         plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
-        return _End, (plan, self.fits, self.compared_s, None, self.failure, self.fastest)
+        return _End, (plan, self.fits, self.step_time_s, None, self.failure, self.fastest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +290,7 @@ class _Search:
             return _End(failure=str(error))
         fits = done.candidate.peak_bytes <= self._budget_bytes
         if fits:
-            self._fastest.lower(done.fastest.compared_s)
+            self._fastest.lower(done.fastest.step_time_s)
         return _End(done.plan, fits, done.candidate.step_time_s, done.candidate, fastest=done.fastest)
 
     def _show(self, stage: str, fraction: float) -> None:
@@ -306,19 +306,19 @@ def _simplest_end(ends: Sequence[_End]) -> _End:
     the fewest sharded arguments, then with the fewest axes. If another plan is the fastest, the chosen plan records it."""
     ends = [end for end in ends if end.fits] or ends
     known = [end.fastest for end in ends if end.fastest is not None]
-    fastest = min(known, key=lambda one: one.compared_s)
+    fastest = min(known, key=lambda one: one.step_time_s)
 
     def simplicity(end: _End) -> tuple[bool, int, int, int, float]:
         assert end.plan is not None
-        axes, own_s = sum(size > 1 for size in end.plan.mesh.axis_sizes), end.plan.prediction.step_time_s
-        slower = end.compared_s > (1 + TIE) * fastest.compared_s or own_s > (1 + TIE) * fastest.step_time_s
-        return slower, end.plan.num_devices, num_split(end.plan.inputs), axes, end.compared_s
+        axes = sum(size > 1 for size in end.plan.mesh.axis_sizes)
+        slower = end.step_time_s > (1 + TIE) * fastest.step_time_s
+        return slower, end.plan.num_devices, num_split(end.plan.inputs), axes, end.step_time_s
 
-    best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.compared_s)
+    best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.step_time_s)
     assert best.plan is not None
-    if best.compared_s <= fastest.compared_s:
+    if best.step_time_s <= fastest.step_time_s:
         return best
-    faster = 1 - fastest.compared_s / best.compared_s
+    faster = 1 - fastest.step_time_s / best.step_time_s
     tie = Tie(mesh=fastest.mesh, strategy=fastest.strategy, num_split=fastest.num_split, faster=faster)
     return replace(best, plan=replace(best.plan, tie=tie))
 

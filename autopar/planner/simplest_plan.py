@@ -29,7 +29,6 @@ _TIE_GAP, _TIE_SHARE = 5e-4, 0.1
 class Fastest:
     """The fastest plan of a tie, for comparison: its seconds and its description."""
 
-    compared_s: float
     step_time_s: float
     mesh: MeshShape
     strategy: str
@@ -39,7 +38,7 @@ class Fastest:
     def of(cls, plan: Candidate) -> Fastest:
         inputs, f = plan.parts.inputs, plan.formulation
         strategy = strategy_text(f, plan.solution.choices, inputs)
-        return cls(plan.step_time_s, plan.step_time_s, f.mesh, strategy, num_split(inputs))
+        return cls(plan.step_time_s, f.mesh, strategy, num_split(inputs))
 
 
 def simplest(best: Candidate, candidates: Sequence[Candidate], to_beat: float, task: MeshTask) -> Candidate:
@@ -53,13 +52,12 @@ def simplest(best: Candidate, candidates: Sequence[Candidate], to_beat: float, t
     limit_s = (1 + TIE) * min(best.step_time_s, to_beat)
     if best.step_time_s > limit_s or best.peak_bytes > task.budget_bytes:
         return best
-    most_s = (1 + TIE) * best.step_time_s  # the step time that users see must be tied too
     fitting = (
         one
         for one in (*candidates, *_with_replicated_state(best, limit_s, task))
         if one.peak_bytes <= task.budget_bytes
     )
-    tied = [one for one in fitting if one.step_time_s <= limit_s and one.step_time_s <= most_s]
+    tied = [one for one in fitting if one.step_time_s <= limit_s]
     return min(tied, key=lambda one: (num_split(one.parts.inputs), one.step_time_s), default=best)
 
 
