@@ -210,7 +210,11 @@ HOST = r"\(host \S+\)"
         ("other paths", "BatchError", "got `batch/z`, which are not the paths of any argument"),
         ("host batch", "BatchError", rf"`batch/x` must be equal on every process.*process 1 {HOST} gave other"),
         ("size", "MeshError", r"mesh 2x8 .* needs 16 devices, but 4 \(cpu; 2 processes x 2\) are visible"),
-        ("idle process", "MeshError", "the plan uses 2 of 4 devices, and process 1 would have none of them: start 1 process"),
+        (
+            "idle process",
+            "MeshError",
+            "the plan uses 2 of 4 devices, and process 1 would have none of them: start 1 process",
+        ),
     ],
 )
 def test_a_mistake_is_refused_on_all_processes(
