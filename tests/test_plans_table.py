@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,38 @@ def test_a_tuned_version_is_never_slower_than_the_user_s() -> None:
     rows = by_hand(Times(11.0, 12.0, 13.0, 14.0)).tuned(fsdp(), row(10.0))
     assert rows[-1]["way"] == "tuned" and rows[-1]["step_s"] == 10.0
     assert rows[-1]["variant"] == "as the user's"
+
+
+@dataclass(frozen=True)
+class Price:
+    price_s: float
+    peak_bytes: float = 1e9
+
+
+def prices_asked(monkeypatch: pytest.MonkeyPatch, price_of: Callable[[Recipe], float]) -> list[tuple[str, int]]:
+    """The recipes that are priced, by name and number of GPUs."""
+    found = list[tuple[str, int]]()
+
+    def price(recipe: Recipe, *_: Any) -> Price:
+        found.append((recipe.name, recipe.num_gpus))
+        return Price(price_of(recipe))
+
+    monkeypatch.setattr(case, "price", price)
+    by_hand(Times()).priced()
+    return found
+
+
+def test_fewer_gpus_are_priced_while_they_may_be_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    slower = prices_asked(monkeypatch, lambda recipe: 8 / recipe.num_gpus)
+    assert {count for _, count in slower} == {8, 4}  # half the GPUs take twice as long: a quarter is not tried
+    faster = prices_asked(monkeypatch, lambda recipe: recipe.num_gpus / 8)
+    assert {count for _, count in faster} == {8, 4, 2, 1}
+
+
+def test_on_fewer_gpus_only_the_best_kinds_are_priced_in_their_best_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = ["FSDP", "TP + SP 2x4", "ZeRO-1", "context parallel 4x2"]
+    found = prices_asked(monkeypatch, lambda one: 1 + (order.index(one.name) if one.name in order else 9))
+    assert {name for name, count in found if count == 4} == {"FSDP", "TP + SP 1x4", "ZeRO-1", "context parallel 2x2"}
 
 
 HLO = """\
