@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,12 +17,16 @@ from autopar.ir.mesh import MeshShape
 from autopar.xla_compiler.compiler import CompiledStep
 from benchmarks.baselines import pinned
 from benchmarks.compile_cache import save
-from benchmarks.plans import case, judge, page
+from benchmarks.plans import audit, case, judge, page, tuned
+from benchmarks.plans.audit import draw
 from benchmarks.plans.case import ByHand, Candidate, chosen
 from benchmarks.plans.judge import Judge
+from benchmarks.plans.models import Model
 from benchmarks.plans.recipes import Recipe, recipes
-from benchmarks.plans.split import Split, mean, split
+from benchmarks.plans.split import Split, mean, split, variant_text
+from benchmarks.plans.tuned import Extras
 from benchmarks.zoo import language
+from benchmarks.zoo.training import Training
 
 # isort: split
 from transformers import LlamaConfig
@@ -96,6 +101,33 @@ def test_xla_s_estimate_is_shown_only_where_it_is_sound() -> None:
     assert "not sound" not in page.page_table([row(1.0)])
 
 
+def test_one_flag_away_is_every_other_limit_and_every_other_flag() -> None:
+    away = list(Extras(constraints=True, limit_mib=8, kernels=True).one_flag_away())
+    assert away == [
+        Extras(constraints=True, limit_mib=None, kernels=True),
+        Extras(constraints=True, limit_mib=1, kernels=True),
+        Extras(limit_mib=8, kernels=True),
+        Extras(constraints=True, limit_mib=8, kernels=True, early_reductions=True),
+        Extras(constraints=True, limit_mib=8),
+    ]
+    assert tuned.LIMITS_MIB == (None, 8, 1)
+
+
+def test_rows_are_drawn_by_the_seed_alone() -> None:
+    rows = [row(1.0, "tuned", recipe=str(n)) for n in range(30)] + [row(None, "tuned"), row(1.0)]
+    first, again = (draw(rows, 0xABCD, 10) for _ in range(2))
+    assert first == again != draw(rows, 0xABCE, 10)
+    assert len({one["recipe"] for one in first}) == 10 and all(one["way"] == "tuned" for one in first)
+
+
+def test_one_more_flag_s_gain_is_that_of_the_fastest_program() -> None:
+    tuned_row = row(10.0, "tuned", model="small", gpus_used=8, constraints=True)
+    times = Times(10.5, 9.0, 11.0, 9.5)
+    with mock.patch.dict(audit.MODELS, {"small": Model("", 1, lambda _: language_model())}):
+        most, extras = audit.gain(tuned_row, times)  # pyright: ignore[reportArgumentType]
+    assert most == pytest.approx(0.1) and extras == Extras(constraints=True, limit_mib=1)
+
+
 def priced(name: str, seconds: float, num_gpus: int = 8, kind: str = "", **more: Any) -> Candidate:
     recipe = Recipe(kind or name, name, MeshShape(("data",), (num_gpus,)), pinned.fsdp)
     return Candidate(recipe, seconds, **more)
@@ -120,10 +152,14 @@ class Times:
 
 
 def small_llama() -> Any:
+    return language_model().target
+
+
+def language_model() -> Training:
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )
-    return language.llama(config, batch=8, seq=16).target
+    return language.llama(config, batch=8, seq=16)
 
 
 def by_hand(times: Times) -> ByHand:
@@ -142,7 +178,7 @@ def test_each_variant_adds_one_thing_to_the_best_so_far() -> None:
     times = Times(8.0, 7.0, 7.5, 6.0)
     rows = by_hand(times).tuned(fsdp(), row(10.0))
     assert [one["step_s"] for one in rows] == [8.0, 7.0, 7.5, 6.0, 6.0]
-    assert [case.variant_text(one) for one in rows[:-1]] == [
+    assert [variant_text(one) for one in rows[:-1]] == [
         "constraints",
         "constraints, combine 8 MiB",
         "constraints, combine 1 MiB",

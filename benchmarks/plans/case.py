@@ -1,8 +1,8 @@
 """Choose which hand-written programs of one model and setting are compiled, and tune the best.
 
 In: a model's step, the GPUs. Out: rows. Every recipe is first priced by autopar's planner with everything pinned; then
-XLA compiles, as users write them, the best grid of each kind of recipe on all GPUs, and the best four of all recipes on
-any number of GPUs. Of the two best by price and the fastest as compiled, tuned versions follow. Each variant differs from
+XLA compiles, as users write them, the best grid of each kind of recipe on all GPUs, and the best four on any number of
+GPUs (one grid of a kind on each number). Of the two best by price and the fastest as compiled, tuned versions follow. Each variant differs from
 the best one so far in one thing, and the best stays:
 
 1. `constraints`: the shardings of activations and gradients that an expert adds, if the recipe has any;
@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autopar.jax_interop.compilation import module_bytes
-from autopar.runtime.jit import lower_for
 from benchmarks.plans.judge import Judge
 from benchmarks.plans.recipes import Recipe, gpu_counts, recipes
-from benchmarks.plans.split import MEMORY_BYTES, fits
-from benchmarks.plans.tuned import LIMITS_MIB, Priced, combiner_options, price
+from benchmarks.plans.split import MEMORY_BYTES, fits, variant_text
+from benchmarks.plans.tuned import LIMITS_MIB, Extras, Programs, price
 from benchmarks.zoo.training import Target
 
 Row = dict[str, Any]
@@ -78,7 +76,7 @@ class ByHand:
         by_name = {(one.recipe.name, one.recipe.num_gpus): one for one in candidates}
         compiled = sorted(filter(fits, rows), key=lambda row: row["step_s"])[:1]
         best = [by_name[row["recipe"], row["gpus_used"]] for row in compiled]
-        best += sorted((one for one in candidates if one.fits), key=lambda one: one.price_s)[:_NUM_TUNED]
+        best += best_by_price(candidates)[:_NUM_TUNED]
         for one in dict.fromkeys(best):
             user = next(
                 (row for row in rows if (row["recipe"], row["gpus_used"]) == (one.recipe.name, one.recipe.num_gpus)),
@@ -123,58 +121,42 @@ class ByHand:
         def figures() -> Row:
             if one.failed or one.peak_bytes > HOPELESS * MEMORY_BYTES:
                 raise RuntimeError(one.failed or f"predicted to need {one.peak_bytes / 1e9:.0f} GB: not compiled")
-            step, args = self.target()
-            return self._figures(one.recipe, one.recipe.by_user(step, args), args)
+            return self._figures(self._programs(one.recipe), Extras())
 
-        return self._row(one, "user", {}, figures)
+        return self._row(one, "user", Extras(), figures)
 
     def tuned(self, one: Candidate, user: Row) -> list[Row]:
         """Rows of the variants, then the fastest of them and the user's program once more, as the tuned version."""
-        step, args = self.target()
-        found, recipe = [user], one.recipe
+        found, programs = [user], self._programs(one.recipe)
 
-        def variant(make: Callable[[], Any], options: dict[str, int] | None, **what: Any) -> None:
-            row = self._row(one, "variant", what, lambda: self._figures(recipe, make(), args, options))
-            found.append(row)
+        def best() -> Extras:
+            return Extras.of(min(filter(fits, found), key=lambda row: row["step_s"], default=user))
 
-        def best() -> Row:
-            return min(filter(fits, found), key=lambda row: row["step_s"], default=user)
+        def compile_if_new(extras: Extras) -> None:
+            try:
+                is_new = programs.has(extras) and extras not in map(Extras.of, found)
+            except Exception as error:  # without a plan, there is nothing to take from it
+                print(f"no plan: {error}", flush=True)
+                return
+            if is_new:
+                found.append(self._row(one, "variant", extras, lambda: self._figures(programs, extras)))
 
-        if recipe.has_more_constraints:
-            variant(lambda: recipe.by_expert(step, args), None, constraints=True)
-        constrained = bool(best().get("constraints"))
-        try:
-            made = price(recipe, step, args, self.hardware, of_user=not constrained)
-        except Exception as error:  # without a plan, there are no kernels to take from it
-            print(f"no tuned kernels: {error}", flush=True)
-            return [*found[1:], self._as_tuned(best())]
-        base = recipe.by_expert if constrained else recipe.by_user
-        for limit in LIMITS_MIB if recipe.num_gpus > 1 else ():
-            if limit is not None:
-                variant(
-                    lambda: base(step, args),
-                    combiner_options(limit, made.plan),
-                    constraints=constrained,
-                    limit_mib=limit,
-                )
-        self._kernels(made, variant, best, constrained)
-        return [*found[1:], self._as_tuned(best())]
+        compile_if_new(Extras(constraints=True))
+        for limit in LIMITS_MIB:
+            compile_if_new(Extras(best().constraints, limit))
+        compile_if_new(replace(best(), kernels=True))
+        compile_if_new(Extras(best().constraints, best().limit_mib, kernels=True, early_reductions=True))
+        fastest = min(filter(fits, found), key=lambda row: row["step_s"], default=user)
+        return [*found[1:], fastest | {"way": "tuned", "variant": variant_text(fastest)}]
 
-    def _kernels(self, made: Priced, variant: Callable[..., None], best: Callable[[], Row], constrained: bool) -> None:
-        """The variants of the traced program."""
-        limit = best().get("limit_mib")
-        what = {"constraints": constrained, "limit_mib": limit, "kernels": True}
-        variant(made.with_kernels, combiner_options(limit, made.plan), **what)
-        if made.plan.early_reductions:
-            variant(
-                lambda: made.with_kernels(early=True), combiner_options(limit, made.plan), **what, early_reductions=True
-            )
+    def _programs(self, recipe: Recipe) -> Programs:
+        return Programs(recipe, *self.target(), self.hardware)
 
-    def _figures(self, recipe: Recipe, jitted: Any, args: Any, options: dict[str, int] | None = None) -> Row:
-        module = module_bytes(lower_for("cuda", jitted, args))
-        return self.judge.figures(module, recipe.mesh, recipe.num_hosts, options or None)
+    def _figures(self, programs: Programs, extras: Extras) -> Row:
+        module, options = programs.lowered(extras)
+        return self.judge.figures(module, programs.recipe.mesh, programs.recipe.num_hosts, options)
 
-    def _row(self, one: Candidate, way: str, what: Row, figures: Callable[[], Row]) -> Row:
+    def _row(self, one: Candidate, way: str, extras: Extras, figures: Callable[[], Row]) -> Row:
         about = {
             "recipe": one.recipe.name,
             "kind": one.recipe.kind,
@@ -184,30 +166,22 @@ class ByHand:
             "words": "",
             "price_s": one.price_s,
             "price_bytes": one.peak_bytes,
-            "constraints": False,
-            "limit_mib": None,
-            "kernels": False,
-            "early_reductions": False,
         }
-        return self.row_of(about | what, figures)
-
-    def _as_tuned(self, best: Row) -> Row:
-        return best | {"way": "tuned", "variant": variant_text(best)}
-
-
-def variant_text(row: Row) -> str:
-    """What a program has besides the user's shardings."""
-    parts = [name.replace("_", " ") for name in ("constraints", "kernels", "early_reductions") if row.get(name)]
-    parts += [f"combine {row['limit_mib']} MiB"] if row.get("limit_mib") else []
-    return ", ".join(parts) or "as the user's"
+        return self.row_of(about | asdict(extras), figures)
 
 
 def chosen(candidates: Sequence[Candidate], num_gpus: int) -> list[Candidate]:
     """The candidates to compile: the best grid of each kind on all GPUs, and the best four on any number."""
-    ranked = sorted(candidates, key=lambda one: one.price_s)
-    on_all = _best_of_kinds([one for one in ranked if one.recipe.num_gpus == num_gpus])
-    best = [one for one in ranked if one.fits][:_NUM_COMPILED]
-    return list(dict.fromkeys([*best, *on_all]))
+    on_all = sorted((one for one in candidates if one.recipe.num_gpus == num_gpus), key=lambda one: one.price_s)
+    return list(dict.fromkeys([*best_by_price(candidates)[:_NUM_COMPILED], *_best_of_kinds(on_all)]))
+
+
+def best_by_price(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that fit, best first, with one grid of each kind on each number of GPUs."""
+    found: dict[tuple[str, int], Candidate] = {}
+    for one in sorted((one for one in candidates if one.fits), key=lambda one: one.price_s):
+        found.setdefault((one.recipe.kind, one.recipe.num_gpus), one)
+    return list(found.values())
 
 
 def _best_of_kinds(ranked: Sequence[Candidate]) -> list[Candidate]:

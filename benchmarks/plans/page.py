@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from benchmarks.plans.split import HAND, OWN, Split, best, fits, is_current, mean, split
+from benchmarks.plans.split import HAND, OWN, Split, best, fits, is_current, mean, split, variant_text
 
 Row = Mapping[str, Any]
 
@@ -254,8 +254,7 @@ def _on(row: Row) -> str:
 
 def _version(row: Row) -> str:
     if row["way"] == "variant":
-        parts = [name.replace("_", " ") for name in ("constraints", "kernels", "early_reductions") if row.get(name)]
-        return ", ".join([*parts, *([f"combine {row['limit_mib']} MiB"] if row["limit_mib"] else [])])
+        return variant_text(row)
     return f"tuned: {row['variant']}" if row["way"] == "tuned" else row["way"]
 
 

@@ -40,10 +40,10 @@ from autopar.jax_interop.compilation import module_bytes
 from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
 from autopar.verification.compile_plan import hosts_needed
-from benchmarks.plans.case import ByHand, Row, variant_text
+from benchmarks.plans.case import ByHand, Row
 from benchmarks.plans.judge import Judge, new_compiler
 from benchmarks.plans.models import MODELS
-from benchmarks.plans.split import MEMORY_BYTES, fits
+from benchmarks.plans.split import MEMORY_BYTES, fits, variant_text
 from benchmarks.zoo.training import Target
 
 HARDWARE = "h100-sxm"

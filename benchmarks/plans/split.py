@@ -80,6 +80,13 @@ def is_current(case: Iterable[Row]) -> bool:
     return any("kind" in row for row in case)
 
 
+def variant_text(row: Row) -> str:
+    """What a program by hand has besides the user's shardings."""
+    parts = [name.replace("_", " ") for name in ("constraints", "kernels", "early_reductions") if row.get(name)]
+    parts += [f"combine {row['limit_mib']} MiB"] if row.get("limit_mib") else []
+    return ", ".join(parts) or "as the user's"
+
+
 def _fastest(case: Iterable[Row], allowed: tuple[str, ...]) -> float:
     """Seconds of the fastest program by hand that has nothing but what is allowed; infinity if there is none."""
     rows = [row for row in case if row["way"] in HAND and fits(row) and _extras(row) <= set(allowed)]

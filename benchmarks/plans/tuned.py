@@ -15,7 +15,8 @@ else is left to XLA's partitioner, as in the hand's program.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jax.sharding import Mesh
@@ -24,9 +25,10 @@ import autopar
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import constraint_params
 from autopar.ir.sharding import TensorSharding
+from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.plans.records import Constraint
-from autopar.runtime.jit import abstract_mesh, jit_plan
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program
 from benchmarks.plans.recipes import Recipe
@@ -35,6 +37,37 @@ from benchmarks.plans.recipes import Recipe
 LIMITS_MIB: tuple[int | None, ...] = (None, 8, 1)
 #: More than any recipe takes: the price of one that does not fit is known, too.
 _NO_BUDGET = 1e15
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What a program by hand has besides the user's shardings.
+
+    Args:
+        constraints: the expert's constraints on activations and gradients.
+        limit_mib: combine threshold; None for XLA's default.
+        kernels: the one-hot gradient and separate column reductions.
+        early_reductions: reductions that start early; only with `kernels`.
+    """
+
+    constraints: bool = False
+    limit_mib: int | None = None
+    kernels: bool = False
+    early_reductions: bool = False
+
+    @staticmethod
+    def of(row: Mapping[str, Any]) -> Extras:
+        """Those of a row of the table."""
+        return Extras(**{name: row[name] for name in asdict(Extras())})
+
+    def one_flag_away(self) -> Iterator[Extras]:
+        """All that differ in one thing."""
+        yield from (replace(self, limit_mib=limit) for limit in LIMITS_MIB if limit != self.limit_mib)
+        yield replace(self, constraints=not self.constraints)
+        if self.kernels:
+            yield replace(self, early_reductions=not self.early_reductions)
+        if not self.early_reductions:
+            yield replace(self, kernels=not self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +121,44 @@ def price(recipe: Recipe, step: Any, args: tuple[Any, Any], hardware: str, *, of
     )
     plan, program = parallel.planned(*args)
     return Priced(recipe, plan, program.of(plan))
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """All programs of one recipe and step; what they take from plans is planned once."""
+
+    recipe: Recipe
+    step: Any
+    args: tuple[Any, Any]
+    hardware: str
+    _priced: dict[bool, Priced] = field(default_factory=dict, compare=False, repr=False)
+
+    def priced(self, constraints: bool) -> Priced:
+        """The plan of the user's step, or of the expert's."""
+        if constraints not in self._priced:
+            made = price(self.recipe, self.step, self.args, self.hardware, of_user=not constraints)
+            self._priced[constraints] = made
+        return self._priced[constraints]
+
+    def has(self, extras: Extras) -> bool:
+        """Whether the recipe has such a program, and it is none that has another name too."""
+        if extras.constraints and not self.recipe.has_more_constraints:
+            return False
+        if extras.limit_mib is not None and self.recipe.num_gpus == 1:
+            return False
+        return not extras.early_reductions or bool(self.priced(extras.constraints).plan.early_reductions)
+
+    def lowered(self, extras: Extras) -> tuple[bytes, dict[str, int] | None]:
+        """The lowered step, and XLA's options for it."""
+        if extras.kernels:
+            jitted = self.priced(extras.constraints).with_kernels(early=extras.early_reductions)
+        else:
+            by = self.recipe.by_expert if extras.constraints else self.recipe.by_user
+            jitted = by(self.step, self.args)
+        options = None
+        if extras.limit_mib is not None:
+            options = combiner_options(extras.limit_mib, self.priced(extras.constraints).plan)
+        return module_bytes(lower_for("cuda", jitted, self.args)), options
 
 
 def combiner_options(limit_mib: int | None, plan: Plan) -> dict[str, int]:
