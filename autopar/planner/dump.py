@@ -20,6 +20,7 @@ from autopar.frontend.equations import LiteralOperand
 from autopar.ir.explicit_program import Communicate, Compute, Extend
 from autopar.ir.graph import Graph
 from autopar.planner.candidate import Candidate
+from autopar.planner.fewer_devices import smaller_meshes
 from autopar.planner.mesh_search import Found
 from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
@@ -80,9 +81,13 @@ def _request(passes: _Passes) -> Iterator[str]:
     request = passes.request
     yield f"hardware  {request.profile.name}"
     yield f"meshes    {', '.join(mesh.describe() for mesh in request.meshes)}"
+    parts = smaller_meshes(request, passes.candidate.program.graph, request.pin or {})
+    if parts:
+        numbers = ", ".join(str(part[0].num_devices) for part in parts)
+        yield f"parts     {numbers} of the devices, if they can be as fast"
     yield f"memory    {human_bytes(request.budget.total_bytes)} per device, of which a plan may fill"
     yield f"          {human_bytes(request.budget.plan_bytes)}"
-    known = ("meshes", "hardware", "memory_budget_bytes")
+    known = ("meshes", "any_part", "hardware", "memory_budget_bytes")
     for name, value in request.key().items():
         if name not in known:
             yield f"{name}  {value}"
