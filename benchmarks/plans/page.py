@@ -59,7 +59,8 @@ def summary(rows: Sequence[Row]) -> str:
     """The gates and the means, then a table for each setting."""
     cases = cases_of(rows)
     current = [case for case in cases if is_current(case)]
-    parts = [f"{len(current)} of {len(cases)} cases are of this version."]
+    replays = dict.fromkeys(row["replay"] for case in current for row in case if row.get("replay"))
+    parts = [f"{len(current)} of {len(cases)} cases are of this version, timed by the replay {' or '.join(replays)}."]
     parts += [_gates(current), _means(current)] if current else []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         here = [case for case in cases if case[0]["setting"] == setting]

@@ -147,9 +147,9 @@ class _Case:
                 made = judge.figures(module, plan.mesh, hosts, compiler_options(plan))
         attempts = 1
         if made["peak_bytes"] > (MEMORY_BYTES if budget is None else budget):
-            verified = autopar.verify(step, *args, hosts=hosts, compiler=self.judge.compiler, **options)
+            verified = autopar.verify(step, *args, compiler=self.judge.compiler, **options)
             plan, attempts = verified.plan, len(verified.attempts)
-            made = self.judge.of(verified.compiled, plan.mesh, hosts)
+            made = self.judge.of(verified.compiled, plan.mesh, hosts_needed(plan, self.judge.profile))
         return made | {
             "mesh": str(plan.mesh),
             "gpus_used": plan.mesh.num_devices,
