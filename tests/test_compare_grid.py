@@ -14,10 +14,10 @@ from test_compare_hardware import H100, profile, step_and_args
 from autopar.cli.main import main
 from autopar.cli.options import device_counts
 from autopar.comparison.by_hardware import Cell, compare_grid
-from autopar.comparison.by_hardware_page import write_grid_page
 from autopar.comparison.by_hardware_plot import plot_grid
 from autopar.comparison.by_hardware_text import grid_json, render_grid
 from autopar.comparison.device_curve import curves
+from autopar.comparison.page import write_grid_page
 from autopar.system.text_tables import plain_text
 from autopar.transforms.program import program_of
 from tests.planned import plan_program
@@ -88,7 +88,7 @@ def test_the_curve_falls_and_names_the_devices_that_help(tmp_path: Path) -> None
     assert last.used.prediction.step_time_s <= last.on_all.prediction.step_time_s
     text = plain_text(lambda console: render_grid(result, console))
     assert "Step time over the devices, large" in text
-    assert f"uses {last.used.num_devices} of 8; on all 8: " in text
+    assert f"uses {last.used.num_devices} of 8; on all 8: " in " ".join(text.split())
     (cell,) = [one for one in grid_json(result)["targets"][0]["cells"] if one["num_devices"] == 8]
     assert cell["used_num_devices"] == last.used.num_devices
     write_grid_page(result, str(tmp_path / "curve.html"))

@@ -84,9 +84,9 @@ def _run_fewest(options: argparse.Namespace) -> int:
 def _run_grid(options: argparse.Namespace) -> int:
     """Compare every kind of device at every device count."""
     from autopar.comparison.by_hardware import compare_grid, profiles_of
-    from autopar.comparison.by_hardware_page import write_grid_page
     from autopar.comparison.by_hardware_plot import plot_grid
     from autopar.comparison.by_hardware_text import grid_json, render_grid
+    from autopar.comparison.page import write_grid_page
     from autopar.report.all_reduce_table import check_can_plot
     from autopar.report.html.document import check_can_write
 

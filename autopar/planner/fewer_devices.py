@@ -34,12 +34,11 @@ def smaller_meshes(request: PlanRequest, graph: Graph, pin: Mapping[str, Any]) -
 
 def parts_of(num_devices: int, profile: HardwareProfile) -> list[int]:
     """The smaller numbers of devices to plan for, the largest first: powers of two and divisors, of the devices of a host or of
-        whole hosts.
+    whole hosts.
 
-        >>> from autopar.errors import MicrobatchError
-    from autopar.hardware.profile import load
-        >>> parts_of(48, load("h100-sxm")), parts_of(6, load("h100-sxm"))
-        ([32, 24, 16, 8, 6, 4, 3, 2, 1], [4, 3, 2, 1])
+    >>> from autopar.hardware.profile import load
+    >>> parts_of(48, load("h100-sxm")), parts_of(6, load("h100-sxm"))
+    ([32, 24, 16, 8, 6, 4, 3, 2, 1], [4, 3, 2, 1])
     """
     host = profile.devices_per_host
     within = [n for n in range(1, min(host + 1, num_devices)) if _is_even_part(n, num_devices)]
