@@ -45,16 +45,17 @@ def _autopar(arguments: str) -> None:
 
 
 def _picture(tab: Tab) -> bytes:
-    """The top of the page, down to the first tensor that both axes shard, with the pointer on it to show its shards."""
+    """The top of the page, down to the first tensor with the most sharded dims, with the pointer on it to show its shards."""
     tab.value(f"document.querySelectorAll({LEFT_OUT!r}).forEach(e => e.style.display = 'none')")
     tab.value("document.querySelector('header').style.marginBottom = '1rem'")  # the same margin as the links below it
     tab.value(
         "[...document.querySelectorAll('#modules details')]"
         f".filter(e => {FOLDED!r}.includes(e.querySelector('.module-name')?.textContent)).forEach(e => e.open = false);"
-        "[...document.querySelectorAll('#modules .blocks')]"
-        ".find(e => !e.closest('details:not([open])') && e.querySelectorAll('.split').length > 1).id = 'both'"
+        "const open = [...document.querySelectorAll('#modules .blocks')].filter(e => !e.closest('details:not([open])'));"
+        "const most = Math.max(...open.map(e => e.querySelectorAll('.split').length));"
+        "open.find(e => e.querySelectorAll('.split').length == most).id = 'shards'"
     )
-    tab.point_at("#both")
+    tab.point_at("#shards")
     bottom = tab.value("document.getElementById('shown').getBoundingClientRect().bottom")
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": bottom + 16, "scale": 2}
     capture = tab.call("Page.captureScreenshot", format="webp", quality=85, clip=clip, captureBeyondViewport=True)
