@@ -1,0 +1,100 @@
+"""Transposes move to the small side of matmuls; results stay the same."""
+
+from __future__ import annotations
+
+import math
+import random
+import string
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.frontend.trace import Trace
+from autopar.frontend.tracing import trace
+
+SIZES = {"b": 2, "g": 3, "q": 16, "s": 16, "r": 2, "k": 4}
+
+
+def _array(dims: str, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), [SIZES[d] for d in dims])
+
+
+def _attention(q: Any, k: Any, v: Any, groups: str = "r") -> Any:
+    scores = jnp.einsum(f"bqg{groups}k,bsgk->bg{groups}qs", q, k)
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e30))
+    return jnp.einsum(f"bg{groups}qs,bsgk->bqg{groups}k", weights, v)
+
+
+def _gradients(q: Any, k: Any, v: Any, groups: str = "r") -> Any:
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(_attention(q, k, v, groups) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+
+def _transposed(made: Trace, least: int = 0) -> list[tuple[int, ...]]:
+    """The shapes of the transposes of at least this many elements."""
+    shapes = [made.avals[e.results[0]].shape for e in made.equations if e.primitive == "transpose"]
+    return [shape for shape in shapes if math.prod(shape) >= least]
+
+
+def _check_equal(function: Any, *args: Any) -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    planned = autopar.parallelize(function, mesh=mesh, hardware="h100-sxm")
+    expected = jax.tree.leaves(jax.jit(function)(*args))
+    for made, want in zip(jax.tree.leaves(planned(*args)), expected, strict=True):
+        np.testing.assert_allclose(made, want, rtol=2e-5, atol=2e-5)
+
+
+def test_scores_of_grouped_query_attention_are_not_transposed() -> None:
+    args = _array("bqgrk"), _array("bsgk", 1), _array("bsgk", 2)
+    scores = math.prod(SIZES[d] for d in "bgrqs")
+    assert _transposed(trace(_attention, args), scores) == []
+    assert _transposed(trace(_gradients, args), scores) == []
+    _check_equal(_gradients, *args)
+
+
+def test_scores_in_a_scan_with_remat_are_not_transposed() -> None:
+    def step(q: Any, keys: Any, values: Any) -> Any:
+        def loss(q: Any, keys: Any, values: Any) -> Any:
+            body = jax.checkpoint(lambda q, kv: (q + _attention(q, *kv), None))
+            return jnp.sum(jax.lax.scan(body, q, (keys, values))[0] ** 2)
+
+        return jax.value_and_grad(loss, (0, 1, 2))(q, keys, values)
+
+    keys, values = (jnp.stack([_array("bsgk", i), _array("bsgk", i + 1)]) for i in (1, 3))
+    args = _array("bqgrk"), keys, values
+    assert _transposed(trace(step, args), math.prod(SIZES[d] for d in "bgrqs")) == []
+    _check_equal(step, *args)
+
+
+def test_multi_head_attention_is_left_alone() -> None:
+    args = _array("bqgk"), _array("bsgk", 1), _array("bsgk", 2)
+    jaxpr = jax.make_jaxpr(lambda *a: _attention(*a, groups=""))(*args)
+    made = trace(lambda *a: _attention(*a, groups=""), args)
+    assert len(_transposed(made)) == str(jaxpr).count(" transpose[")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_einsums_and_their_gradients_are_equal(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = {d: rng.choice([1, 2, 3, 5]) for d in string.ascii_lowercase[:9]}
+    names = "".join(sizes)
+    batch, lhs, rhs, summed = names[:2], names[2:5], names[5:7], names[7:]
+    x, y, out = (
+        "".join(rng.sample(dims, len(dims))) for dims in (batch + lhs + summed, batch + rhs + summed, batch + lhs + rhs)
+    )
+
+    def step(x_: Any, y_: Any) -> Any:
+        def loss(x_: Any, y_: Any) -> Any:
+            return jnp.sum(jnp.sin(jnp.einsum(f"{x},{y}->{out}", x_, y_)))
+
+        return jax.value_and_grad(loss, (0, 1))(x_, y_)
+
+    arrays = [jax.random.normal(jax.random.key(i), [sizes[d] for d in dims]) for i, dims in enumerate((x, y))]
+    _check_equal(step, *arrays)
