@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import string
 from typing import Any
 
 import jax
@@ -83,12 +82,15 @@ def test_multi_head_attention_is_left_alone() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_random_einsums_and_their_gradients_are_equal(seed: int) -> None:
     rng = random.Random(seed)
-    sizes = {d: rng.choice([1, 2, 3, 5]) for d in string.ascii_lowercase[:9]}
-    names = "".join(sizes)
-    batch, lhs, rhs, summed = names[:2], names[2:5], names[5:7], names[7:]
-    x, y, out = (
-        "".join(rng.sample(dims, len(dims))) for dims in (batch + lhs + summed, batch + rhs + summed, batch + lhs + rhs)
-    )
+
+    def shuffled(dims: str) -> str:
+        return "".join(rng.sample(dims, len(dims)))
+
+    sizes = {d: rng.choice([1, 2, 3]) for d in "ab"} | {d: rng.choice([4, 5, 6]) for d in "cdefgh"} | {"i": 2, "j": 2}
+    batch, lhs, rhs, summed = "ab", "cde", "fgh", "ij"
+    free = [shuffled(lhs), shuffled(rhs)]
+    rng.shuffle(free)
+    x, y, out = shuffled(batch + lhs + summed), shuffled(batch + rhs + summed), shuffled(batch) + "".join(free)
 
     def step(x_: Any, y_: Any) -> Any:
         def loss(x_: Any, y_: Any) -> Any:
@@ -97,4 +99,10 @@ def test_random_einsums_and_their_gradients_are_equal(seed: int) -> None:
         return jax.value_and_grad(loss, (0, 1))(x_, y_)
 
     arrays = [jax.random.normal(jax.random.key(i), [sizes[d] for d in dims]) for i, dims in enumerate((x, y))]
+    product = math.prod(sizes[d] for d in out)
+    jaxpr = str(jax.make_jaxpr(step)(*arrays))
+    if free in (["cde", "fgh"], ["fgh", "cde"]):
+        assert len(_transposed(trace(step, arrays))) == jaxpr.count(" transpose[")
+    elif out.startswith("ab"):
+        assert _transposed(trace(step, arrays), product) == []
     _check_equal(step, *arrays)
