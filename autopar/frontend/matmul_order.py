@@ -22,6 +22,7 @@ from autopar.frontend.equations import Equation, Item, Nest, items_of
 from autopar.frontend.trace import Trace
 from autopar.frontend.trace_builder import TraceBuilder
 from autopar.jax_interop import compat as jax_compat
+from autopar.rules.table import traits_of
 
 
 def order_matmuls(trace: Trace) -> Trace:
@@ -80,8 +81,8 @@ def _results_to_fold(trace: Trace) -> _Found:
     found = _Found({}, set())
     outputs = {value for value in trace.outputs if isinstance(value, int)}
     for n, equation in enumerate(trace.equations):
-        made = _producer(trace, equation) if equation.primitive == "transpose" else None
-        if made is None or trace.equations[made].primitive != "dot_general":
+        made = _producer(trace, equation) if _is_transpose(equation) else None
+        if made is None or not _is_matmul(trace.equations[made]):
             continue
         product = trace.equations[made].results[0]
         sides = _sides(trace, trace.equations[made])
@@ -134,10 +135,10 @@ def _operands_to_fold(trace: Trace) -> _Found:
     found = _Found({}, set())
     outputs = {value for value in trace.outputs if isinstance(value, int)}
     for n, equation in enumerate(trace.equations):
-        if equation.primitive != "transpose" or n in found.folded or equation.results[0] in outputs:
+        if not _is_transpose(equation) or n in found.folded or equation.results[0] in outputs:
             continue
         users = trace.users.get(equation.results[0], [])
-        if any(trace.equations[user].primitive != "dot_general" or user in found.matmuls for user in users):
+        if any(not _is_matmul(trace.equations[user]) or user in found.matmuls for user in users):
             continue
         matmuls = [_reading_through(trace, equation, trace.equations[user]) for user in users]
         placed = [one for one in matmuls if one is not None]
@@ -157,7 +158,7 @@ def _merged(trace: Trace, matmul: _Matmul, outputs: set[int]) -> tuple[_Matmul, 
         return matmul, []
     (user,) = users
     equation = trace.equations[user]
-    if equation.primitive != "transpose":
+    if not _is_transpose(equation):
         return matmul, []
     both = tuple(matmul.permutation[dim] for dim in equation.source.params["permutation"])
     whole = None if both == tuple(sorted(both)) else both
@@ -283,3 +284,11 @@ def _pays(trace: Trace, large: int, small: Sequence[int]) -> bool:
 def _bytes(trace: Trace, value: int) -> float:
     aval = trace.avals[value]
     return math.prod(aval.shape) * jax_compat.itemsize(aval)
+
+
+def _is_transpose(equation: Equation) -> bool:
+    return traits_of(equation.primitive).permutes
+
+
+def _is_matmul(equation: Equation) -> bool:
+    return equation.primitive == "dot_general"
