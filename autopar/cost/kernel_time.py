@@ -19,7 +19,8 @@ from autopar.hardware.xla_estimator import GemmFit
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape
 
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
+#: Bytes of an element of a GEMM's operands and results.
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
 #: Elements of the result in one core's output tile.
 _TILE = 128 * 128
 #: Dtypes with a fit of their own; those of equal size share one.
@@ -62,7 +63,7 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
 def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
     """Seconds of a GEMM without `kernel_launch_s`."""
     sustained = 2.0 * gemm.batch * gemm.m * gemm.n * gemm.k / profile.matrix_rate(gemm.dtype)
-    size, out_size = _ITEMSIZE.get(gemm.dtype, 1), _ITEMSIZE.get(gemm.out_dtype, 2)
+    size, out_size = ITEMSIZE.get(gemm.dtype, 1), ITEMSIZE.get(gemm.out_dtype, 2)
     estimator = profile.xla_estimator
     fit = estimator.gemms.get(_FITTED.get(size, "")) if estimator else None
     if estimator is None or fit is None:

@@ -154,7 +154,6 @@ class _End:
 
     Args:
         fits: whether the plan is within the memory budget.
-        step_time_s: predicted step time.
         candidate: the candidate behind the plan.
         failure: the reason why there is no plan.
         fastest: the fastest candidate on this mesh, with which the plan may be tied.
@@ -162,15 +161,19 @@ class _End:
 
     plan: Plan | None = None
     fits: bool = False
-    step_time_s: float = math.inf
     candidate: Candidate | None = None
     failure: str = ""
     fastest: Fastest | None = None
 
+    @property
+    def step_time_s(self) -> float:
+        """Predicted step time; infinite if there is no plan."""
+        return math.inf if self.plan is None else self.plan.prediction.step_time_s
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without tree structures and without the candidate."""
         plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
-        return _End, (plan, self.fits, self.step_time_s, None, self.failure, self.fastest)
+        return _End, (plan, self.fits, None, self.failure, self.fastest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,7 @@ class _Search:
         fits = done.candidate.peak_bytes <= self._budget_bytes
         if fits:
             self._fastest.lower(done.fastest.step_time_s)
-        return _End(done.plan, fits, done.candidate.step_time_s, done.candidate, fastest=done.fastest)
+        return _End(done.plan, fits, done.candidate, fastest=done.fastest)
 
     def _show(self, stage: str, fraction: float) -> None:
         if os.getpid() == self._process:  # forks show no progress

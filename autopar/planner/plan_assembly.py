@@ -370,7 +370,7 @@ def _predict(
         by_role[tensor.role] += tensor.num_bytes
     carried = {out for _, out in f.graph.carried}
     # XLA schedules for memory first, then for overlap as far as memory allows: its peak is between the two orders'.
-    in_program_order, overlapped = peak_of_temporaries(device), estimated or own_rates
+    in_program_order = peak_of_temporaries(device)
     prediction = Prediction(
         step_time_s=own_rates.step_time_s,
         compute_s=own_rates.compute_s,
@@ -381,8 +381,8 @@ def _predict(
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        temporary_bytes=max(in_program_order, overlapped.temporary_bytes),
+        temporary_bytes=max(in_program_order, own_rates.temporary_bytes),
         output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in carried),
     )
-    order = device.ops if in_program_order >= overlapped.temporary_bytes else overlapped.order
+    order = device.ops if in_program_order >= own_rates.temporary_bytes else own_rates.order
     return prediction, own_rates, order

@@ -120,7 +120,9 @@ class CompiledStep:
 class _AvoidableError(VerifyError):
     """XLA failed to compile a kernel that `flag` avoids."""
 
-    flag: str
+    def __init__(self, text: str, flag: str) -> None:
+        super().__init__(text)
+        self.flag = flag
 
 
 class Compiler:
@@ -340,14 +342,12 @@ class Compiler:
         if answer.strip() != job:
             code = self._child.wait()
             lines = [line for line in text.splitlines() if line.strip() and not _LOG_LINE.match(line)]
-            flag = next((flag for marker, flag in _AVOIDABLE.items() if marker in text), "")
-            error = (_AvoidableError if flag else VerifyError)(
+            text_of_error = (
                 f"XLA could not compile the planned step (exit code {code}); the end of its log:\n  "
                 + "\n  ".join(line[:500] for line in lines[-6:])
             )
-            if isinstance(error, _AvoidableError):
-                error.flag = flag
-            raise error
+            flag = next((flag for marker, flag in _AVOIDABLE.items() if marker in text), None)
+            raise VerifyError(text_of_error) if flag is None else _AvoidableError(text_of_error, flag)
         return text
 
 

@@ -36,14 +36,12 @@ import math
 from functools import lru_cache
 from operator import truediv
 
-from autopar.cost.kernel_time import fitted_gemm_seconds, op_seconds
+from autopar.cost.kernel_time import ITEMSIZE, fitted_gemm_seconds, op_seconds
 from autopar.cost.user_collectives import registered
 from autopar.hardware.profile import HardwareProfile
 from autopar.hardware.xla_estimator import CollectiveFit, EstimatorProfile, GemmFit
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import MeshShape
-
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
 
 #: Smallest and largest dims of the GEMMs in XLA's table.
 _BATCH_RANGE, _DIM_RANGE = (1, 4), (256, 4096)
@@ -133,7 +131,7 @@ def gemm_seconds(gemm: Gemm, estimator: EstimatorProfile) -> float:
     elif same and gemm.dtype in estimator.gemms:
         family, size = gemm.dtype, 1
     else:
-        family, size = "bfloat16", _ITEMSIZE.get(gemm.out_dtype, 2)
+        family, size = "bfloat16", ITEMSIZE.get(gemm.out_dtype, 2)
     sizes = (gemm.batch, gemm.m * size, gemm.n * size, gemm.k * size)
     operations = 2.0 * math.prod(sizes)
     scale = 1 if size == 1 else 2  # the fallback table counts dims in bytes of bfloat16
@@ -158,7 +156,7 @@ def _interpolated_rate(sizes: tuple[int, ...], scale: int, family: str, estimato
 @lru_cache(maxsize=4096)
 def _table_rate(batch: int, m: int, n: int, k: int, fit: GemmFit, family: str, num_cores: int) -> float:
     """Operations per second of a GEMM in XLA's table."""
-    size, out_size = (1, 2) if family == "float8" else (_ITEMSIZE[family], _ITEMSIZE[family])
+    size, out_size = (1, 2) if family == "float8" else (ITEMSIZE[family], ITEMSIZE[family])
     seconds = fitted_gemm_seconds(batch, m, n, k, (size, out_size), fit, num_cores)
     return 2.0 * batch * m * n * k / seconds
 

@@ -67,11 +67,7 @@ class Simulation:
             estimated: whether each operation takes what XLA estimates, instead of its time at the device's own rates.
             combine_threshold_bytes: combine threshold of collectives; None for the profile's.
         """
-        limit = self._profile.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
-        done: dict[int, _Body] = {}
-        for start, count, body in self._bodies:
-            done[start] = _Body(self._timed(body, limit, done, estimated=estimated), count)
-        timeline = self._timed(self._whole, limit, done, estimated=estimated)
+        timeline = self._whole_step(combine_threshold_bytes, estimated=estimated)
         return replace(timeline, temporary_bytes=peak_of_temporaries(self.program, timeline.order))
 
     @overload
@@ -93,7 +89,8 @@ class Simulation:
             return None
         if self._estimator is None:
             return Timelines(own, None)
-        return Timelines(own, self.timeline(estimated=True, combine_threshold_bytes=combine_threshold_bytes))
+        estimated = self._whole_step(combine_threshold_bytes, estimated=True)
+        return Timelines(own, replace(estimated, temporary_bytes=own.temporary_bytes))  # the order is the same
 
     @cached_property
     def least_s(self) -> float:
@@ -108,6 +105,14 @@ class Simulation:
                 at_once = IN_FLIGHT[resource_of(op, self._mesh, self._profile)]
                 collectives += op_seconds(op, self._mesh, self._profile) / at_once
         return max(kernels, collectives)
+
+    def _whole_step(self, combine_threshold_bytes: float | None, *, estimated: bool) -> Timeline:
+        """The timeline of the step without the peak of its temporaries."""
+        limit = self._profile.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
+        done: dict[int, _Body] = {}
+        for start, count, body in self._bodies:
+            done[start] = _Body(self._timed(body, limit, done, estimated=estimated), count)
+        return self._timed(self._whole, limit, done, estimated=estimated)
 
     def _timed(
         self, merging: CollectiveCombiner, combine_threshold_bytes: float, done: Mapping[int, _Body], *, estimated: bool
