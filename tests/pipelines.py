@@ -37,7 +37,7 @@ def pipelined(
     num_microbatches: int,
     schedule: str = "1f1b",
     virtual: int = 1,
-    mesh: str | None = None,
+    mesh: str | Sequence[str] | None = None,
     own_statistics: bool = False,
     option: int | None = None,
 ) -> tuple[Callable[..., Any], Pipeline]:
@@ -45,7 +45,7 @@ def pipelined(
 
     Args:
         num_stages: submeshes; each runs `virtual` stages of the program.
-        mesh: of each submesh; by default any of all its devices.
+        mesh: of each submesh, or one per stage; by default any of all its devices.
         own_statistics: whether each microbatch may have its own.
         option: of `StageCosts`, how much the backward pass computes again; by default nothing.
     """
@@ -60,8 +60,9 @@ def pipelined(
 
     def plan_of(number: int, stage: StageProgram, num_devices: int) -> Plan:
         if option is None:
+            its_mesh = mesh if mesh is None or isinstance(mesh, str) else mesh[number]
             return plan_program(
-                stage.program, mesh=mesh, num_devices=num_devices, all_devices=True, hardware="cpu-host"
+                stage.program, mesh=its_mesh, num_devices=num_devices, all_devices=True, hardware="cpu-host"
             )
         return costs.planned(number, number, SubmeshShape("cpu-host", 1, num_devices, option=option), stage).plan
 

@@ -251,6 +251,27 @@ def test_interrupted_at_any_moment_it_has_a_valid_assignment_or_says_none(
     assert 0.0 <= solution.gap < math.inf
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_interrupted_while_it_collects_what_its_threads_found_it_loses_nothing(
+    everything_is_large: None, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Ctrl-C comes between the first thread's assignment and the second's."""
+    step, collected = Budget.step, []
+
+    def interrupted(budget: Budget, *count: int) -> None:
+        if count and not collected:
+            collected.append(count)
+            raise KeyboardInterrupt
+        step(budget, *count)
+
+    monkeypatch.setattr(Budget, "step", interrupted)
+    problem = ring(60)
+    reports: list[float] = []
+    solution = Ilp(seed=seed, step_limit=400, progress=lambda cost, bound: reports.append(cost)).solve(problem)
+    assert collected and solution.status is Status.INTERRUPTED
+    assert solution.cost == problem.evaluate(solution.choices) <= min(reports)
+
+
 def test_where_nothing_it_meets_fits_the_least_memory_is_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """One assignment fits, and no price of memory leads there from the others in one pass."""
     problem = replace(ring(30), memory_limit=None)

@@ -177,6 +177,27 @@ def test_pieces_that_call_python_or_have_other_constants_are_not_taken_for_equal
     assert same == [[n == m and n > 1 for m in range(5)] for n in range(5)]
 
 
+@pytest.mark.parametrize("meshes", [("4", "2x2"), ("2x2", "4")])
+def test_a_host_callback_between_submeshes_with_other_axes(meshes: tuple[str, str]) -> None:
+    """JAX lowers a program with a callback for one mesh only, and a transfer may use the other stage's."""
+
+    def step(layers: Any, x: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            h = x
+            for w in layers:
+                h = jnp.tanh(h @ w) + pure(0.5)(jax.lax.stop_gradient(h))
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(layers)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, layers, gradients), value
+
+    layers, x = [jnp.eye(8) * 0.1 * n for n in range(1, 5)], np.ones((8, 8), np.float32)
+    run, _ = pipelined(step, (layers, x), num_stages=2, num_microbatches=1, mesh=meshes)
+    for _ in range(2):
+        for one, other in zip(jax.tree.leaves(run(layers, x)), jax.tree.leaves(jax.jit(step)(layers, x)), strict=True):
+            assert_close("result", one, other)
+
+
 def test_random_steps_in_stages() -> None:
     check(first_seed(), 10, at_least=7)
 

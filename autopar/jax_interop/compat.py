@@ -246,6 +246,11 @@ def primitive_of(name: str, function: Callable[..., jax.Array], *, result: Calla
     return primitive
 
 
+def needs_one_mesh(traced: Any) -> bool:
+    """Whether JAX lowers a traced program only if all its shardings name one mesh, as with a host callback."""
+    return bool(_dispatch.jaxpr_has_prim_requiring_devices(traced.jaxpr.jaxpr))
+
+
 def triton_options(num_warps: int, num_stages: int) -> Any | None:
     """Pallas compiler parameters for Triton, which JAX 0.12 deprecates; None if JAX no longer has them."""
     try:

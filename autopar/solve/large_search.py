@@ -70,6 +70,7 @@ class LargeSearch:
         self._budget, self._seed = budget, seed
         self._found, self._bounded, self._improved, self._open = found, bounded, improved, open
         self._loads = np.zeros(len(self.p.base))
+        self._states: list[_State] = []  # of the current stage of annealing
         self._relative_gap, self._enough = relative_gap, -np.inf  # a cost that ends the search
 
     def run(self, fitting: Callable[[], tuple[int, ...]]) -> None:
@@ -117,34 +118,41 @@ class LargeSearch:
         if cost < self.cost:
             loads_of(self.p, choices, self._loads)
             if self._loads.max(initial=-np.inf) <= self.p.limit:
+                self._found(tuple(choices.tolist()))  # first: after Ctrl-C here the annealing's end meets it again
                 self.choices, self.cost = choices.copy(), cost
-                self._found(tuple(choices.tolist()))
 
     # -- annealing -----------------------------------------------------------------------------
 
     def _anneal(self, prices: Multipliers) -> None:
+        try:
+            with ThreadPoolExecutor(_CORES, thread_name_prefix="autopar-anneal") as pool:
+                try:
+                    self._run_stages(pool, prices)
+                except BaseException:  # before the pool waits for its threads
+                    self._budget.stop()
+                    raise
+        finally:  # what Ctrl-C kept from the loop, wherever it came
+            for state in self._states:
+                self._meet(state.best)
+
+    def _run_stages(self, pool: ThreadPoolExecutor, prices: Multipliers) -> None:
         begin = self._budget.spent()
         hot = _HOT * abs(self.cost) / len(self.choices)
-        with ThreadPoolExecutor(_CORES, thread_name_prefix="autopar-anneal") as pool:
-            for number, (share, heat) in enumerate(_STAGES):
-                if self._budget.spent() >= 1.0 or hot == 0.0 or self.cost <= self._enough:
-                    break
-                end = begin + share * (1 - begin)
-                stage = _Stage(self.p, prices.held, self._budget, hot * heat, end, self._improved, self._enough)
-                states = [_State(self.choices, self.cost, _HOTTER**i, [self._seed, number, i]) for i in range(_CORES)]
-                tasks = [pool.submit(stage.run, state) for state in states]
-                try:
-                    while wait(tasks, timeout=_LISTEN_S).not_done:  # polls, so that Ctrl-C is handled
-                        pass
-                    for task in tasks:
-                        task.result()
-                finally:  # Ctrl-C ends the wait, and the threads soon after
-                    if not all(task.done() for task in tasks):
-                        self._budget.stop()
-                    wait(tasks)
-                    for state in states:
-                        self._meet(state.best)
-                        self._budget.step(state.steps)
+        for number, (share, heat) in enumerate(_STAGES):
+            if self._budget.spent() >= 1.0 or hot == 0.0 or self.cost <= self._enough:
+                break
+            end = begin + share * (1 - begin)
+            stage = _Stage(self.p, prices.held, self._budget, hot * heat, end, self._improved, self._enough)
+            states = [_State(self.choices, self.cost, _HOTTER**i, [self._seed, number, i]) for i in range(_CORES)]
+            self._states = states
+            tasks = [pool.submit(stage.run, state) for state in states]
+            while wait(tasks, timeout=_LISTEN_S).not_done:  # polls, so that Ctrl-C is handled
+                pass
+            for task in tasks:
+                task.result()
+            for state in states:
+                self._meet(state.best)
+                self._budget.step(state.steps)
 
 
 class _State:

@@ -268,7 +268,7 @@ class _Listing:
                 raw = jax_compat.raw_struct(avals[port])
                 passing = wire(raw.shape, stage.out_shardings[port], other.shardings[port])
                 path = _Path(t, slot, Crossing(raw.shape, raw.dtype, passing))
-                self._add(found, Send(what, passing.source), path)
+                self._add(found, Send(what, stage.out_shardings[port], passing.source), path)
         return found
 
     def _add(self, found: _Sends, send: Send, path: _Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import named_shardings
@@ -46,10 +46,12 @@ class Send:
 
     Args:
         what: a slot, or the position of an output of the stage's trace.
+        planned: its sharding in the stage's plan.
         sharding: the sharding in which it is sent.
     """
 
     what: Slot | int
+    planned: NamedSharding
     sharding: NamedSharding
 
 
@@ -68,6 +70,8 @@ class PieceProgram:
         results: positions of outputs that are results of the step, and their shardings.
         counts: the number of arrays per slot of `takes` and of `gives`. A piece outside the loop takes and gives the
             arrays of all microbatches.
+        mesh: the devices of the stage.
+        arrivals: the sharding that the piece applies to a slot before use, by slot that other stages fill.
         compiled: the compiled pieces of the same submesh, which equal pieces share; this piece adds its own.
         shared: the positions of outputs that may be the same array as another output or an input, and the positions of
             those inputs. Tracing fills both.
@@ -79,6 +83,8 @@ class PieceProgram:
     counts: tuple[tuple[int, ...], tuple[int, ...]]
     sends: tuple[Send, ...]
     results: tuple[tuple[int, NamedSharding], ...]
+    mesh: Mesh
+    arrivals: Mapping[Slot, NamedSharding]
     function: Callable[..., list[Any]]
     compiler_options: dict[str, Any] | None
     compiled: Compiled = field(default_factory=dict)
@@ -91,10 +97,13 @@ class PieceProgram:
         Args:
             donated: positions of inputs whose memory it may reuse.
         """
+        return self._jit(donated, self._out_shardings)
+
+    def _jit(self, donated: Sequence[int], out_shardings: Sequence[NamedSharding | None]) -> Any:
         return jax.jit(
             self.function,
             donate_argnums=tuple(donated),
-            out_shardings=self._out_shardings,
+            out_shardings=list(out_shardings),
             compiler_options=self.compiler_options,
         )
 
@@ -106,7 +115,10 @@ class PieceProgram:
 
     def first_call(self, donated: Sequence[int], values: Sequence[Any]) -> Any:
         """Compile the piece, or reuse an equal compiled piece on the same devices, and call it."""
-        usable = self._usable(donated, values)
+        if jax_compat.needs_one_mesh(self.jit(()).trace(*values)):
+            self.jitted = self._on_one_mesh(donated, values)
+            return self.jitted(*values)
+        usable = self._usable(donated, values, self._out_shardings)
         jitted = self.jit(usable)
         traced = jitted.trace(*values)
         out_types = tuple((one.shape, str(one.dtype)) for one in traced.out_info)
@@ -121,12 +133,49 @@ class PieceProgram:
         self.jitted = same or jitted
         return self.jitted(*values)
 
-    def _usable(self, donated: Sequence[int], values: Sequence[Any]) -> list[int]:
+    def _on_one_mesh(self, donated: Sequence[int], values: Sequence[Any]) -> Callable[..., list[Any]]:
+        """The piece with its transfers' shardings applied in programs of their own.
+
+        A transfer may use another mesh of the same devices, and JAX lowers a program with a host callback for one mesh
+        only.
+        """
+        slots = itertools.chain.from_iterable(map(itertools.repeat, self.takes, self.counts[0]))
+        whole = NamedSharding(self.mesh, PartitionSpec())
+        # JAX may name another piece's free output after the mesh of a transfer; this is rare, so it is replicated.
+        arriving = [
+            self.arrivals.get(slot) or (None if value.sharding.mesh == self.mesh else whole)
+            for slot, value in zip(slots, values, strict=True)
+        ]
+        moved = [i for i, sharding in enumerate(arriving) if sharding is not None]
+        receive = jax.jit(lambda *flat: flat, out_shardings=tuple(arriving[i] for i in moved))
+        first = sum(self.counts[1])
+        send = jax.jit(lambda *flat: flat, out_shardings=tuple(one.sharding for one in self.sends))
+
+        def received(flat: Sequence[Any]) -> list[Any]:
+            own = list(flat)
+            for i, value in zip(moved, receive(*(flat[i] for i in moved)), strict=True):
+                own[i] = value
+            return own
+
+        planned = [one.planned for one in self.sends] + [sharding for _, sharding in self.results]
+        out_shardings = [*itertools.repeat(None, first), *planned]
+        jitted = self._jit(self._usable(donated, received(values), out_shardings), out_shardings)
+
+        def run(*flat: Any) -> list[Any]:
+            results = list(jitted(*received(flat)))
+            last = first + len(self.sends)
+            return [*results[:first], *send(*results[first:last]), *results[last:]]
+
+        return run
+
+    def _usable(
+        self, donated: Sequence[int], values: Sequence[Any], out_shardings: Sequence[NamedSharding | None]
+    ) -> list[int]:
         """The donated inputs that an output fits into: equal shard shapes, or equal shapes where XLA chooses the
         output's sharding. JAX warns about the others."""
         free_outputs = Counter(
             (one.shape if sharding is None else sharding.shard_shape(one.shape), one.dtype, sharding is None)
-            for one, sharding in zip(self.jit(()).trace(*values).out_info, self._out_shardings, strict=True)
+            for one, sharding in zip(self._jit((), out_shardings).trace(*values).out_info, out_shardings, strict=True)
         )
         usable: list[int] = []
         for i in donated:
@@ -218,6 +267,8 @@ class StagePieces:
             (counts[0], counts[1]),
             tuple(sends),
             results,
+            self.stage.mesh,
+            arrivals,
             list,
             dict(compiler_options or {}),
             compiled,
