@@ -117,6 +117,7 @@ def test_the_profile_has_the_fitted_figures_and_marks_the_others(tmp_path: Path)
     base = hardware.load("h100-sxm")
     true = replace(
         base,
+        xla_estimator=None,
         host_link=hardware.LinkProfile(bytes_per_s=3.21e11, latency_s=1.5e-6),
         collective_launch_s=7e-6,
         all_to_all_efficiency=0.6,

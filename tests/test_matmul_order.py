@@ -79,6 +79,19 @@ def test_multi_head_attention_is_left_alone() -> None:
     assert len(_transposed(made)) == str(jaxpr).count(" transpose[")
 
 
+def test_gradients_of_batched_weights_are_not_transposed() -> None:
+    """XLA would transpose them in the update, which then copies the experts' weights."""
+
+    def step(weights: Any, x: Any) -> Any:
+        gradients = jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.einsum("ebcm,emh->ebch", x, w))))(weights)
+        return weights - 0.1 * gradients
+
+    args = jnp.ones((4, 8, 16)), jnp.ones((4, 2, 3, 8))
+    assert "transpose" in str(jax.make_jaxpr(step)(*args))
+    assert _transposed(trace(step, args)) == []
+    _check_equal(step, *args)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_einsums_and_their_gradients_are_equal(seed: int) -> None:
     rng = random.Random(seed)

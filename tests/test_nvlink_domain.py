@@ -40,6 +40,9 @@ H100 = load("h100-sxm")
 FOLDER = Path(__file__).resolve().parent.parent / "cost_models" / "hardware"
 
 
+UNMEASURED = replace(H100, xla_estimator=None)
+
+
 def rack(domain: int | None = 72, base: HardwareProfile = H100) -> HardwareProfile:
     """GPUs on hosts of 4, in NVLink domains of this size."""
     return replace(base, devices_per_host=4, nvlink_domain_devices=domain)
@@ -189,7 +192,7 @@ def test_the_planner_searches_meshes_whose_axes_span_hosts() -> None:
     apart = autopar.plan(program.step, *program.abstract_args(), hardware=rack(None, rates), **options)
     assert in_domain.strategy == in_host.strategy
     assert 0.9 * in_host.prediction.step_time_s <= in_domain.prediction.step_time_s <= in_host.prediction.step_time_s
-    assert apart.prediction.step_time_s > 1.1 * in_domain.prediction.step_time_s
+    assert apart.prediction.step_time_s > 1.05 * in_domain.prediction.step_time_s
 
 
 @pytest.mark.contract
@@ -255,7 +258,9 @@ def test_the_table_of_all_reduces_counts_domains() -> None:
         for k, size in enumerate(axis.sizes_bytes):
             cheapest = min(row.seconds[k] for row in axis.rows if row.in_backend)
             seconds = collective_time("all-reduce", size, (axis.axis,), parse_mesh("2x72"), rack())
-            assert cheapest == pytest.approx(seconds)
+            assert axis.planned_s[k] == pytest.approx(seconds)
+            modelled = collective_time("all-reduce", size, (axis.axis,), parse_mesh("2x72"), rack(base=UNMEASURED))
+            assert cheapest == pytest.approx(modelled)
     assert price_all_reduce(parse_mesh("2x8"), H100)[0].group == "host"
 
 

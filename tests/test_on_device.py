@@ -122,6 +122,18 @@ def test_a_softmax_is_one_kernel_that_the_estimator_does_not_price() -> None:
     assert list(kernel.operands) == [x]
 
 
+def test_the_gradient_of_a_softmax_is_one_kernel() -> None:
+    """Its row sum is of the product of two tensors; a tiled kernel computes it once for its row."""
+    hand = Hand()
+    x, given = hand.argument(), hand.argument()
+    powers = hand.loop("exp", hand.loop("sub", x, hand.total(x)))
+    row = hand.total(hand.loop("mul", given, powers))
+    last = hand.loop("mul", hand.loop("sub", given, row), powers)
+    (kernel,) = hand.kernels(last)
+    assert kernel.tiled
+    assert kernel.operands == {x: 1.0, given: 1.0}
+
+
 def test_the_user_of_a_reduction_is_another_kernel() -> None:
     hand = Hand()
     first, second = hand.argument(), hand.argument()

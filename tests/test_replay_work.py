@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import autopar
 from autopar.xla_compiler.hlo_text import parse_module
 from autopar.xla_replay.fused_work import FusedWork, fused_work
 from autopar.xla_replay.library_calls import (
@@ -15,6 +18,7 @@ from autopar.xla_replay.library_calls import (
     dot_gemm,
     library_call,
 )
+from autopar.xla_replay.rates import load
 
 MB = 1024 * 1024 * 4  # an f32[1024,1024]
 ADD = """\
@@ -145,6 +149,28 @@ def test_matmuls_and_nested_fusions_are_found() -> None:
     assert [dot_gemm(*dot) for dot in found.dots] == [Gemm(1, 1024, 1024, 1024, "f32", "f32", "f32")]
     assert found.operations == {("exponential", "f32"): 2**20}
     assert found.read_bytes == (MB,)
+
+
+def test_a_matmul_of_few_results_is_read_by_many_blocks(tmp_path: Path) -> None:
+    """Blocks share the contracted dim, and a transpose of an operand is part of their loads."""
+    body = (
+        "  %p0 = f32[16384,1024]{1,0} parameter(0)\n  %p1 = f32[16384,4]{1,0} parameter(1)\n"
+        "  %t = f32[1024,16384]{1,0} transpose(%p0), dimensions={1,0}\n"
+        "  ROOT %d = f32[1024,4]{1,0} dot(%t, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    )
+    assert work(body).num_elements == 16384 * 1024
+    rates = load("h100-sxm")
+    text = (
+        "HloModule m, is_scheduled=true\n\n%fused (p0: f32[16384,1024], p1: f32[16384,4]) -> f32[1024,4] {\n"
+        f"{body}\n}}\n\nENTRY %main (a: f32[16384,1024], b: f32[16384,4]) -> f32[1024,4] {{\n"
+        "  %a = f32[16384,1024]{1,0} parameter(0)\n  %b = f32[16384,4]{1,0} parameter(1)\n"
+        "  ROOT %f = f32[1024,4]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused\n}\n"
+    )
+    file = tmp_path / "step.hlo"
+    file.write_text(text)
+    (kernel,) = autopar.replay(file, hardware="h100-sxm").operations
+    read_s = 4 * 16384 * 1024 / rates.device.hbm_bytes_per_s
+    assert read_s < kernel.seconds < 2 * read_s + 10e-6
 
 
 def test_empty_arrays_cost_nothing() -> None:

@@ -14,17 +14,24 @@ Communication Operations in MPICH", sections 4.1 to 4.5; NCCL's ring is the same
 cheapest algorithm for its size and devices (`all_reduce`): the ring in one host, hierarchical algorithms or trees
 between hosts or NVLink domains. All-gather and reduce-scatter are its halves, by the flat or the hierarchical ring,
 whichever is cheaper.
+
+Inside an NVLink domain, a profile with XLA's tables has fits to measured collectives of 2, 4 and 8 devices, and the fit
+counts. With another number of devices or another link, the nearest fit is scaled by the ratio of both times in the model
+above. Between domains, a collective takes no less than inside one.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Load, Workers, backend_of, cheapest_all_reduce
 from autopar.cost.collective_entry import Call, Collective, link_of
 from autopar.cost.user_collectives import registered, registered_for
 from autopar.hardware.profile import HardwareProfile, LinkProfile
+from autopar.hardware.xla_estimator import CollectiveFit
 from autopar.ir.mesh import MeshShape
 
 
@@ -107,7 +114,35 @@ def collective_time(
     share = 1.0
     if combinable:
         share = min(1.0, max(num_bytes / profile.combine_threshold_bytes, profile.combined_launch_fraction))
-    return collective(kind).seconds(Call(num_bytes, axes, mesh, profile, share))
+    call = Call(num_bytes, axes, mesh, profile, share)
+    modelled = collective(kind).seconds(call)
+    estimator = profile.xla_estimator
+    fits = estimator.collectives.get(kind) if estimator else None
+    if estimator is None or not fits or num_bytes <= 0:
+        return modelled
+    nearest = min(fits, key=lambda measured: abs(math.log(measured / call.num_devices)))
+    fitted = _fitted_seconds(fits[nearest], call)
+    in_domain = call.link == profile.host_link
+    fitted = _fitted_seconds(fits[nearest], call)
+    link = LinkProfile(estimator.fitted_link_bytes_per_s, estimator.fitted_link_latency_s)
+    if in_domain and call.num_devices == nearest and profile.host_link == link:
+        return fitted
+    # The model scales what was measured to another link, and inside a domain to another number of devices.
+    devices = MeshShape(("devices",), (nearest,))
+
+    def model(over: LinkProfile) -> float:
+        inside = replace(profile, host_link=over, network_link=over)
+        return BUILT_IN[kind].seconds(replace(call, axes=devices.axis_names, mesh=devices, profile=inside))
+
+    fitted /= model(link)
+    return fitted * modelled if in_domain else max(modelled, fitted * model(profile.host_link))
+
+
+def _fitted_seconds(fit: CollectiveFit, call: Call) -> float:
+    """Seconds by a fit to measured collectives."""
+    # Merged, it pays its part of the root of the whole payload, smaller than its own root by the root of its share.
+    root = fit.s_per_root_byte * math.sqrt(call.share * call.num_bytes)
+    return call.share * fit.launch_s + root + fit.s_per_byte * call.num_bytes
 
 
 def collective(kind: str) -> Collective:

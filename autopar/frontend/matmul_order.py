@@ -4,7 +4,9 @@ In: `Trace`. Out: `Trace` with the same inputs, outputs and results. JAX writes 
 `einsum("bqgrk,bsgk->bgrqs")`, as a matmul with the result `(b, g, s, q, r)` and a transpose. The dims `q` and `r` of one
 operand change their order, which no layout of the matmul's result expresses, so XLA copies all scores; the gradient
 copies them again. Here the matmul reads or writes the scores in their own order, and a query or its gradient is
-transposed instead. A transpose that only moves whole groups of dims is free: XLA chooses a layout. It is left alone.
+transposed instead. A transpose that only moves whole groups of dims is free: XLA chooses a layout. It is left alone,
+unless it swaps the free dims of a batched matmul: XLA swaps the operands of a plain matmul, but not of a batched one,
+and then an update of the experts' weights transposes their gradient, and copies the weights and the optimizer state.
 
 The products are the same. The order of summation changes only where two contracted dims change their order.
 """
@@ -109,11 +111,12 @@ def _result_in_order(trace: Trace, sides: tuple[_Side, _Side], equation: Equatio
         for span in ((0, num_batch), (num_batch, num_lhs), (num_lhs, len(permutation)))
     )
     shape = trace.avals[product].shape
-    if all(_in_order(dims, shape) for dims in (batch, first, second)):
-        return None
-    moved = [dims != sorted(dims) for dims in (batch, first, second)]
+    moved = [not _in_order(dims, shape) and dims != sorted(dims) for dims in (batch, first, second)]
     transposed = (moved[0] or moved[1], moved[0] or moved[2])
-    if not _pays(trace, product, [side.value for side, moves in zip(sides, transposed, strict=True) if moves]):
+    if any(transposed):
+        if not _pays(trace, product, [side.value for side, moves in zip(sides, transposed, strict=True) if moves]):
+            return None
+    elif not (swapped and batch):
         return None
     placed = tuple(
         _Side(

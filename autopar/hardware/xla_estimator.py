@@ -107,6 +107,7 @@ class EstimatorProfile:
         unpriced_s: seconds of a kernel that the estimator does not model.
         custom_call_s: seconds of a library call other than a GEMM, whatever its size.
         issue_s: kernel time that the start and the end of a collective take.
+        fitted_link_bytes_per_s, fitted_link_latency_s: the `host_link` of the devices of the collectives' fits.
         cycles: operations per element of a primitive; `default` for the others.
         gemms: fits by the common dtype of operands and result.
         collectives: fits by kind, then by number of devices.
@@ -123,6 +124,8 @@ class EstimatorProfile:
     unpriced_s: float
     custom_call_s: float
     issue_s: float
+    fitted_link_bytes_per_s: float
+    fitted_link_latency_s: float
     cycles: Mapping[str, float] = field(hash=False)
     gemms: Mapping[str, GemmFit] = field(hash=False)
     collectives: Mapping[str, Mapping[int, CollectiveFit]] = field(hash=False)

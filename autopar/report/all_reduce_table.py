@@ -21,7 +21,7 @@ from rich.text import Text
 
 from autopar.cost.all_reduce import ALGORITHMS, BACKENDS, Workers, available, backend_of
 from autopar.cost.all_reduce_steps import seconds_by_messages
-from autopar.cost.collectives import all_reduce_choice, groupings
+from autopar.cost.collectives import all_reduce_choice, collective_time, groupings
 from autopar.errors import PlotError
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
@@ -61,6 +61,7 @@ class AxisPrices:
 
     Args:
         group: the group of workers that one `host` stands for: a host, or an NVLink domain of several hosts.
+        planned_s: the time that plans count, which inside an NVLink domain is a fit to measured all-reduces.
     """
 
     axis: str
@@ -70,6 +71,7 @@ class AxisPrices:
     sizes_bytes: tuple[float, ...]
     rows: tuple[AlgorithmRow, ...]
     chosen: tuple[str, ...]
+    planned_s: tuple[float, ...]
 
 
 def price_all_reduce(
@@ -110,7 +112,8 @@ def _axis(
     ]
     chosen = tuple(all_reduce_choice(size, (axis,), mesh, profile)[0] for size in sizes)
     group = "host" if len(grouped) == 1 else "NVLink domain"
-    return AxisPrices(axis, backend, group, grouped[0], sizes, tuple(rows), chosen)
+    planned_s = tuple(collective_time("all-reduce", size, (axis,), mesh, profile) for size in sizes)
+    return AxisPrices(axis, backend, group, grouped[0], sizes, tuple(rows), chosen, planned_s)
 
 
 # -- table -----------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ def render_all_reduce(
         Text(
             f"\nSeconds of one all-reduce by itself, launch included, by the formulas of the cost model. * marks the"
             f" algorithm that the cost model chooses: the cheapest of {backend}. Algorithms without `yes` are shown for"
-            " comparison."
+            " comparison. Plans count measured times where the profile has them: inside an NVLink domain."
         )
     )
 
@@ -168,6 +171,8 @@ def _table(axis: AxisPrices, *, by_messages: bool = False) -> Table:
         seconds = row.by_messages_s if by_messages else row.seconds
         cells = [_cell(seconds[k], is_chosen=row.name == axis.chosen[k]) for k in range(len(axis.sizes_bytes))]
         table.add_row(Text(row.title), Text("yes" if row.in_backend else ""), *cells)
+    if not by_messages:
+        table.add_row(Text("counted in plans"), Text(), *(Text(f"{human_seconds(s)} ") for s in axis.planned_s))
     return table
 
 

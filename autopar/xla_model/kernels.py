@@ -34,6 +34,7 @@ class Fused:
         members: positions of all instructions it computes; other kernels may compute them too.
         reduces: whether it computes a large reduction.
         tiled: whether it processes one row at a time, so that the reduction of a row and its users share the kernel.
+        row: elements of the row that each element of its result is the reduction of; 1 if it does not reduce rows.
         separate: nodes to compute for this kernel alone, behind an optimization barrier, so that XLA does not fuse it
             with another kernel; usually empty.
     """
@@ -44,6 +45,7 @@ class Fused:
     members: list[int]
     reduces: bool
     tiled: bool = False
+    row: float = 1.0
     separate: tuple[int, ...] = ()
 
 
@@ -67,7 +69,8 @@ class Kernels:
             if one.kind == "argument":
                 continue
             reduces = one.kind == "reduce" and one.reduces >= _LARGE_REDUCTION
-            self.kernels[i] = Fused([i], dict(one.operands), one.flops, [i], reduces)
+            row = one.reduces if reduces and one.rows else 1.0
+            self.kernels[i] = Fused([i], dict(one.operands), one.flops, [i], reduces, row=row)
             for operand in one.operands:
                 self.users[operand].add(i)
         self.drop_dead()

@@ -64,6 +64,8 @@ class PriorityFusion:
         """FLOPs and operand reads of kernel j with kernel i fused into it."""
         producer, consumer = self.kernels[i], self.kernels[j]
         times = consumer.operands[i]
+        if producer.tiled or consumer.tiled:  # the value of a row is computed once, for all elements of the row
+            times = max(1.0, times / producer.row)
         operands = {o: t for o, t in consumer.operands.items() if o != i}
         for operand, read in producer.operands.items():
             read *= times
@@ -122,6 +124,8 @@ class PriorityFusion:
         users = list(self.users[i])
         for j in users:
             consumer = self.kernels[j]
+            if consumer.operands[i] <= 1.0:
+                consumer.row = max(consumer.row, producer.row)
             consumer.flops, consumer.operands = self._merged(i, j)
             consumer.reduces |= producer.reduces
             consumer.tiled |= producer.tiled

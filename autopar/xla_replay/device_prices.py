@@ -115,7 +115,7 @@ class DevicePrices:
                 num_elements=work.num_elements,
                 num_reads=sum(2 * size > largest for size in work.read_bytes),
                 cached_bytes=cached,
-                transpose=work.is_transpose,
+                transpose=work.is_transpose and not work.dots,  # a tile of an operand is loaded either way
                 column_reduction=work.is_column_reduction,
                 gather=work.is_gather,
                 scatter_updates=work.scattered,

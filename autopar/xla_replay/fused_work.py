@@ -56,7 +56,8 @@ class FusedWork:
         read_bytes: bytes of each parameter that the kernel reads.
         written_bytes: bytes that it writes.
         operations: (opcode, dtype) -> number of elements computed.
-        num_elements: elements that run in parallel: those that the largest root writes, or those of a reduction's operand.
+        num_elements: elements that run in parallel: those that the largest root writes, or those of the operand of a
+            reduction or a matmul.
         is_transpose: whether it moves a dim to or from the contiguous position.
         is_column_reduction: whether it reduces a dim that is not the contiguous one.
         is_gather: whether it reads rows by index.
@@ -171,6 +172,8 @@ class _Counter:
             self.count(inner, {r.name: elements / whole * r.shape.num_elements for r in _roots(inner)})
         elif one.opcode == "dot":
             self.dots.append((computation, one))
+            sizes = (float(computation.shape_of(operand).num_elements) for operand in one.operands)
+            self.parallel = max(self.parallel, *sizes)  # blocks share the contracted dim where the result is small
         elif one.opcode in ("sort", "convolution", "fft", "custom-call"):
             self.heavy.append((computation, one))
         elif one.opcode in ("reduce-window", "select-and-scatter"):
