@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
 import autopar
+from autopar.cost.kernel_time import op_seconds
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.hardware.profile import HardwareProfile, load
@@ -260,6 +261,39 @@ def test_a_row_of_a_softmax_is_read_once() -> None:
     assert all(op.read_bytes <= 4 * size for op in program.ops)
     own = simulate(program, parse_mesh("1"), H100)
     assert own.step_time_s < 20 * size / H100.hbm_bytes_per_s
+
+
+def test_the_gradient_of_max_pooling_stores_positions() -> None:
+    """XLA finds the largest element of each window and its position in each dim, and scatters the gradient to them."""
+
+    def step(x: jax.Array) -> jax.Array:
+        def pooled(v: jax.Array) -> jax.Array:
+            windows = jax.lax.reduce_window(v, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+            return jnp.sin(windows).sum()
+
+        return jax.grad(pooled)(x)
+
+    size, pooled = 8 * 64 * 64 * 32, 8 * 32 * 32 * 32
+    program = built(step, array(8, 64, 64, 32))
+    assert max(op.written_bytes for op in program.ops[:-1]) == 4 * pooled * (1 + 4)
+    assert peak_of_temporaries(program) >= 4 * pooled * (1 + 4)
+    assert program.ops[-1].written_bytes > 4 * size + 64 * pooled - 1
+
+
+def test_a_narrow_convolution_fills_a_part_of_a_tile() -> None:
+    """Half as many features take as long, and so does a gradient with few results, as its sum is split."""
+
+    def seconds(features: int) -> float:
+        def convolved(x: jax.Array, w: jax.Array) -> jax.Array:
+            return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+        arrays = (64, 56, 56, 64), (3, 3, 64, features)
+        program = built(convolved, *(array(*shape, dtype=jnp.bfloat16) for shape in arrays))
+        (op,) = (op for op in program.ops if op.kind == "convolution")
+        return op_seconds(op, parse_mesh("1"), H100)
+
+    assert seconds(32) > 0.8 * seconds(64)
+    assert seconds(128) > 1.5 * seconds(64)
 
 
 def test_a_widening_cast_is_a_prologue_of_a_matmul() -> None:

@@ -12,6 +12,7 @@ In: an `Op`, the mesh, a hardware profile. Out: seconds.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autopar.cost.collectives import collective_time
 from autopar.hardware.profile import HardwareProfile
@@ -23,6 +24,10 @@ from autopar.ir.mesh import MeshShape
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
 #: Elements of the result in one core's output tile.
 _TILE = 128 * 128
+#: Most cores that share a tile.
+_MOST_SPLITS = 16
+#: Elements of the shorter side of the smallest tile.
+_TILE_SIDE = 64
 #: Dtypes with a fit of their own; those of equal size share one.
 _FITTED = {1: "float8", 2: "bfloat16", 4: "float32"}
 
@@ -50,14 +55,24 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
         reading = min(memory, op.num_blocks * estimator.block_bytes_per_s)
         vector *= min(1.0, op.num_blocks / estimator.num_cores)
     traffic = op.read_bytes / reading + op.written_bytes / memory
-    if op.gemm is not None:
+    if op.gemm is not None and op.kind == "gemm":
         return {"matrix units": _gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
-    efficiency = profile.convolution_efficiency if op.kind == "convolution" else 1.0
+    matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops)
+    if op.kind == "convolution":
+        if op.gemm is not None:  # narrow images fill a part of a tile
+            whole = replace(op.gemm, m=_filled(op.gemm.m), n=_filled(op.gemm.n))
+            matrix_s = max(matrix_s, _gemm_seconds(whole, profile))
+        matrix_s /= profile.convolution_efficiency
     return {
-        "matrix units": sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops) / efficiency,
+        "matrix units": matrix_s,
         "vector units": op.flops / vector,
         "memory bandwidth": traffic,
     }
+
+
+def _filled(size: int) -> int:
+    """The size of a dim in whole tiles of a core."""
+    return math.ceil(size / _TILE_SIDE) * _TILE_SIDE
 
 
 def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
@@ -68,17 +83,28 @@ def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
     fit = estimator.gemms.get(_FITTED.get(size, "")) if estimator else None
     if estimator is None or fit is None:
         return sustained
-    fitted = fitted_gemm_seconds(gemm.batch, gemm.m, gemm.n, gemm.k, (size, out_size), fit, estimator.num_cores)
+    tiles = max(1, math.ceil(gemm.batch * gemm.m * gemm.n / _TILE))
+    fitted = fitted_gemm_seconds(
+        gemm.batch,
+        gemm.m,
+        gemm.n,
+        gemm.k,
+        (size, out_size),
+        fit,
+        estimator.num_cores,
+        num_splits=min(_MOST_SPLITS, max(1, estimator.num_cores // tiles)),
+    )
     return max(sustained, fitted - profile.kernel_launch_s)
 
 
 def fitted_gemm_seconds(
-    batch: int, m: int, n: int, k: int, itemsizes: tuple[int, int], fit: GemmFit, num_cores: int
+    batch: int, m: int, n: int, k: int, itemsizes: tuple[int, int], fit: GemmFit, num_cores: int, *, num_splits: int = 1
 ) -> float:
     """Seconds of a GEMM by a fit to measured ones, its launch included.
 
     Args:
         itemsizes: bytes per element of the operands and of the result.
+        num_splits: cores that share the contracted dim of one output tile, where there are few tiles (split-K).
     """
     size, out_size = itemsizes
     return (
@@ -86,5 +112,5 @@ def fitted_gemm_seconds(
         + fit.s_per_flop * 2.0 * batch * m * n * k
         + fit.s_per_input_byte * batch * (m * k + k * n) * size
         + fit.s_per_output_byte * batch * m * n * out_size
-        + fit.s_per_wave * k * math.ceil(batch * m * n / _TILE / num_cores)
+        + fit.s_per_wave * k * math.ceil(batch * m * n / _TILE / num_cores) / num_splits
     )

@@ -22,6 +22,7 @@ from autopar.xla_model.kernels import Fused, num_blocks, num_launches
 from autopar.xla_model.latency_estimator import cycles
 from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
 
+_SECTOR_BYTES = 32  # the least that an access to device memory moves
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
 
 
@@ -178,6 +179,9 @@ class _Builder:
             target = next(iter(one.operands))
             first -= min(self.instructions[target].num_bytes, first)
             written = min(written, 2 * first)
+        if in_place == "window":  # zeros, then a sector read and written for each element that is scattered
+            source = self.instructions[list(one.operands)[-1]]
+            written += max(written, 2 * _SECTOR_BYTES * source.elements)
         spared = 0.0
         if in_place == "scatter" and self._is_in_place(kernel.roots[0], n):
             target, *others = (self.instructions[operand].num_bytes for operand in one.operands)
@@ -196,7 +200,7 @@ class _Builder:
             flops=flops,
             matrix_flops=one.matrix_flops,
             num_nodes=len(kernel.members),
-            gemm=one.gemm,
+            gemm=one.gemm or one.convolution,
             dtype=one.dtype,
             collective=one.collective,
             axes=one.axes,

@@ -32,6 +32,7 @@ class Instruction:
         rows: whether it is a row reduction: over the innermost dims only.
         columns: for a column reduction, the number of elements it keeps minor to the reduced dims; else 0.
         matrix_flops: FLOPs inside matrix units, by dtype; a matmul has `gemm` instead.
+        convolution: the GEMM that a convolution is, whose operands cuDNN gathers from the images.
     """
 
     kind: InstructionKind
@@ -47,6 +48,7 @@ class Instruction:
     columns: float = 0.0
     gemm: Gemm | None = None
     matrix_flops: tuple[tuple[str, float], ...] = ()
+    convolution: Gemm | None = None
     collective: str = ""
     axes: tuple[str, ...] = ()
     payload_bytes: float = 0.0

@@ -108,6 +108,9 @@ class _Partitioner:
         shapes = [self.b.local_shape(v, self.b.sharding(v)) for v in node.results]
         if kind == "unfusible":
             operands = self.gemms.prepared(n, node, operands, shapes)
+        if traits.in_place == "window":
+            self._unpool(n, node, operands, shapes[0])
+            return
         elements = float(sum(math.prod(s) for s in shapes))
         infos = [self.b.graph.values[v] for v in node.results]
         num_bytes = sum(math.prod(s) * i.itemsize for s, i in zip(shapes, infos, strict=True))
@@ -138,6 +141,7 @@ class _Partitioner:
             num_bytes,
             flops=flops,
             matrix_flops=matrix_flops,
+            convolution=_convolution(node, shapes, matrix_flops, infos[0].dtype) if matrix_flops else None,
             reduces=points / max(elements, 1.0),
             rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,
             columns=_kept_columns(node.params.get("axes"), operands) if kind == "reduce" else 0.0,
@@ -168,6 +172,24 @@ class _Partitioner:
                     dtype=info.dtype,
                 )
             )
+
+    def _unpool(
+        self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shape: tuple[int, ...]
+    ) -> None:
+        """Add the gradient of max pooling as XLA expands it: find the largest element of each window and its position
+        in each dim, then scatter the gradient to these positions."""
+        (source, source_shape), (image, image_shape) = operands
+        window, places = math.prod(node.params["window_dimensions"]), float(math.prod(source_shape))
+        read, info = window * places / max(math.prod(image_shape), 1), self.b.graph.values[node.results[0]]
+        flops = self._flops_per_element(node) * window * places
+        found = self.b.copied(n, node.results[0], "reduce_window_max", {image: read}, places, 4.0 * (1 + len(shape)))
+        self.b.program.instructions[found].flops = flops
+        made = Instruction(
+            "inplace", n, node.results[0], node.primitive, {found: 1.0, source: 1.0}, float(math.prod(shape)),
+            float(math.prod(shape)) * info.itemsize, dtype=info.dtype,
+        )  # fmt: skip
+        self.b.at[node.results[0]] = self.b.add(made)
+        self.b.program.nodes[self.b.at[node.results[0]]].append(n)
 
     def _utilization(self, node: Node, kind: InstructionKind, elements: float, operand: float) -> float:
         if kind in ("reduce", "unfusible", "inplace") or operand == 0.0 or traits_of(node.primitive).joins:
@@ -219,6 +241,19 @@ class _Partitioner:
         if key not in self.b.known:
             self.b.known[key] = self.b.add(instruction)
         return self.b.known[key]
+
+
+def _convolution(
+    node: Node, shapes: Sequence[tuple[int, ...]], matrix_flops: Sequence[tuple[str, float]], out_dtype: str
+) -> Gemm | None:
+    """The GEMM that an ungrouped convolution is; None for other nodes. Padding and holes contract nothing."""
+    numbers, ((dtype, flops), *_) = node.params.get("dimension_numbers"), matrix_flops
+    is_grouped = node.params.get("feature_group_count", 1) * node.params.get("batch_group_count", 1) > 1
+    if not isinstance(numbers, Mapping) or "out_spec" not in numbers or is_grouped or flops <= 0.0:
+        return None
+    n = shapes[0][numbers["out_spec"][1]]
+    m = math.prod(shapes[0]) // n
+    return Gemm(1, m, n, max(1, round(flops / (2.0 * m * n))), dtype, out_dtype)
 
 
 def _kept_columns(axes: object, operands: Sequence[tuple[int, tuple[int, ...]]]) -> float:

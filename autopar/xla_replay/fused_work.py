@@ -193,7 +193,7 @@ class _Counter:
 
     def _note_reduction(self, computation: Computation, one: Instruction, elements: float) -> None:
         operand = computation.shape_of(one.operands[0])
-        reduced = operand.num_elements * elements / max(1.0, float(one.shape.leaves[0].num_elements))
+        reduced = operand.num_elements * elements / max(1.0, float(one.shape.num_elements))
         self._note_body(one, reduced)
         self.parallel = max(self.parallel, reduced)
         contiguous = next((dim for dim in operand.minor_to_major if operand.dims[dim] > 1), None)
@@ -202,7 +202,10 @@ class _Counter:
     def _note_window(self, computation: Computation, one: Instruction, elements: float) -> None:
         size = re.search(r"size=([\dx]+)", one.attributes)
         window = math.prod(int(length) for length in size[1].split("x")) if size else 1
-        source = computation.shape_of(one.operands[-2]).num_elements if one.opcode == "select-and-scatter" else elements
+        if one.opcode == "select-and-scatter":
+            source = computation.shape_of(one.operands[-2]).num_elements
+        else:  # one run of the body makes an element of each result
+            source = elements / len(one.shape.leaves)
         self._note_body(one, window * float(source))
 
     def _note_body(self, one: Instruction, times: float) -> None:
