@@ -145,7 +145,10 @@ def test_levels_save_the_network() -> None:
     group = workers(8, 2)
     flat, levels = (ALGORITHMS[name].load(1e9, group) for name in ("ring", "hierarchical"))
     assert levels.transfer_s < flat.transfer_s / 3
-    assert cheapest_all_reduce(1e9, group, BACKENDS["nccl"])[0] == "hierarchical"
+    rings = ALGORITHMS["parallel-rings"].load(1e9, group)
+    assert rings.transfer_s < levels.transfer_s, "both links are busy at once"
+    assert cheapest_all_reduce(1e9, group, BACKENDS["nccl"])[0] == "parallel-rings"
+    assert cheapest_all_reduce(1e6, group, BACKENDS["nccl"])[0] == "hierarchical"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,7 @@ def test_workers_agree_with_a_count_of_every_group(text: str) -> None:
 
 def test_the_cost_model_takes_the_cheapest_and_says_which() -> None:
     two_hosts, spread = parse_mesh("16"), parse_mesh("16x8")
-    assert all_reduce_choice(1e9, ("data",), two_hosts, H100)[0] == "hierarchical"
+    assert all_reduce_choice(1e9, ("data",), two_hosts, H100)[0] == "parallel-rings"
     assert all_reduce_choice(1e9, ("data",), parse_mesh("8"), H100)[0] == "ring"
     assert all_reduce_choice(1e3, ("data",), spread, H100)[0] == "nccl-tree"
     assert all_reduce_choice(1e9, ("data",), spread, H100)[0] == "ring"

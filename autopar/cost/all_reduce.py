@@ -216,6 +216,26 @@ def hierarchical_tree(num_bytes: float, workers: Workers) -> Load:
     return _hierarchical(num_bytes, workers, double_tree)
 
 
+def parallel_rings(num_bytes: float, workers: Workers) -> Load:
+    """NCCL's ring over several hosts: one ring per worker of a host, each with 1/local of the buffer.
+
+    Each ring leaves a host at another worker, so every network card carries one ring, 2 (n-1)/n (M/local)/b_net, while
+    NVLink carries the other local-1 of each worker, 2 (n-1)/n M (local-1)/local/b_host. Both are busy at once, and the
+    slower one bounds the time. 2 (n-hosts) steps are inside hosts, 2 (hosts-1) between them.
+
+    Source: NCCL (src/graph/rings.cc and connect.cc for the rings, tuning.cc for the steps).
+    """
+    n, local, hosts = workers.num_workers, workers.num_local, workers.num_hosts
+    each = 2 * (n - 1) / n * num_bytes
+    inside, between = each * (local - 1) / local, each / local
+    slow_network = between / workers.network_link.bytes_per_s >= inside / workers.host_link.bytes_per_s
+    paths = (
+        Path(workers.host_link, 2 * (n - hosts), 0.0 if slow_network else inside),
+        Path(workers.network_link, 2 * (hosts - 1), between if slow_network else 0.0),
+    )
+    return Load(paths, n * each, each)
+
+
 def _hierarchical(num_bytes: float, workers: Workers, between: Callable[[float, Workers], Load]) -> Load:
     local, hosts = workers.num_local, workers.num_hosts
     inside = 2 * (local - 1) / local * num_bytes
@@ -271,13 +291,16 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType(
         "nccl-tree": Algorithm("NCCL tree", nccl_tree, pipelined=True),
         "hierarchical": Algorithm("hierarchical, ring", hierarchical, in_halves=True, needs_levels=True),
         "hierarchical-tree": Algorithm("hierarchical, tree", hierarchical_tree, pipelined=True, needs_levels=True),
+        "parallel-rings": Algorithm(
+            "ring per network card", parallel_rings, pipelined=True, in_halves=True, needs_levels=True
+        ),
     }
 )
 
 #: The algorithms of each back end; docs/backends.md gives the sources.
 BACKENDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "nccl": ("ring", "nccl-tree", "hierarchical", "hierarchical-tree"),
+        "nccl": ("ring", "nccl-tree", "hierarchical", "hierarchical-tree", "parallel-rings"),
         "gloo": ("ring",),  # XLA uses only the ring, though Gloo has halving-doubling too
         "mpi": ("ring", "tree", "halving-doubling"),  # the choices of MPICH and Open MPI
     }

@@ -220,8 +220,17 @@ def hierarchical_tree(num_local: int, num_hosts: int, span: Span) -> Schedule:
     return hierarchical(num_local, num_hosts, span, double_tree)
 
 
+def parallel_rings(num_local: int, num_hosts: int, span: Span) -> Schedule:
+    """One ring for each worker of a host; the k-th enters every host at its k-th worker."""
+    rings = [
+        [host * num_local + (k + i) % num_local for host in range(num_hosts) for i in range(num_local)]
+        for k in range(num_local)
+    ]
+    return _together([ring(order, part) for order, part in zip(rings, spans(span, num_local), strict=True)])
+
+
 def _together(schedules: Sequence[Schedule]) -> Schedule:
-    """Run schedules of disjoint workers concurrently."""
+    """Run schedules of disjoint workers, or of disjoint parts of the buffer, concurrently."""
     return [[m for step in steps for m in step] for steps in zip_longest(*schedules, fillvalue=[])]
 
 
@@ -246,6 +255,7 @@ SCHEDULES: Mapping[str, LevelSchedule] = MappingProxyType(
         "nccl-tree": nccl_tree,
         "hierarchical": hierarchical,
         "hierarchical-tree": hierarchical_tree,
+        "parallel-rings": parallel_rings,
     }
 )
 

@@ -6,14 +6,15 @@ B (the largest buffer that a device starts or ends with), bandwidth b per device
     all-reduce            2 (n-1)/n B/b + 2 (n-1) a + launch   by the ring
     all-gather            (n-1)/n B/b + (n-1) a + launch       B: the gathered buffer
     reduce-scatter        (n-1)/n B/b + (n-1) a + launch       B: the unscattered buffer
-    all-to-all            (n-1)/n B/(e b) + (n-1) a + launch   B: the local buffer; e: its efficiency
+    all-to-all            (n-1)/n B/(e b) + (n-1) a + launch   B: the local buffer; e: its efficiency; between hosts
+                                                               (n-local)/n B/(e b_net), one a_net more
     collective-permute    B/b + a + launch                     B: the local buffer
 
 These are the costs of the bandwidth-optimal ring (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH", sections 4.1 to 4.5; NCCL's ring is the same). An all-reduce takes the back end's
-cheapest algorithm for its size and devices (`all_reduce`): the ring in one host, hierarchical algorithms or trees
-between hosts or NVLink domains. All-gather and reduce-scatter are its halves, by the flat or the hierarchical ring,
-whichever is cheaper.
+cheapest algorithm for its size and devices (`all_reduce`): the ring in one host, hierarchical algorithms, trees or
+one ring per network card between hosts or NVLink domains. All-gather and reduce-scatter are the halves of its rings,
+whichever is cheapest.
 
 Inside an NVLink domain, a profile with XLA's tables has fits to measured collectives of 2, 4 and 8 devices, and the fit
 counts. With another number of devices or another link, the nearest fit is scaled by the ratio of both times in the model
@@ -120,22 +121,19 @@ def collective_time(
     fits = estimator.collectives.get(kind) if estimator else None
     if estimator is None or not fits or num_bytes <= 0:
         return modelled
-    nearest = min(fits, key=lambda measured: abs(math.log(measured / call.num_devices)))
-    fitted = _fitted_seconds(fits[nearest], call)
-    in_domain = call.link == profile.host_link
+    devices, in_domain = call.num_devices, call.link == profile.host_link
+    nearest = min(fits, key=lambda measured: abs(math.log(measured / devices)))
     fitted = _fitted_seconds(fits[nearest], call)
     link = LinkProfile(estimator.fitted_link_bytes_per_s, estimator.fitted_link_latency_s)
-    if in_domain and call.num_devices == nearest and profile.host_link == link:
-        return fitted
-    # The model scales what was measured to another link, and inside a domain to another number of devices.
-    devices = MeshShape(("devices",), (nearest,))
+    if devices != nearest or profile.host_link != link:
 
-    def model(over: LinkProfile) -> float:
-        inside = replace(profile, host_link=over, network_link=over)
-        return BUILT_IN[kind].seconds(replace(call, axes=devices.axis_names, mesh=devices, profile=inside))
+        def model(num_devices: int, over: LinkProfile) -> float:
+            mesh = MeshShape(("devices",), (num_devices,))
+            inside = replace(profile, host_link=over, network_link=over)
+            return BUILT_IN[kind].seconds(replace(call, axes=mesh.axis_names, mesh=mesh, profile=inside))
 
-    fitted /= model(link)
-    return fitted * modelled if in_domain else max(modelled, fitted * model(profile.host_link))
+        fitted *= model(devices, profile.host_link) / model(nearest, link)
+    return fitted if in_domain else max(modelled, fitted)
 
 
 def _fitted_seconds(fit: CollectiveFit, call: Call) -> float:
@@ -181,9 +179,19 @@ def _by_halves(num_halves: int) -> Callable[[Call], float]:
 
 
 def _all_to_all(call: Call) -> float:
-    n, rate = call.num_devices, call.link.bytes_per_s * call.profile.all_to_all_efficiency
-    latency_s = (n - 1) * call.link.latency_s
-    return (n - 1) / n * call.num_bytes / rate + call.share * (latency_s + call.profile.collective_launch_s)
+    profile, n = call.profile, call.num_devices
+    part = call.num_bytes / n / profile.all_to_all_efficiency
+
+    def transfer_s(workers: Workers) -> float:
+        """Both links are busy at once, and the slower one bounds the time."""
+        local = workers.num_local
+        inside, between = (local - 1) * part, (n - local) * part
+        return max(inside / workers.host_link.bytes_per_s, between / workers.network_link.bytes_per_s)
+
+    far_s = call.link.latency_s if call.link != profile.host_link else 0.0
+    latency_s = (n - 1) * profile.host_link.latency_s + far_s
+    fastest = min(map(transfer_s, groupings(call.axes, call.mesh, profile)))
+    return fastest + call.share * (latency_s + profile.collective_launch_s)
 
 
 def _permute(call: Call) -> float:
