@@ -12,7 +12,6 @@ In: an `Op`, the mesh, a hardware profile. Out: seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from autopar.cost.collectives import collective_time
 from autopar.hardware.profile import HardwareProfile
@@ -59,9 +58,8 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
         return {"matrix units": _gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
     matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops)
     if op.kind == "convolution":
-        if op.gemm is not None:  # narrow images fill a part of a tile
-            whole = replace(op.gemm, m=_filled(op.gemm.m), n=_filled(op.gemm.n))
-            matrix_s = max(matrix_s, _gemm_seconds(whole, profile))
+        if op.gemm is not None:
+            matrix_s = max(matrix_s, _gemm_seconds(op.gemm, profile))
         matrix_s /= profile.convolution_efficiency
     return {
         "matrix units": matrix_s,
@@ -70,24 +68,20 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
     }
 
 
-def _filled(size: int) -> int:
-    """The size of a dim in whole tiles of a core."""
-    return math.ceil(size / _TILE_SIDE) * _TILE_SIDE
-
-
 def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
-    """Seconds of a GEMM without `kernel_launch_s`."""
-    sustained = 2.0 * gemm.batch * gemm.m * gemm.n * gemm.k / profile.matrix_rate(gemm.dtype)
+    """Seconds of a GEMM without `kernel_launch_s`. A core computes whole tiles of each result."""
+    m, n = (math.ceil(size / _TILE_SIDE) * _TILE_SIDE for size in (gemm.m, gemm.n))
+    sustained = 2.0 * gemm.batch * m * n * gemm.k / profile.matrix_rate(gemm.dtype)
     size, out_size = ITEMSIZE.get(gemm.dtype, 1), ITEMSIZE.get(gemm.out_dtype, 2)
     estimator = profile.xla_estimator
     fit = estimator.gemms.get(_FITTED.get(size, "")) if estimator else None
     if estimator is None or fit is None:
         return sustained
-    tiles = max(1, math.ceil(gemm.batch * gemm.m * gemm.n / _TILE))
+    tiles = max(1, math.ceil(gemm.batch * m * n / _TILE))
     fitted = fitted_gemm_seconds(
         gemm.batch,
-        gemm.m,
-        gemm.n,
+        m,
+        n,
         gemm.k,
         (size, out_size),
         fit,
