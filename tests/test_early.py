@@ -188,7 +188,7 @@ def test_xla_ends_them_before_what_waits(absent_gpus: Compiler) -> None:
 
     def compiled(awaited: tuple[EarlyReduction, ...]) -> tuple[int, float]:
         program, plan, _ = made("2x8")
-        plan = replace(plan, early_reductions=awaited, combine_threshold_bytes=round(5e6))
+        plan = replace(plan, early_reductions=awaited, combine_threshold_bytes=round(20e6))
         jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
         args = jax.eval_shape(lambda: arguments(2048, 65536))
         made_by_xla = absent_gpus.compile(
@@ -199,7 +199,7 @@ def test_xla_ends_them_before_what_waits(absent_gpus: Compiler) -> None:
         ends = [m.start() for m in re.finditer(r"(?:all-reduce|reduce-scatter)-done[.\d]* = ", main)]
         return sum(end < products[-1] for end in ends), sum(made_by_xla.exposed_s.values())
 
-    device, awaited, _ = ties("2x8", 5e6, 1.0)
+    device, awaited, _ = ties("2x8", 20e6)
     assert awaited
     late, early = compiled(()), compiled(awaited)
     assert early[0] > late[0]

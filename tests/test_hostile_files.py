@@ -132,6 +132,21 @@ def test_a_plan_that_anybody_wrote_is_explained_or_refused(
     print(used, "explained,", refused, "refused")
 
 
+@pytest.mark.parametrize(
+    ("place", "to"), [(("virtual",), 0), (("virtual",), -1), (("stages", -1, "last_layer"), 10**12)]
+)
+def test_sizes_of_a_pipeline_are_refused_at_once(
+    place: tuple[Any, ...], to: int, plans: dict[str, AnyPlan], tmp_path: Path
+) -> None:
+    """A number of layers is not counted out in memory."""
+    document = plans["stages"].to_json()
+    last = len(document["stages"]) - 1
+    at = tuple(last if key == -1 else key for key in place)
+    (tmp_path / "plan.json").write_text(json.dumps(changed(document, at, to)))
+    with pytest.raises(PlanFileError, match=r"virtual|starts"):
+        load_plan(tmp_path / "plan.json")
+
+
 def assert_obeys_nothing(text: str) -> None:
     text.encode()
     assert not any(character in text for character in "\x1b\x07\x9b\u202e\r\x08"), "a terminal would obey it"

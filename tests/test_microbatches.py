@@ -403,7 +403,7 @@ def test_auto_takes_one_where_it_fits_and_more_where_it_does_not() -> None:
     assert plan.microbatches is not None and plan.microbatches.count > 1
     assert plan.prediction.peak_bytes <= least
     assert plan.microbatches.tried[0].count == 1
-    assert "With 1, nothing fits" in " ".join(str(explain(plan)).split())
+    assert "With 1 nothing fits" in " ".join(str(explain(plan)).split())
 
 
 def test_a_step_that_fits_is_planned_once() -> None:

@@ -79,7 +79,7 @@ def test_part_is_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Monke
     exact = {"method": "autopar exact", "batch": 1, "recall": 1.0, "times_faiss": 2.0, "gate": 1.5, "met": True}
     summary = page.summary([*rows, exact])
     assert "| exact: batch 1 | autopar exact |  | 1 | 2 | 1.5 | yes |" in summary
-    assert "**graph.** Graphs:" in summary
+    assert "**graph.** Measure graph search:" in summary
 
 
 def test_all_parts_have_a_module_and_existing_sources() -> None:

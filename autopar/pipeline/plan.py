@@ -281,6 +281,8 @@ class PipelinePlan:
 def _check(plan: PipelinePlan) -> None:
     """Refuse fields that are well typed but inconsistent."""
     check_positions(plan)
+    if plan.virtual < 1:
+        raise WrongFieldError("virtual", f"is {plan.virtual}, but must be at least 1")
     if not plan.stages or len(plan.stages) % plan.virtual:
         raise WrongFieldError("stages", f"has {len(plan.stages)} entries, which is not a multiple of {plan.virtual}")
     layer = 0
@@ -320,7 +322,7 @@ def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
     layers = plan.run_layers or range(len(plan.starts))
     if len(layers) != len(plan.starts):
         raise WrongFieldError("run_layers", f"must have an entry for each of {len(plan.starts)} starts")
-    if set(layers) != set(range(num_layers)):
+    if len(set(layers)) != num_layers or set(layers) != set(range(num_layers)):  # the number may be huge
         raise WrongFieldError("starts", f"has {len(set(layers))} layers, but the stages have {num_layers}")
     if list(plan.starts) != sorted(set(plan.starts)):
         raise WrongFieldError("starts", "must increase")

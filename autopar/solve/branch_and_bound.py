@@ -20,12 +20,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solve.live_instants import Instants, instants_of
-from autopar.solve.mip import TOLERANCE, End
+from autopar.solve.mip import End, bound_error
 from autopar.solve.mip_encoding import Columns
 from autopar.solve.problem import ROUNDING, Problem
 
 Report = Callable[[float, float], None]
-_OBJECTIVE = 1e4  # size of the scaled objective: far above HiGHS's tolerances of 1e-7, far below 1/eps
+_OBJECTIVE = 1e5  # size of the scaled objective: far above HiGHS's tolerances, far below 1/eps
 _COST_CAP = 1e4  # costs are capped at this many times the optimum's size
 _FINER = 0.25  # a unit below this share of the current one is worth another run
 _ROWS_A_ROUND = 4
@@ -137,7 +137,7 @@ class _Scaled:
 
     def bound(self, objective: float) -> float:
         """HiGHS's bound less its tolerance, in seconds; rounded up if all costs are integers."""
-        bound = self.cost(objective - TOLERANCE * self._columns.terms)
+        bound = self.cost(objective - bound_error(self._columns.terms, _OBJECTIVE))
         return float(math.ceil(bound)) if self._whole and math.isfinite(bound) else bound
 
     def lowers(self, choices: tuple[int, ...]) -> bool:

@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.solve.live_instants import instants_of
-from autopar.solve.mip import TOLERANCE, End
+from autopar.solve.mip import End, bound_error
 from autopar.solve.mip_encoding import Columns
 from autopar.solve.presolve import Overdue, Reduced, reduce
 from autopar.solve.problem import Problem
 
+_OBJECTIVE = 1e5  # size of the scaled objective
 _ROWS_A_ROUND = 4
 
 
@@ -96,7 +97,7 @@ def _least_peak(reduced: Reduced, deadline: float, relative_gap: float) -> tuple
     add_rows(instants.loads_of([float(np.min(u.amounts)) for u in instants.usages]))
     while True:
         outcome = solve_mip(
-            columns.programme(costs=np.zeros(columns.count), memory=tuple(rows.values()), peak_cost=1e4),
+            columns.programme(costs=np.zeros(columns.count), memory=tuple(rows.values()), peak_cost=_OBJECTIVE),
             time_limit_s=max(0.01, deadline - time.monotonic()),
             relative_gap=0.2 * relative_gap,
         )
@@ -104,7 +105,7 @@ def _least_peak(reduced: Reduced, deadline: float, relative_gap: float) -> tuple
             return (), np.inf
         if outcome.end is End.INTERRUPTED:
             raise KeyboardInterrupt
-        bound = max(bound, (outcome.bound - TOLERANCE * columns.terms) * most / 1e4)
+        bound = max(bound, (outcome.bound - bound_error(columns.terms, _OBJECTIVE)) * most / _OBJECTIVE)
         if outcome.values is None:
             return best, bound
         choices = columns.decode(outcome.values)
