@@ -156,9 +156,10 @@ def test_estimate_collectives_prints_a_table_for_each_axis(capsys: pytest.Captur
     assert max(map(len, out.splitlines())) <= TEXT_WIDTH
     assert "Axis `data`: 2 devices on 2 hosts, 1 in each" in out
     assert "Axis `model`: 16 devices on 2 hosts, 8 in each" in out
-    rows = {line[:20].strip(): line for line in out.split("Axis `model`")[1].splitlines()[1:]}
+    rows = {line[:23].strip(): line for line in out.split("Axis `model`")[1].splitlines()[1:]}
     assert {"naive, all to all", "sharded server", "ring", "NCCL tree", "hierarchical, ring"} <= rows.keys()
-    assert rows["hierarchical, ring"].count("*") == 7
+    assert rows["hierarchical, ring"].count("*") + rows["ring per network card"].count("*") == 7
+    assert rows["counted in plans"].count("s") >= 7
     assert "yes" not in rows["naive, all to all"]
 
 

