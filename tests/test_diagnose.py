@@ -286,7 +286,7 @@ def stood_in(*programs: str) -> Any:
 @pytest.mark.parametrize("check", [True, False])
 def test_needlessly_gathered_weights_are_the_change(check: bool) -> None:
     """XLA's program has no collectives, so no intermediate values are constrained: only input shardings change."""
-    by_hand, args = wide(24_576)
+    by_hand, args = wide()
     compiler = stood_in("")
     result = autopar.diagnose(by_hand, *args, hardware="h100-sxm", check=check, compiler=compiler)
     (change,) = result.changes
