@@ -70,6 +70,14 @@ def pytest_collection_finish() -> None:
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage collection: a Ctrl-C that arrives in Hypothesis's callback of the collector is lost."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
     """`../shared`: material beside the repository that is not part of it.

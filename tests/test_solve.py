@@ -352,7 +352,7 @@ def test_too_little_time_for_a_proof() -> None:
     assert max(bounds) <= solution.lower_bound + rounding
 
 
-def test_interrupted_it_keeps_the_best_so_far() -> None:
+def test_interrupted_it_keeps_the_best_so_far(uncollected: None) -> None:
     problem = knapsack()
     met = threading.Event()
 
@@ -374,7 +374,7 @@ def test_an_error_in_a_progress_report_is_raised() -> None:
         branch(knapsack(), deadline=time.monotonic() + 2, report=report)
 
 
-def test_highs_left_behind_gives_its_last_solution() -> None:
+def test_highs_left_behind_gives_its_last_solution(uncollected: None) -> None:
     rng = np.random.default_rng(0)
     weights = rng.integers(1, 1000, (20, 60)).astype(float)
     rows, columns = np.indices(weights.shape).reshape(2, -1)

@@ -229,7 +229,7 @@ def test_a_large_search_ends_at_the_requested_gap(everything_is_large: None) -> 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.3, 1.0])
 def test_interrupted_at_any_moment_it_has_a_valid_assignment_or_says_none(
-    everything_is_large: None, delay_s: float
+    everything_is_large: None, uncollected: None, delay_s: float
 ) -> None:
     problem = ring(60)
     Ilp(step_limit=10).solve(problem)  # so that all is compiled

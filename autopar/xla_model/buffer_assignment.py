@@ -131,34 +131,7 @@ class _Builder:
         one = self.instructions[root]
         if one.kind == "border" and one.operands and one.value >= 0:
             return next(iter(one.operands))
-        if root not in self.outputs and self._is_in_place(root, n):
-            return next(iter(one.operands))
-        return self._overwritten(root, n)
-
-    def _overwritten(self, root: int, n: int) -> int | None:
-        """The operand whose buffer an elementwise kernel reuses: of equal size, and read by nothing later."""
-        kernel, size = self.kernels[n], self.instructions[root].num_bytes
-        if kernel.tiled or len(kernel.roots) > 1:
-            return None
-        for operand, times in kernel.operands.items():
-            is_free = operand in self.home and operand not in self.outputs and self.last_read[operand] == n
-            is_alike = times <= 1.0 and self.instructions[operand].num_bytes == size
-            if is_free and is_alike and self._is_elementwise(operand, kernel):
-                return operand
-        return None
-
-    def _is_elementwise(self, operand: int, kernel: Fused) -> bool:
-        """Whether each element of a kernel's result needs the element of an operand at the same position alone."""
-        computed = {operand}
-        for at in sorted(set(kernel.members)):
-            one = self.instructions[at]
-            if computed.isdisjoint(one.operands):
-                continue
-            traits = traits_of(one.primitive)
-            if one.kind != "loop" or one.primitive == "cut" or traits.moves or traits.permutes or traits.joins:
-                return False
-            computed.add(at)
-        return True
+        return next(iter(one.operands)) if root not in self.outputs and self._is_in_place(root, n) else None
 
     def _is_in_place(self, root: int, n: int) -> bool:
         """Whether kernel n writes into its first operand's buffer instead of a copy."""
