@@ -58,7 +58,7 @@ def test_a_price_is_that_of_the_stage_when_it_is_planned(option: int) -> None:
     shape = SubmeshShape(H100.name, 1, 2, option=option)
     told, planned = costs.cost(first, last, shape), costs.planned(first, last, shape).cost
     for name in ("forward_s", "state_bytes", "flight_bytes"):
-        assert getattr(told, name) == pytest.approx(getattr(planned, name), rel=0.2), name
+        assert getattr(told, name) == pytest.approx(getattr(planned, name), rel=0.25), name
     # What is computed again may be of use to either part of the backward pass.
     assert told.backward_s + told.weight_s == pytest.approx(planned.backward_s + planned.weight_s, rel=0.2)
 
