@@ -168,11 +168,7 @@ def nccl_tree(num_bytes: float, workers: Workers) -> Load:
     local, hosts = workers.num_local, workers.num_hosts
     between = double_tree_worker_bytes(num_bytes, hosts)
     inside = min(local - 1, 2) * num_bytes  # in the middle of a chain: up and down
-    slow_network = between / workers.network_link.bytes_per_s >= inside / workers.host_link.bytes_per_s
-    paths = (
-        Path(workers.host_link, 2 * (local - 1), 0.0 if slow_network else inside),
-        Path(workers.network_link, 2 * ceil_log2(hosts), between if slow_network else 0.0),
-    )
+    paths = _at_once(workers, (2 * (local - 1), inside), (2 * ceil_log2(hosts), between))
     head = between + min(local - 1, 1) * num_bytes  # feeds the tree and its own chain
     return Load(paths, 2 * (workers.num_workers - 1) * num_bytes, max(head, inside))
 
@@ -228,12 +224,22 @@ def parallel_rings(num_bytes: float, workers: Workers) -> Load:
     n, local, hosts = workers.num_workers, workers.num_local, workers.num_hosts
     each = 2 * (n - 1) / n * num_bytes
     inside, between = each * (local - 1) / local, each / local
-    slow_network = between / workers.network_link.bytes_per_s >= inside / workers.host_link.bytes_per_s
-    paths = (
-        Path(workers.host_link, 2 * (n - hosts), 0.0 if slow_network else inside),
-        Path(workers.network_link, 2 * (hosts - 1), between if slow_network else 0.0),
-    )
+    paths = _at_once(workers, (2 * (n - hosts), inside), (2 * (hosts - 1), between))
     return Load(paths, n * each, each)
+
+
+def _at_once(workers: Workers, inside: tuple[int, float], between: tuple[int, float]) -> tuple[Path, Path]:
+    """The paths of an algorithm whose two links are busy at once: the bytes of the slower one bound the time.
+
+    Args:
+        inside, between: steps and bytes over NVLink, and over the network.
+    """
+    (near_steps, near), (far_steps, far) = inside, between
+    slow_network = far / workers.network_link.bytes_per_s >= near / workers.host_link.bytes_per_s
+    return (
+        Path(workers.host_link, near_steps, 0.0 if slow_network else near),
+        Path(workers.network_link, far_steps, far if slow_network else 0.0),
+    )
 
 
 def _hierarchical(num_bytes: float, workers: Workers, between: Callable[[float, Workers], Load]) -> Load:

@@ -116,11 +116,10 @@ def collective_time(
     if combinable:
         share = min(1.0, max(num_bytes / profile.combine_threshold_bytes, profile.combined_launch_fraction))
     call = Call(num_bytes, axes, mesh, profile, share)
-    modelled = collective(kind).seconds(call)
     estimator = profile.xla_estimator
     fits = estimator.collectives.get(kind) if estimator else None
     if estimator is None or not fits or num_bytes <= 0:
-        return modelled
+        return collective(kind).seconds(call)
     devices, in_domain = call.num_devices, call.link == profile.host_link
     nearest = min(fits, key=lambda measured: abs(math.log(measured / devices)))
     fitted = _fitted_seconds(fits[nearest], call)
@@ -133,7 +132,7 @@ def collective_time(
             return BUILT_IN[kind].seconds(replace(call, axes=mesh.axis_names, mesh=mesh, profile=inside))
 
         fitted *= model(devices, profile.host_link) / model(nearest, link)
-    return fitted if in_domain else max(modelled, fitted)
+    return fitted if in_domain else max(fitted, collective(kind).seconds(call))
 
 
 def _fitted_seconds(fit: CollectiveFit, call: Call) -> float:
