@@ -20,6 +20,7 @@ from autopar.xla_model.latency_estimator import (
     estimated_seconds,
     fusion_seconds,
     gemm_seconds,
+    is_small,
 )
 
 H100 = load("h100-sxm")
@@ -135,12 +136,14 @@ def test_merged_all_reduces_are_no_kernel_of_their_own() -> None:
     assert merged > 3 * alone
 
 
-def test_between_hosts_without_their_size_xla_has_one_price() -> None:
-    told = estimator()
-    flat = replace(H100, xla_estimator=replace(told, network=replace(told.network, always_flat=True)))
-    for num_bytes in (48 << 20, 100 << 20):
-        assert collective_seconds("all-gather", num_bytes, ("h",), HOSTS, flat) == 5e-3
-    assert collective_seconds("all-reduce", 1 << 20, ("h",), HOSTS, flat) < 1e-4
+def test_only_a_small_all_reduce_within_a_host_is_a_kernel_of_xla() -> None:
+    def small(axis: str) -> bool:
+        reduced = Op(
+            "collective", 0, (0,), (1,), 0.0, 0.0, collective="all-reduce", payload_bytes=1 << 20, axes=(axis,)
+        )
+        return is_small(reduced, HOSTS, H100)
+
+    assert small("g") and not small("h")
 
 
 def test_an_axis_of_one_device_costs_nothing() -> None:

@@ -79,8 +79,6 @@ class EstimatorNetwork:
         chunk_bytes: size of a chunk.
         launch_s: seconds per collective.
         flat_s: seconds of a collective that the formula does not cover.
-        always_flat: whether all collectives take `flat_s` except permutes and small all-reduces, which count as inside
-            a domain. This is the case if XLA does not know the number of devices per domain (`partition_size`).
     """
 
     bytes_per_s: float
@@ -89,7 +87,6 @@ class EstimatorNetwork:
     chunk_bytes: float
     launch_s: float
     flat_s: float
-    always_flat: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,15 +196,10 @@ def collective_seconds(
     assert estimator is not None
     if devices == 1 or num_bytes <= 0:
         return 0.0
-    domain = profile.domain_in(mesh.num_devices)
-    small, network = estimator.small_all_reduce, estimator.network
-    is_one_kernel = _is_small(kind, num_bytes, devices, num_buffers, estimator)
+    domain, small = profile.domain_in(mesh.num_devices), estimator.small_all_reduce
     if _crosses_domains(axes, mesh, domain):
-        if not network.always_flat:
-            return _between_domains(kind, num_bytes, devices, mesh.num_devices // devices, domain, estimator)
-        if not is_one_kernel and kind != "collective-permute":
-            return network.flat_s
-    if is_one_kernel:
+        return _between_domains(kind, num_bytes, devices, mesh.num_devices // devices, domain, estimator)
+    if _is_small(kind, num_bytes, devices, num_buffers, estimator):
         traffic = 2 * num_bytes / estimator.memory_bytes_per_s
         if num_bytes * devices <= small.one_shot_bytes:
             return traffic + small.launch_s + (devices - 1) * num_bytes / small.bytes_per_s + small.barrier_s
@@ -225,9 +220,11 @@ def _measured_collective(fit: CollectiveFit, num_bytes: int) -> float:
     return fit.launch_s + fit.s_per_root_byte * math.sqrt(num_bytes) + fit.s_per_byte * num_bytes
 
 
-def is_small(op: Op, mesh: MeshShape, estimator: EstimatorProfile) -> bool:
-    """Whether XLA generates its own kernel for this collective: a small, unmerged all-reduce."""
-    return _is_small(op.collective, op.payload_bytes, mesh.sizes(op.axes), len(op.writes), estimator)
+def is_small(op: Op, mesh: MeshShape, profile: HardwareProfile) -> bool:
+    """Whether XLA generates its own kernel for this collective: a small, unmerged all-reduce within an NVLink domain."""
+    if profile.xla_estimator is None or _crosses_domains(op.axes, mesh, profile.domain_in(mesh.num_devices)):
+        return False
+    return _is_small(op.collective, op.payload_bytes, mesh.sizes(op.axes), len(op.writes), profile.xla_estimator)
 
 
 def _is_small(kind: str, num_bytes: float, devices: int, num_buffers: int, estimator: EstimatorProfile) -> bool:

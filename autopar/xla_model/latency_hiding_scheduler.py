@@ -138,8 +138,7 @@ class SchedulePrices:
 
 def resource_of(op: Op, mesh: MeshShape, profile: HardwareProfile) -> str:
     """The key of `IN_FLIGHT` that limits a collective."""
-    small = profile.xla_estimator is not None and is_small(op, mesh, profile.xla_estimator)
-    return "kernel" if small else "library"
+    return "kernel" if is_small(op, mesh, profile) else "library"
 
 
 class _Scheduler:
