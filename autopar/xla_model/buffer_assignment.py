@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.formulate.formulation import Formulation
@@ -35,9 +35,23 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
     local, profile = local_program(f, explicit, reassociate=reassociate), f.profile
     loops = tuple(LoopSpan(loop.start, loop.stop, loop.num_iterations) for loop in f.graph.loops)
     kernels = fuse(local, profile, f.graph)
-    made = _Builder(local, kernels, profile, loops, f.graph.carried).build()
+    inner_axes = _inner_axes(f.graph, explicit, local) if profile.platform == "gpu" else {}
+    made = _Builder(local, kernels, profile, loops, f.graph.carried, inner_axes).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
     return replace(made, ops=_with_whole_barriers(made.ops, f.graph), unfused=separate, reassociated=local.reassociated)
+
+
+def _inner_axes(graph: Graph, explicit: ExplicitProgram, local: LocalProgram) -> dict[int, set[str]]:
+    """The mesh axes that split an inner dim of updated state, by the position of the instruction that updates it."""
+    found = dict[int, set[str]]()
+    for _, after in graph.carried:
+        array, at = explicit.outputs[after], local.outputs[after]
+        if array is None or at is None:
+            continue
+        dims, shape = explicit.arrays[array].sharding.dims, graph.values[explicit.arrays[array].value].shape
+        first = next((dim for dim, size in enumerate(shape) if size > 1), 0)
+        found[at] = {axis for axes in dims[first + 1 :] for axis in axes}
+    return found
 
 
 def _with_whole_barriers(ops: Sequence[Op], graph: Graph) -> tuple[Op, ...]:
@@ -91,8 +105,10 @@ class _Builder:
         profile: HardwareProfile,
         loops: tuple[LoopSpan, ...],
         carried: Sequence[tuple[int, int]],
+        inner_axes: Mapping[int, Collection[str]],
     ) -> None:
         self.instructions, self.kernels, self.loops = local.instructions, kernels, loops
+        self.inner_axes = inner_axes
         self.profile, self.estimator = profile, profile.xla_estimator
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
@@ -118,7 +134,8 @@ class _Builder:
                     self._own_buffer(root)
                 else:
                     self.buffer_of[root] = self.buffer_of[shared]
-            ops.append(self._op(kernel, n))
+            op = self._op(kernel, n)
+            ops += self._with_copies(op, kernel) if self._transposes_state(kernel) else [op]
         return DeviceProgram(tuple(ops), tuple(self.buffers), self.loops)
 
     def _own_buffer(self, at: int) -> None:
@@ -126,6 +143,26 @@ class _Builder:
         self.buffer_of[at] = len(self.buffers)
         moved = bool(one.collective) or one.primitive == "cut"
         self.buffers.append(Buffer(one.num_bytes, one.value, one.kind == "argument", at in self.outputs, moved))
+
+    def _transposes_state(self, kernel: Fused) -> bool:
+        """Whether a kernel updates state from a gradient that was scattered along an inner dim of the state.
+
+        A reduce-scatter leaves the scattered dim outermost in memory.
+        """
+        split = set().union(*(self.inner_axes.get(root, ()) for root in kernel.roots))
+        read = [self.instructions[operand] for operand in kernel.operands]
+        return any(one.collective == "reduce-scatter" and not split.isdisjoint(one.axes) for one in read)
+
+    def _with_copies(self, op: Op, kernel: Fused) -> list[Op]:
+        """The kernel, and a copy of each result: XLA lets no transposing kernel write into the buffers that it reads."""
+        own, copies = [], []
+        for root, output in zip(kernel.roots, op.writes, strict=True):
+            one = self.instructions[root]
+            own.append(len(self.buffers))
+            self.buffers.append(Buffer(one.num_bytes, one.value))
+            size = one.num_bytes
+            copies.append(Op("fusion", one.node, (own[-1],), (output,), size, size, dtype=one.dtype, unpriced=True))
+        return [replace(op, writes=tuple(own)), *copies]
 
     def _shared_with(self, root: int, n: int) -> int | None:
         one = self.instructions[root]
