@@ -236,8 +236,8 @@ MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
     "kernels": {
         # Weights sharded by columns are transposed and copied to leave the step in their input layout.
         "Megatron": (0.81, 0.81, 0.81),
-        # XLA merges three matmuls of one operand, twice, and slices both results; the model has three.
-        "attention": (0.97, 0.97, 0.97),
+        # In the model the root of the variance is a kernel of its own; XLA computes it in its user.
+        "attention": (1.03, 1.03, 1.03),
         # XLA's loops have separate kernels for slices of stacks and for copies of an iteration's results.
         "scan": (0.63, 0.61, 0.61),
     },
@@ -246,6 +246,7 @@ MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
         "data parallel": (1.17, 0.70, 0.87),
         "FSDP": (0.89, 1.0, 0.89),
         "Megatron": (0.90, 1.0, 0.90),
+        "attention": (0.90, 1.11, 1.0),
         # Unexplained: XLA's loops keep two to three more values of an iteration.
         "scan": (0.92, 0.80, 0.83),
     },
@@ -255,15 +256,14 @@ MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
         # Exposed collectives agree; kernels take 34 us more in XLA's estimate, a sixth.
         "FSDP": (0.89, 0.89, 0.89),
         "Megatron": (0.94, 0.95, 0.94),
-        # Three matmuls where XLA has one of three times the width.
-        "attention": (1.09, 1.09, 1.09),
+        "attention": (0.98, 1.0, 1.0),
     },
 }
-#: JAX 0.11 starts these too late to overlap with a kernel.
-NOT_HIDDEN = {
-    ("FSDP", "0.11"): {"reduce-scatter"},
-    ("Megatron", "0.11"): {"all-reduce"},
-    ("attention", "0.11"): {"all-reduce"},
+#: JAX 0.11 starts some collectives too late to overlap with a kernel: kind -> how many do.
+HIDDEN = {
+    ("FSDP", "0.11"): {"reduce-scatter": 0},
+    ("Megatron", "0.11"): {"all-reduce": 0},
+    ("attention", "0.11"): {"all-reduce": 1},
 }
 
 
@@ -303,8 +303,8 @@ def test_the_scheduler_hides_the_same_collectives(both: tuple[str, Figures, Figu
     name, ours, xlas = both
     if CASES[name].model is scanned:
         return  # XLA schedules a loop's body separately, so its collectives are not those of the step
-    exposed = NOT_HIDDEN.get((name, release()), set())
-    assert {kind: count for kind, count in ours.hidden.items() if kind not in exposed} == xlas.hidden
+    expected = Counter(ours.hidden | HIDDEN.get((name, release()), {}))
+    assert dict(+expected) == xlas.hidden
 
 
 def test_the_scheduler_estimates_the_same_step_time(both: tuple[str, Figures, Figures]) -> None:

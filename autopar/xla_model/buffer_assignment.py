@@ -17,6 +17,7 @@ from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, OpKin
 from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.rules.table import traits_of
+from autopar.xla_model.dot_merger import merge_dots
 from autopar.xla_model.fusion_pipeline import fuse
 from autopar.xla_model.kernels import Fused, num_blocks, num_launches
 from autopar.xla_model.latency_estimator import cycles
@@ -34,6 +35,8 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
     """
     local, profile = local_program(f, explicit, reassociate=reassociate), f.profile
     loops = tuple(LoopSpan(loop.start, loop.stop, loop.num_iterations) for loop in f.graph.loops)
+    if profile.platform == "gpu":
+        merge_dots(local, f.graph)
     kernels = fuse(local, profile, f.graph)
     inner_axes = _inner_axes(f.graph, explicit, local) if profile.platform == "gpu" else {}
     made = _Builder(local, kernels, profile, loops, f.graph.carried, inner_axes).build()

@@ -51,6 +51,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass("all-reduce reassociation", ("all_reduce_reassociate",), ("xla/service/all_reduce_reassociate.cc",)),
     Pass("ragged dot rewriter", ("ragged_dot",), ("ragged_dot_rewriter.cc",)),
+    Pass("dot merger", ("dot_merger",), ("xla/hlo/transforms/simplifiers/dot_merger.cc",)),
     Pass("GEMM fusion", ("gemm_fusion",), (f"{_GPU}/gemm_fusion.cc", f"{_GPU}/gemm_rewriter.cc")),
     Pass("softmax rewriter", ("softmax_rewriter",), (f"{_GPU}/softmax_rewriter_triton.cc",)),
     Pass(

@@ -13,7 +13,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.rules.table import traits_of
 from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, Fused, KernelPrice, num_blocks
-from autopar.xla_model.local_program import LocalProgram
+from autopar.xla_model.local_program import Instruction, LocalProgram
 
 _MOST_SUMS = 8  # reductions in one kernel
 #: Shared memory of a thread block, and what a column and a row reduction take of it.
@@ -122,12 +122,39 @@ class MultiOutputFusion:
         siblings = self._preferred({self.home[user] for user in self.users[source]})
         for n, a in enumerate(siblings):
             for b in siblings[n + 1 :]:
-                if self._may_fuse(a, b) and self._independent(a, b) and not self._separate(a, b):
+                if not self._may_fuse(a, b) or self._read_apart(a, b, source):
+                    continue
+                if self._independent(a, b) and not self._separate(a, b):
                     self._fuse(a, b)
 
     def _may_fuse(self, a: int, b: int) -> bool:
         is_open = all(self.home[i] == i and not self.kernels[i].separate for i in (a, b))
         return is_open and self._same_points(a, b) and self._fits(a, b)
+
+    def _read_apart(self, a: int, b: int, source: int) -> bool:
+        """Whether two kernels read a value through one slice each, and the slices do not overlap."""
+        one, other = self._slice(a, source), self._slice(b, source)
+        if one is None or other is None or one is other:
+            return False
+        ranges = [self._range(each) for each in (one, other)]
+        if not all(ranges):  # a split, or a merged matmul's results
+            return True
+        pairs = zip(*ranges, strict=True)
+        return any(max(a[0], b[0]) >= min(a[1], b[1]) for a, b in pairs)
+
+    def _slice(self, i: int, source: int) -> Instruction | None:
+        """The slice through which alone a kernel reads a value; None where there is another reader, or several."""
+        readers = [one for at in self.kernels[i].members if source in (one := self.instructions[at]).operands]
+        if len(readers) != 1 or readers[0].operands[source] >= 1.0:
+            return None
+        traits = traits_of(readers[0].primitive)
+        return readers[0] if traits.moves == "fixed" and traits.linear == "one" else None
+
+    def _range(self, one: Instruction) -> list[tuple[int, int]]:
+        """The first index and the stop of each dim of a slice in the user's program; empty for others."""
+        params = self.computed.graph.nodes[one.node].params if self.computed else {}
+        starts, stops = params.get("start_indices"), params.get("limit_indices")
+        return list(zip(starts, stops, strict=True)) if starts is not None and stops is not None else []
 
     def _separate(self, a: int, b: int) -> bool:
         """Whether to keep a column reduction out of fusion with a kernel that would then get as few thread blocks."""
