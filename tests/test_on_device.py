@@ -280,6 +280,28 @@ def test_the_gradient_of_max_pooling_stores_positions() -> None:
     assert program.ops[-1].written_bytes > 4 * size + 64 * pooled - 1
 
 
+#: What is done to the result of one matmul and read by another.
+CHANGES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "elementwise": jnp.tanh,
+    "reversed": lambda y: jnp.tanh(y)[::-1],
+    "with a sum": lambda y: jnp.tanh(y) + y.sum(0),
+    "read later": lambda y: jnp.tanh(y) @ y,
+    "softmax": lambda y: jax.nn.softmax(y),
+    "two operands": lambda y: jnp.tanh(y) * jnp.sin(y @ y),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_kernel_overwrites_an_operand_where_xlas_does(change: str, absent_gpus: Compiler) -> None:
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(CHANGES[change](x @ w) @ w[:, :8])
+
+    args = array(1024, 1024), array(1024, 1024)
+    plan, program = autopar.parallelize(step, mesh="1", hardware="h100-sxm").planned(*args)
+    made = compiled(absent_gpus, plan, program, *args)
+    assert peak_of_temporaries(built(step, *args)) == pytest.approx(made.temp_bytes, rel=0.01)
+
+
 def test_a_narrow_convolution_fills_a_part_of_a_tile() -> None:
     """Half as many features take as long, and so does a gradient with few results, as its sum is split."""
 
@@ -567,8 +589,8 @@ def test_a_small_gpt_is_compiled_about_as_predicted(absent_gpus: Compiler) -> No
     result = autopar.verify(program.step, *args, mesh="8", hardware="h100-sxm", pin=pin, compiler=absent_gpus)
     made = built(program.step, *args, mesh="8", pin=pin)
     assert result.step_time.compiled is not None
-    assert peak_of_temporaries(made) == pytest.approx(result.compiled.temp_bytes, rel=0.12)
     own, estimated = Simulation(made, parse_mesh("8"), H100).timelines()
+    assert own.temporary_bytes == pytest.approx(result.compiled.temp_bytes, rel=0.12)
     assert estimated is not None and result.times.replay is not None
     assert estimated.step_time_s == pytest.approx(result.step_time.compiled, rel=0.2)
     assert own.step_time_s == pytest.approx(result.times.replay.step_time_s, rel=0.2)

@@ -71,6 +71,7 @@ class Op:
         unpriced: whether XLA's estimator counts it as free (a Triton normalisation, a copy, a sort).
         num_blocks: number of thread blocks if too few to fill the device; 0 otherwise.
         num_launches: number of kernels that it runs as.
+        overwrites: the buffers it reads in whose memory it may write a result of equal size, if nothing reads them later.
     """
 
     kind: OpKind
@@ -94,6 +95,7 @@ class Op:
     num_launches: int = 1
     spared_bytes: float = 0.0
     matrix_flops: tuple[tuple[str, float], ...] = ()
+    overwrites: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +180,30 @@ def buffers_at_peak(program: DeviceProgram, ops: Sequence[Op] | None = None) -> 
 
 
 def _spans(program: DeviceProgram, ops: Sequence[Op]) -> dict[int, tuple[int, int]]:
-    """The live range of each temporary buffer: the first and the last operation that reads or writes it."""
+    """The live range of each temporary buffer: the first and the last operation that reads or writes it.
+
+    A buffer that an operation overwrites ends before it.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
+    runs: dict[int, tuple[int, int]] = {}  # per operation that may overwrite: its start and its end
     for at, op in enumerate(ops):
         for buffer in (*op.reads, *op.writes):
             first.setdefault(buffer, at)
             last[buffer] = at
+        if op.overwrites:
+            runs[id(op)] = runs.get(id(op), (at, at))[0], at
     count, buffers = len(program.buffers), program.buffers
-    return {
+    spans = {
         buffer: (at, last[buffer])
         for buffer, at in first.items()
         if 0 <= buffer < count and not (buffers[buffer].argument or buffers[buffer].output)
     }
+    for start, end in runs.values():
+        made = [b for b in ops[start].writes if b in spans and spans[b][0] == start]
+        for dying in [b for b in ops[start].overwrites if b in spans and spans[b][1] == end]:
+            same = next((b for b in made if buffers[b].num_bytes == buffers[dying].num_bytes), None)
+            if same is not None and spans[dying][0] < start:
+                made.remove(same)
+                spans[dying] = spans[dying][0], start - 1
+    return spans

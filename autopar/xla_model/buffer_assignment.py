@@ -249,6 +249,36 @@ class _Builder:
             unpriced=kernel.tiled or (_kind(one) == "other"),
             num_launches=num_launches(self.instructions, kernel.roots),
             num_blocks=0.0 if kernel.tiled else num_blocks(self.instructions, kernel.roots, kernel.operands),
+            overwrites=tuple(self.buffer_of[o] for o in kernel.operands if self._may_overwrite(o, kernel)),
+        )
+
+    def _may_overwrite(self, operand: int, kernel: Fused) -> bool:
+        """Whether a kernel may write a result into an operand's memory, as XLA's alias analysis decides.
+
+        All that the kernel computes from the operand has to be elementwise, but for one reduction, which a kernel
+        computes first. An all-reduce runs in place.
+        """
+        one = self.instructions[operand]
+        if self.profile.platform != "gpu" or operand not in self.home or operand in self.outputs or kernel.tiled:
+            return False
+        if self.instructions[kernel.roots[0]].collective:
+            return self.instructions[kernel.roots[0]].collective == "all-reduce"
+        computed, sums = {operand}, 0
+        for at in sorted(set(kernel.members)):
+            made = self.instructions[at]
+            above = [self.instructions[o] for o in made.operands if o in computed]
+            if not above:
+                continue
+            if made.kind == "reduce":
+                sums += 1
+                continue
+            traits = traits_of(made.primitive)
+            alike = all(each.elements == made.elements for each in above)
+            if made.kind != "loop" or not (traits.elementwise or traits.casts) or not alike:
+                return False
+            computed.add(at)
+        return sums <= 1 and any(
+            root in computed and self.instructions[root].num_bytes == one.num_bytes for root in kernel.roots
         )
 
     def _work(self, kernel: Fused) -> tuple[float, dict[int, float]]:
