@@ -14,7 +14,7 @@ import numpy as np
 from autopar.formulate.decisions import Decision as Choice
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation
-from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
+from autopar.ir.device_program import DeviceProgram
 from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Graph, Node
 from autopar.ir.node_names import NodeNames
@@ -46,7 +46,6 @@ class Assembled:
         explicit: the program with explicit collectives.
         simulation: the simulation of one device's program.
         timeline: the timeline of that program at the device's own rates.
-        peak_order: its operations in the order with the highest peak memory.
         combine_threshold_bytes: XLA's combine threshold; None for the profile's.
         early_reductions: reductions that barriers start early.
     """
@@ -61,7 +60,6 @@ class Assembled:
     prediction: Prediction
     simulation: Simulation
     timeline: Timeline
-    peak_order: Sequence[Op]
     combine_threshold_bytes: int | None = None
     early_reductions: tuple[EarlyReduction, ...] = ()
 
@@ -87,10 +85,10 @@ def assemble(
     explicit = explicit_program(f, choices)
     simulation = Simulation(device_program(f, explicit), f.mesh, f.profile)
     if figures_only:
-        prediction, timeline, order = _predict(f, simulation, simulation.timelines(), (), inputs, outputs)
-        return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline, order)
+        prediction, timeline = _predict(f, simulation.timelines(), (), inputs, outputs)
+        return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline)
     collectives, caused_by = collective_uses(f, explicit)
-    prediction, timeline, order = _predict(f, simulation, simulation.timelines(), collectives, inputs, outputs)
+    prediction, timeline = _predict(f, simulation.timelines(), collectives, inputs, outputs)
     return Assembled(
         explicit=explicit,
         inputs=inputs,
@@ -102,7 +100,6 @@ def assemble(
         prediction=prediction,
         simulation=simulation,
         timeline=timeline,
-        peak_order=order,
     )
 
 
@@ -124,13 +121,12 @@ def predicted_again(
     timelines = simulation.timelines(combine_threshold_bytes, to_beat)
     if timelines is None:
         return None
-    prediction, timeline, order = _predict(f, simulation, timelines, parts.collectives, parts.inputs, parts.outputs)
+    prediction, timeline = _predict(f, timelines, parts.collectives, parts.inputs, parts.outputs)
     return replace(
         parts,
         prediction=prediction,
         simulation=simulation,
         timeline=timeline,
-        peak_order=order,
         combine_threshold_bytes=combine_threshold_bytes,
         early_reductions=early_reductions,
     )
@@ -354,14 +350,13 @@ def _decision(
 
 def _predict(
     f: Formulation,
-    simulation: Simulation,
     timelines: Timelines,
     collectives: Sequence[CollectiveUse],
     inputs: Sequence[TensorPlan],
     outputs: Sequence[TensorPlan],
-) -> tuple[Prediction, Timeline, Sequence[Op]]:
-    """The prediction, the timeline at the device's own rates, and the operations in the order with the highest peak memory."""
-    device, (own_rates, estimated) = simulation.program, timelines
+) -> tuple[Prediction, Timeline]:
+    """The prediction, and the timeline at the device's own rates."""
+    own_rates, estimated = timelines
     by_kind: dict[str, float] = defaultdict(float)
     for use in collectives:
         by_kind[use.kind] += use.time_s
@@ -369,8 +364,6 @@ def _predict(
     for tensor in inputs:
         by_role[tensor.role] += tensor.num_bytes
     carried = {out for _, out in f.graph.carried}
-    # XLA schedules for memory first, then for overlap as far as memory allows: its peak is between the two orders'.
-    in_program_order = peak_of_temporaries(device)
     prediction = Prediction(
         step_time_s=own_rates.step_time_s,
         compute_s=own_rates.compute_s,
@@ -381,8 +374,7 @@ def _predict(
         parameter_bytes=by_role["parameter"],
         optimizer_bytes=by_role["optimizer"],
         data_bytes=by_role["data"],
-        temporary_bytes=max(in_program_order, own_rates.temporary_bytes),
+        temporary_bytes=own_rates.temporary_bytes,
         output_bytes=sum(tensor.num_bytes for n, tensor in enumerate(outputs) if n not in carried),
     )
-    order = device.ops if in_program_order >= own_rates.temporary_bytes else own_rates.order
-    return prediction, own_rates, order
+    return prediction, own_rates

@@ -72,7 +72,7 @@ def plan_of(
         replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),
         prediction=parts.prediction,
         trace=step_trace(graph, parts.device, parts.timeline),
-        memory=memory_over_step(graph, parts.device, parts.peak_order, parts.timeline, mesh, own_rates),
+        memory=memory_over_step(graph, parts.device, parts.timeline, mesh, own_rates),
         efficiency=efficiency_of(
             program.as_traced.graph,
             parts.inputs,

@@ -142,7 +142,6 @@ def _ns(seconds: float) -> int:
 def memory_over_step(
     graph: Graph,
     program: DeviceProgram,
-    order: Sequence[Op],
     timeline: Timeline,
     mesh: MeshShape,
     profile: HardwareProfile,
@@ -150,7 +149,6 @@ def memory_over_step(
     """Summarize live temporaries (neither arguments nor outputs) over a step.
 
     Args:
-        order: operations in the order with the highest peak.
         timeline: timeline of the step, which gives the total time of kernels and of each kind of collective.
         profile: the hardware profile behind the timeline.
 
@@ -159,6 +157,7 @@ def memory_over_step(
     """
     if not timeline.step_time_s:
         return None
+    order = timeline.order
     ends = _ends(program.loops, order, timeline, mesh, profile)
     live = live_temporaries(program, order)
     most = [0.0] * NUM_PARTS

@@ -6,7 +6,7 @@ GPUs (one grid of a kind on each number). Of the two best by price and the faste
 the best one so far in one thing, and the best stays:
 
 1. `constraints`: the shardings of activations and gradients that an expert adds, if the recipe has any;
-2. `combiner`: combine thresholds of 8 and 1 MiB;
+2. `combiner`: combine thresholds of 8 MiB, and of 1 MiB unless 8 MiB made the step slower by more than 2 %;
 3. `kernels`: the one-hot gradient of the loss and separate column reductions; then early reductions.
 
 The tuned version is the fastest of these and the user's program, so it is never slower.
@@ -34,6 +34,8 @@ _KINDS_KEPT = 4
 #: Fewer GPUs are not priced once the best price on some is this much above the best so far.
 _STOP = 1.5
 _NUM_COMPILED, _NUM_TUNED = 4, 2
+#: A still smaller combine threshold is not tried once one made the step this much slower.
+_HOPELESS_THRESHOLD = 1.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +134,22 @@ class ByHand:
         def best() -> Extras:
             return Extras.of(min(filter(fits, found), key=lambda row: row["step_s"], default=user))
 
-        def compile_if_new(extras: Extras) -> None:
+        def compile_if_new(extras: Extras) -> Row | None:
             try:
                 is_new = programs.has(extras) and extras not in map(Extras.of, found)
             except Exception as error:  # without a plan, there is nothing to take from it
                 print(f"no plan: {error}", flush=True)
-                return
+                return None
             if is_new:
                 found.append(self._row(one, "variant", extras, lambda: self._figures(programs, extras)))
+            return found[-1] if is_new else None
 
         compile_if_new(Extras(constraints=True))
         for limit in LIMITS_MIB:
-            compile_if_new(Extras(best().constraints, limit))
+            before = min((row["step_s"] for row in filter(fits, found)), default=float("inf"))
+            made = compile_if_new(Extras(best().constraints, limit))
+            if made is not None and fits(made) and made["step_s"] > _HOPELESS_THRESHOLD * before:
+                break
         compile_if_new(replace(best(), kernels=True))
         compile_if_new(Extras(best().constraints, best().limit_mib, kernels=True, early_reductions=True))
         fastest = min(filter(fits, found), key=lambda row: row["step_s"], default=user)

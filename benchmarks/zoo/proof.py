@@ -56,6 +56,7 @@ def _row(model: str, num_gpus: int, mesh: str | None, compiler: CachingCompiler)
         at.setdefault("planned" if fraction == 1.0 else "traced", _clocks())
 
     devices: dict[str, Any] = {"mesh": mesh} if mesh else {"num_devices": num_gpus}
+    devices |= {"cache": False}  # the time of planning is measured
     verified = autopar.verify(step, *args, hardware=HARDWARE, compiler=compiler, progress=note, **devices)
     plan, program = verified.plan, program_of(step, args, carry=None, donate=None).of(verified.plan)
     return _figures(verified) | {
