@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -121,6 +122,20 @@ def test_a_softmax_is_one_kernel_that_the_estimator_does_not_price() -> None:
     (kernel,) = hand.kernels(last)
     assert kernel.tiled
     assert list(kernel.operands) == [x]
+
+
+@pytest.mark.parametrize(("row", "launches"), [(16_384, [1, 1]), (32_768, [1, 2, 2, 1])])
+def test_a_softmax_of_long_rows_is_no_tiled_kernel(row: int, launches: list[int], absent_gpus: Compiler) -> None:
+    """XLA then reduces each row in two kernels, for the maximum and for the sum."""
+
+    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.nn.softmax(x @ w)
+
+    args = array(512, 64), array(64, row)
+    assert [op.num_launches for op in built(step, *args).ops] == launches
+    plan, program = autopar.parallelize(step, mesh="1", hardware="h100-sxm").planned(*args)
+    text = compiled(absent_gpus, plan, program, *args).hlo_text
+    assert len(re.findall(r" fusion\(", text[text.index("\nENTRY") :])) == sum(launches)
 
 
 def test_the_gradient_of_a_softmax_is_one_kernel() -> None:

@@ -80,7 +80,7 @@ def test_a_run_of_equal_layers_is_priced_by_shorter_ones() -> None:
     for field in fields(StageCost):
         expected = getattr(planned, field.name)
         # Two layers that share a reduction keep fewer values than two alone, which the sum of pairs cannot express.
-        rel, least = (0.15, 1e-5) if "_s" in field.name else (0.21, 1e6)
+        rel, least = (0.15, 1e-5) if "_s" in field.name else (0.25, 1e6)
         assert getattr(told, field.name) == pytest.approx(expected, rel=rel, abs=least)
 
 

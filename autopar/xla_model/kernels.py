@@ -19,6 +19,8 @@ LAUNCH_S = 1e-6  # launch overhead of a kernel in XLA's cost model of fusions
 MOST_OPERANDS = 96
 _PARALLEL = 0.95  # the fraction of the shorter of compute and memory time that overlaps with the longer
 _NEAR_CACHE_SPEEDUP, _CACHE_SPEEDUP = 20.0, 2.5  # XLA's speedup of repeated reads that hit the L1 and the L2 cache
+#: Elements of the longest row that a tiled kernel computes at once, and that a row reduction reduces in one kernel.
+LONGEST_ROW = 1 << 14
 _LARGE_REDUCTION = 16  # elements reduced to one; XLA emits a smaller reduction like a loop
 #: Primitives that a tiled (Triton) kernel does not compute, besides those that `is_tiled` excludes by traits.
 _NOT_TILED = frozenset(["cut", "slice", "rev", "threefry2x32", "random_bits", "reduce_precision", "sort"])
@@ -113,9 +115,9 @@ def num_blocks(instructions: Sequence[Instruction], roots: Sequence[int], operan
 
 
 def num_launches(instructions: Sequence[Instruction], roots: Sequence[int]) -> int:
-    """The number of kernels: a column reduction of many rows has a second one, which adds the parts."""
+    """The number of kernels: a reduction of many rows, or of long ones, has a second one, which adds the parts."""
     reductions = (instructions[root] for root in roots if instructions[root].kind == "reduce")
-    return 2 if any(one.columns and one.reduces > MOST_ROWS for one in reductions) else 1
+    return 2 if any(one.reduces > (MOST_ROWS if one.columns else LONGEST_ROW) for one in reductions) else 1
 
 
 class KernelPrice:

@@ -6,7 +6,7 @@ uses both. Source: openxla/xla, xla/backends/gpu/transforms/softmax_rewriter_tri
 
 from __future__ import annotations
 
-from autopar.xla_model.kernels import Kernels, is_tiled
+from autopar.xla_model.kernels import LONGEST_ROW, Kernels, is_tiled
 
 
 def fuse_diamonds(kernels: Kernels) -> None:
@@ -21,6 +21,8 @@ class _SoftmaxRewriter:
     def run(self) -> None:
         for i, one in enumerate(self.all.instructions):
             if one.kind != "reduce" or not one.rows or i not in self.all.kernels or len(one.operands) != 1:
+                continue
+            if one.reduces > LONGEST_ROW:
                 continue
             (source,) = one.operands
             chain = [i]
