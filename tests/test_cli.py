@@ -486,6 +486,19 @@ def test_wrong_target(
     assert words.replace("{here}", str(folder)) in fails(capsys, "plan", target)
 
 
+def test_a_parallelized_step_is_no_target(folder: Path) -> None:
+    (folder / "t.py").write_text("import autopar\n@autopar.parallelize\ndef step(x): return x")
+    with pytest.raises(TargetError, match=rf"{folder}/t.py:2\) must take nothing and return \(step, args\)"):
+        load_target("t.py:step")
+
+
+def test_what_a_target_prints_is_not_the_commands_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "t.py").write_text("print('imported')\ndef make():\n    print('called')\n    return max, (1, 2)")
+    load_target("t.py:make")
+    out, err = capsys.readouterr()
+    assert out == "" and err == "imported\ncalled\n"
+
+
 def test_target_imports_its_neighbours_and_packages(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "neighbour.py").write_text("args = (1, 2)")

@@ -25,7 +25,8 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Import a target's module, call its function, and return its step and arguments.
 
     A step made by `parallelize` is unwrapped, because the command line's options replace its own. The returned step contains
-    the keyword arguments and the names of static arguments.
+    the keyword arguments and the names of static arguments. What the target's code prints goes to stderr, so that the
+    command's own output can be read by a program.
 
     Raises:
         TargetError: the target cannot be loaded; with the problem and its source line, where there is one.
@@ -33,6 +34,11 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     place, _, name = target.rpartition(":")
     if not place or not name.isidentifier():
         raise TargetError(f"cannot read the target {target!r}: write path/file.py:function or package.module:function")
+    with contextlib.redirect_stdout(sys.stderr):
+        return _loaded(target, place, name)
+
+
+def _loaded(target: str, place: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
     make = getattr(module, name, None)
     if not callable(make):
@@ -92,6 +98,7 @@ def _file_of(module: ModuleType) -> str:
 
 def _line_of(function: Callable[..., Any]) -> str:
     try:
+        function = inspect.unwrap(function)
         return f"{inspect.getsourcefile(function)}:{inspect.getsourcelines(function)[1]}"
     except (TypeError, OSError):
         return "an unknown file"
@@ -107,7 +114,8 @@ def _refuse_parameters(make: Callable[..., Any], target: str) -> None:
     except TypeError as error:
         raise TargetError(
             f"the target {target!r} ({_line_of(make)}) must take nothing and return (step, args), but calling it"
-            f" without arguments fails: {error}. Wrap it in a function that knows its arguments."
+            f" without arguments fails: {error}. Add a function that returns the step and its arguments, which may be"
+            " shapes (`jax.eval_shape`), and name that function."
         ) from None
 
 
