@@ -284,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure what is not measured yet.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without any")
     parser.add_argument("--again", action="store_true", help="measure even what is measured")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only programs whose name has this in it")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only the program of this name, or those whose name has this in it")
     parser.add_argument("--child", metavar="PROGRAM", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]
@@ -301,10 +301,11 @@ def main() -> None:
 
 
 def _run(name: str, again: bool, only: str = "") -> bool:
-    """Measure a benchmark's programs without a result whose name contains `only`; False if one failed."""
+    """Measure a benchmark's programs without a result whose name is, or else contains, `only`; False if one failed."""
     done = set() if again else {_key(record) for record in _records(name)}
     succeeded = True
-    for program in (one for one in BENCHMARKS[name].programs if only in one):
+    programs = BENCHMARKS[name].programs
+    for program in [only] if only in programs else [one for one in programs if only in one]:
         record = _blank_record(name, program)
         if _key(record) in done:
             print(f"{name} {program}: measured already (--again to repeat)")
