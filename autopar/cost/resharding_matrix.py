@@ -194,11 +194,12 @@ class ReshardingTimes:
         total, copies = np.zeros(len(structure.dims)), np.zeros(len(structure.dims))
         sizes = np.array(shape, np.int64)[structure.dims]
         for pairs, collectives, parts in structure.steps:  # in the order in which a path adds them up
-            parts_of_dims = -(-sizes[pairs] // parts)
+            finer = self._patterns.finer(collectives, parts)
+            parts_of_dims = -(-sizes[pairs] // finer) * (finer // parts)
             local = np.prod(parts_of_dims, axis=1)
             seconds = self._seconds(collectives, local, itemsize, combinable)
             if registered():  # registered collectives run only where every dim divides
-                is_even = (sizes[pairs] % self._patterns.finer(collectives, parts) == 0).all(axis=1)
+                is_even = (sizes[pairs] % finer == 0).all(axis=1)
                 of_any = self._seconds(collectives, local, itemsize, combinable, of_any=True)
                 seconds = np.where(is_even, of_any, seconds)
             total[pairs] += seconds

@@ -56,7 +56,7 @@ def resharding_moves(
     """
     moves: list[Move] = []
     for step in resharding_steps(source, target, shape, mesh):
-        local = step.payload.local_shape(shape, mesh) if step.payload else (0,)
+        local = step.padded_payload(shape, mesh)
         inner = step.dim is not None and is_inner(step.dim, local)
         moves.append(Move(step.kind, step.axes, step.result, itemsize * math.prod(local), inner))
     return tuple(moves)
@@ -78,6 +78,16 @@ class Step:
     payload: TensorSharding | None
     dim: int | None = None
     to: int | None = None
+
+    def padded_payload(self, shape: tuple[int, ...], mesh: MeshShape) -> tuple[int, ...]:
+        """The local shape of the payload. XLA pads the dim that one side splits more finely to equal parts."""
+        if self.payload is None:
+            return (0,)
+        local, split = list(self.payload.local_shape(shape, mesh)), self.dim if self.to is None else self.to
+        if split is not None:
+            parts = mesh.sizes(self.axes)
+            local[split] = parts * -(-shape[split] // (parts * mesh.sizes(self.payload.dims[split])))
+        return tuple(local)
 
 
 def resharding_steps(
