@@ -401,7 +401,7 @@ def test_the_changes_remove_unintended_collectives(gpt2: autopar.Diagnosis) -> N
     assert gpt2.difference_s > 0
     assert gpt2.recovered > 0.5  # by the replay
     assert gpt2.recovered_as_predicted >= 0.85
-    assert all(change.gain_s > 0 for change in gpt2.changes)
+    assert [(change.kind, change.gain_s) for change in gpt2.changes if change.gain_s <= 0] == []
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from autopar.diagnosis.unintended_collectives import Extra, origins_of
 from autopar.errors import StepSignatureError
 from autopar.hardware.profile import HardwareProfile, detect, load
 from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
 from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes
 from autopar.transforms.program import Program, program_of
@@ -156,16 +157,21 @@ class _Diagnosing:
             changes.append(self._constraints(kept, rows, cost))
             cost = changes[-1].after
         repins = self._repins(kept, best, share * difference - (over_s if constrained else 0.0))
+        groups: list[str] = []
+        to: dict[int, TensorSharding] = {}
         for number, one in enumerate(repins):
             self.report("XLA compiles the changes", 0.7 + 0.3 * number / len(repins))
-            was, pins = pins, pins | dict(one.to)
-            plan = self.plans.plan(pins)
-            compiled = self.compiling.planned(plan) if constrained else self.compiling.resharded(plan)
-            after, rows = self.compiling.cost(plan, compiled)
-            text = "change the sharding of " + ", ".join(f"`{group.name}`" for group in one.groups)
-            tensors = tensor_changes(one.to, was, plan.inputs)
+            groups += [f"`{group.name}`" for group in one.groups]
+            to |= dict(one.to)
+            tried = self.plans.plan(pins | to)
+            compiled = self.compiling.planned(tried) if constrained else self.compiling.resharded(tried)
+            after, extras = self.compiling.cost(tried, compiled)
+            if after.predicted_s >= cost.predicted_s:  # it gains only together with the next
+                continue
+            tensors = tensor_changes(to, pins, tried.inputs)
+            text = "change the sharding of " + ", ".join(groups)
             changes.append(_change("shardings", text, cost, after, tensors=tensors))
-            cost = after
+            plan, pins, cost, rows, groups, to = tried, pins | to, after, extras, [], {}
         if not constrained and cost.predicted_s - plan.prediction.step_time_s > max(0.0, LEAST_SHARE * difference):
             changes.append(self._constraints(plan, rows, cost))
         return changes, plan
