@@ -1,6 +1,6 @@
 """Print the documentation's tables from the newest committed results: prediction errors, budgets met, start times.
 
-Usage: `python -m benchmarks.docs_tables predictions` (or `together`, `plans`, `experts`, `starts`). Out: a table in
+Usage: `python -m benchmarks.docs_tables predictions` (or `held_out`, `together`, `plans`, `experts`, `starts`). Out: a table in
 Markdown. Each figure is the median or the worst over all cases of a benchmark. This module measures nothing and leaves
 no case out.
 """
@@ -12,6 +12,9 @@ import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from benchmarks.held_out.draw import NUM_MODELS
+from benchmarks.held_out.page import gates, groups
+from benchmarks.held_out.tuned import tuned
 from benchmarks.plans.page import ahead, cases_of
 from benchmarks.plans.split import is_current
 from benchmarks.proof_summary import OWN, Row, done, off, own_rank, percent, table
@@ -120,6 +123,12 @@ def experts() -> str:
     return table(header, lines)
 
 
+def held_out() -> str:
+    """The gates of the newest twelve models that were drawn, which nobody had looked into."""
+    drawn, _ = groups(newest_rows("held_out"), tuned())
+    return table(["figure", "value", "gate", "met"], gates(drawn, is_finished=len(drawn) == NUM_MODELS))
+
+
 def starts() -> str:
     """Seconds of a first and of a second start."""
     (row,) = newest_rows("second_start")
@@ -161,5 +170,5 @@ def _of(cases: Iterable[bool]) -> str:
 
 
 if __name__ == "__main__":
-    of = {"predictions": predictions, "together": together, "plans": plans, "experts": experts, "starts": starts}
-    print(of[sys.argv[1]]())
+    tables = (predictions, held_out, together, plans, experts, starts)
+    print({made.__name__: made for made in tables}[sys.argv[1]]())
