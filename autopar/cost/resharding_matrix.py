@@ -80,6 +80,7 @@ class _Patterns:
         self._mesh = mesh
         self._sizes: dict[tuple[str, ...], int] = {}
         self._numbers: dict[bytes, int] = {}
+        self._columns = np.empty(0, int), np.empty(0), np.empty(0, int), np.empty(0, np.int64)
 
     def find(
         self,
@@ -116,12 +117,11 @@ class _Patterns:
 
     def moved(self) -> np.ndarray:
         """The position of the dim that each collective gathers or scatters, by the collective's number."""
-        return np.array([at for _, _, at, _ in self.named], int)
+        return self._of_named()[0]
 
     def scattered(self, collectives: np.ndarray) -> np.ndarray:
         """The fraction of the payload that each reduce-scatter leaves on a device; 0 for other collectives."""
-        kept = [1.0 / self._size(axes) if kind == "reduce-scatter" else 0.0 for kind, axes, _, _ in self.named]
-        return np.array(kept)[collectives]
+        return self._of_named()[1][collectives]
 
     def finer(self, collectives: np.ndarray, parts: np.ndarray) -> np.ndarray:
         """The parts of each dim on the finer side of some collectives, int[collectives, dims].
@@ -129,10 +129,23 @@ class _Patterns:
         Args:
             parts: parts of each dim of their payloads.
         """
-        named = list(self.named)
-        split = np.array([at for _, _, _, at in named], int)[collectives]
-        more = np.array([self._size(axes) for _, axes, _, _ in named], np.int64)[collectives]
-        return np.where(np.arange(parts.shape[1]) == split[:, None], parts * more[:, None], parts)
+        _, _, split, sizes = self._of_named()
+        found, rows = parts.copy(), np.flatnonzero(split[collectives] >= 0)
+        found[rows, split[collectives[rows]]] *= sizes[collectives[rows]]
+        return found
+
+    def _of_named(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """By a collective's number: the dim that it gathers or scatters, the fraction that a reduce-scatter leaves, the dim
+        that it splits more finely, and the number of its devices."""
+        if len(self._columns[0]) < len(self.named):
+            named = list(self.named)
+            sizes = [self._size(axes) for _, axes, _, _ in named]
+            kept = [
+                1.0 / size if kind == "reduce-scatter" else 0.0 for (kind, *_), size in zip(named, sizes, strict=True)
+            ]
+            moved, split = [at for _, _, at, _ in named], [at for _, _, _, at in named]
+            self._columns = np.array(moved, int), np.array(kept), np.array(split, int), np.array(sizes, np.int64)
+        return self._columns
 
     def _size(self, axes: tuple[str, ...]) -> int:
         if axes not in self._sizes:
