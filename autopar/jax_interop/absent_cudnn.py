@@ -1,0 +1,55 @@
+"""Trace cuDNN attention on a machine without cuDNN, to plan for GPUs that are not there.
+
+In: nothing.
+Out: `without_cudnn`, a context in which `jax.nn.dot_product_attention(implementation="cudnn")` can be traced. JAX asks
+for the version of the installed cuDNN and for the compute capability of the local GPU already when it traces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
+
+#: What the checks answer where there is no cuDNN: a version and a GPU that support every kind of attention.
+_ANSWERS = {
+    "check_cudnn_version": lambda: 99_999,
+    "check_compute_capability": lambda capability: True,
+    "is_cuda_compute_capability_equal": lambda capability: False,
+}
+
+_PATCHING = threading.RLock()  # one thread at a time replaces JAX's functions and restores them
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Let JAX trace cuDNN attention where no cuDNN is installed. Where it is, JAX's own checks apply."""
+    module = _attention_module()
+    if module is None or _is_installed(module):
+        yield
+        return
+    with _PATCHING, ExitStack() as patches:
+        for name, answer in _ANSWERS.items():
+            if hasattr(module, name):
+                patches.enter_context(mock.patch.object(module, name, answer))
+        yield
+
+
+def _attention_module() -> Any | None:
+    try:
+        return importlib.import_module(_MODULE)
+    except ImportError:  # JAX has moved it
+        return None
+
+
+def _is_installed(module: Any) -> bool:
+    try:
+        module.check_cudnn_version()
+    except Exception:  # JAX raises RuntimeError, and the CUDA libraries what they like
+        return False
+    return True
