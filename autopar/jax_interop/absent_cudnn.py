@@ -1,8 +1,9 @@
-"""Trace cuDNN attention on a machine without cuDNN, to plan for GPUs that are not there.
+"""Trace and lower cuDNN attention on a machine without cuDNN, to plan and compile for GPUs that are not there.
 
 In: nothing.
-Out: `without_cudnn`, a context in which `jax.nn.dot_product_attention(implementation="cudnn")` can be traced. JAX asks
-for the version of the installed cuDNN and for the compute capability of the local GPU already when it traces.
+Out: `without_cudnn`, a context in which `jax.nn.dot_product_attention(implementation="cudnn")` can be traced. JAX reads
+the version of the installed cuDNN and the compute capability of the local GPU already when it traces.
+`attention_without_devices`, a context in which it can be lowered for a mesh without devices.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
+
+from jax._src import dispatch as _dispatch
 
 _MODULE = "jax._src.cudnn.fused_attention_stablehlo"
 
@@ -37,6 +40,20 @@ def without_cudnn() -> Iterator[None]:
         for name, answer in _ANSWERS.items():
             if hasattr(module, name):
                 patches.enter_context(mock.patch.object(module, name, answer))
+        yield
+
+
+@contextmanager
+def attention_without_devices() -> Iterator[None]:
+    """Let JAX lower cuDNN attention for an abstract mesh. JAX's own partitioning of it needs devices, but autopar runs it in
+    manual regions, where JAX does not partition."""
+    module = _attention_module()
+    if module is None:
+        yield
+        return
+    primitives = {one for name, one in vars(module).items() if name.endswith(("_p", "_p_wrapper"))}
+    needing = _dispatch.prim_requires_devices_during_lowering
+    with _PATCHING, mock.patch.object(_dispatch, "prim_requires_devices_during_lowering", needing - primitives):
         yield
 
 

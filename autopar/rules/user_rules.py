@@ -161,6 +161,14 @@ def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
     return None if registered is None else registered.local
 
 
+def no_local(name: str) -> RuleError:
+    """The error of a plan that runs a node in parts for which there is no function."""
+    return RuleError(
+        f"the plan runs `{name}` on local shards, but no local function is registered for it."
+        f' Register it before the step runs: `autopar.register_rule("{name}", ..., local=...)`'
+    )
+
+
 def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, ...]]:
     def refuse(token: str, why: str) -> RuleError:
         return RuleError(f"cannot read the rule {rule!r} of `{name}` at {token!r}: {why}. {_GRAMMAR}")
