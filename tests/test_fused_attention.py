@@ -15,6 +15,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn  # noqa: TID251
 from jax.experimental.pallas.ops.gpu import attention as gpu_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as splash_mask
+from jax.interpreters import mlir  # noqa: TID251
 from kernel_strategies import kernels, run_every_strategy
 from on_absent_gpus import compiled as compiled_for_gpus
 
@@ -27,6 +28,10 @@ H100 = "h100-sxm"
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
 def with_gradients(attention: Callable[..., Any], num_args: int = 3) -> Callable[..., Any]:
@@ -120,13 +125,84 @@ def test_what_depends_on_the_place_of_a_score_is_not_split(params: dict[str, Any
     assert not packed or rule.startswith(". . ab ., . . a .")
 
 
+# -- cuDNN attention on CPUs ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def cudnn_on_cpu() -> None:
+    """XLA's attention in the place of cuDNN's kernels, which exist on GPUs alone: the primitives below JAX's partitioning."""
+
+    def attention(query: Any, key: Any, value: Any, bias: Any, lengths: Sequence[Any], params: dict[str, Any]) -> Any:
+        has_bias, is_padded = params["variadic_args"][0], "PADDING" in params["mask_type"].name
+        window = params["sliding_window_length"]
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias if has_bias else None,
+            scale=params["scale"],
+            is_causal="CAUSAL" in params["mask_type"].name,
+            query_seq_lengths=lengths[0] if is_padded else None,
+            key_value_seq_lengths=lengths[1] if is_padded else None,
+            local_window_size=None if window is None else (window - 1, 0),
+            implementation="xla",
+        )
+
+    def forward(query: Any, key: Any, value: Any, bias: Any, *others: Any, **params: Any) -> Any:
+        statistics = jnp.zeros((query.shape[0], query.shape[2], query.shape[1]), jnp.float32)
+        return [attention(query, key, value, bias, others[:2], params), statistics][: 1 + params["is_training"]]
+
+    def backward(query: Any, key: Any, value: Any, bias: Any, *others: Any, **params: Any) -> Any:
+        def of(*operands: Any) -> Any:
+            query, key, value, bias = operands
+            return attention(query, key, value, bias, others[:2], params)
+
+        gradients = jax.vjp(of, query, key, value, bias)[1](others[-1])
+        return gradients[: 4 if params["variadic_args"][1] else 3]
+
+    for name, function in (("fwd", forward), ("bwd", backward)):
+        primitive = getattr(cudnn, f"_dot_product_attention_{name}_p")
+        mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=True), platform="cpu")
+
+
+LENGTHS = {"query_seq_lengths": jnp.array([64, 50, 9, 64]), "key_value_seq_lengths": jnp.array([64, 40, 64, 8])}
+
+
+@pytest.mark.usefixtures("cudnn_on_cpu")
+@pytest.mark.parametrize(
+    ("options", "num_heads", "bias"),
+    [
+        ({"is_causal": True}, (16, 4), None),
+        ({"is_causal": True, "local_window_size": (16, 0)}, (16, 1), None),
+        ({"key_value_seq_lengths": LENGTHS["key_value_seq_lengths"]}, (4, 4), None),
+        (LENGTHS, (8, 8), None),
+        ({}, (16, 4), (1, 16, 64, 64)),
+        ({"is_causal": True}, (16, 4), (4, 1, 64, 64)),
+        ({}, (16, 4), (1, 1, 64, 64)),
+    ],
+)
+@pytest.mark.parametrize("mesh", ["data=4,model=2", "data=2,model=4"])
+def test_a_step_with_cudnn_attention_equals_the_unsharded_step(
+    options: dict[str, Any], num_heads: tuple[int, int], bias: Any, mesh: str
+) -> None:
+    def step(implementation: str) -> Callable[..., Any]:
+        def attention(*args: Any) -> Any:
+            return jax.nn.dot_product_attention(*args, **options, implementation=implementation)  # type: ignore[arg-type]
+
+        return with_gradients(attention, 3 if bias is None else 4)
+
+    shapes = [(4, 64, n, 16) for n in (num_heads[0], num_heads[1], num_heads[1])] + ([] if bias is None else [bias])
+    args = [normal(*shape).astype(jnp.bfloat16) for shape in shapes]
+    plan = planned(step("cudnn"), args, mesh, arg0=jax.P("data", None, "model"))
+    got = autopar.parallelize(step("cudnn"), plan=plan)(*args)
+    expected = jax.jit(step("xla"))(*args)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=0.05, atol=0.1)
+
+
 # -- Pallas --------------------------------------------------------------------------------------
 
 SIZES = gpu_attention.BlockSizes(32, 32, 32, 32, 32, 32)
-
-
-def normal(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape), jnp.float32)
 
 
 def mha(q: Any, k: Any, v: Any, *, kind: str = "causal", interpret: bool = True) -> Any:

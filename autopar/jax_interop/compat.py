@@ -38,6 +38,8 @@ INLINED = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "core_closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "remat_opt": "fwd_jaxpr",  # `custom_vjp` with `optimize_remat`
 }
 
 #: Collectives that `vmap` with an `axis_name` leaves in a trace, with the equivalent reduction over positional dims.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.frontend.kernel_loops import LOOPS
+from autopar.frontend.kernel_loops import LOOPS, KernelLoops
 from autopar.jax_interop.pallas_kernel import part_of_kernel
 from autopar.rules.user_rules import called, no_local
 from autopar.runtime.manual.part import Part, num_parts
@@ -17,10 +17,9 @@ from autopar.runtime.manual.part import Part, num_parts
 
 def pallas(part: Part, *operands: Any) -> Sequence[Any]:
     """The same kernel with the part of the grid that computes this device's part of the results."""
-    loops = part.view.params[LOOPS]
-    for names, sharding in zip((*loops["operands"], *loops["results"]), (*part.operands, *part.results), strict=True):
-        if any(split and not dim for dim, split in zip(names, sharding.dims, strict=True)):
-            raise no_local(called(part.view))  # it was planned with a rule of the user's
+    loops = part.view.params.get(LOOPS)
+    if loops is None or not _fits(loops, part):  # it was planned with a rule of the user's
+        raise no_local(called(part.view))
     pairs = zip(loops["results"][0], part.results[0].dims, strict=True)
     parts = {dim[0]: num_parts(split) for dim, split in pairs if dim}
     results = [
@@ -30,3 +29,10 @@ def pallas(part: Part, *operands: Any) -> Sequence[Any]:
     num_inputs = part.params["grid_mapping"].num_inputs
     shapes = [*(operand.shape for operand in operands[len(operands) - num_inputs :]), *results]
     return part.bind(operands, **part_of_kernel(part.params, parts, shapes))
+
+
+def _fits(loops: KernelLoops, part: Part) -> bool:
+    """Whether all dims that are split are dims of loops that devices can share."""
+    tensors = zip((*loops["operands"], *loops["results"]), (*part.operands, *part.results), strict=True)
+    pairs = [pair for dims, sharding in tensors for pair in zip(dims, sharding.dims, strict=True)]
+    return all(dim and dim[0] in loops["shared"] for dim, axes in pairs if axes)

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from autopar.rules.kernels import kernel_rule
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import RULES, TRAITS
 from autopar.rules.user_rules import called, no_local, registered_local
@@ -62,7 +61,7 @@ def local_function(view: NodeView) -> LocalFunction:
     if view.primitive in LOCAL:
         return LOCAL[view.primitive]
     own = registered_local(called(view), view.primitive)
-    if own is None and view.primitive in KERNELS and kernel_rule(view) is not None:
+    if own is None and view.primitive in KERNELS:
         return KERNELS[view.primitive]
     if own is None:
         raise no_local(called(view))
