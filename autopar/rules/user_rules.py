@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from autopar.errors import RuleError
 from autopar.rules.factors import DimNames, Name, Reduction, Rule, build_rule
+from autopar.rules.kernels import KERNEL_TRAITS
 from autopar.rules.node_view import NodeView, counted
 from autopar.rules.traits import PLAIN, Traits
 
@@ -25,8 +26,8 @@ _GRAMMAR = (
 )
 
 
-#: Primitives for which XLA's partitioner all-gathers the operands.
-_WHOLE = ("pallas_call", "ffi_call")
+#: Primitives that XLA's partitioner does not split.
+_WHOLE = ("ffi_call", *KERNEL_TRAITS)
 
 
 @dataclass(frozen=True, slots=True)
