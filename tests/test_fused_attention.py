@@ -255,8 +255,12 @@ def test_splash_attention_runs_by_every_strategy(num_heads: int) -> None:
     assert run_every_strategy(step, args, "2x4", most=2) >= 3
 
 
-@pytest.mark.parametrize("mesh", ["data=8", "data=2,model=4"])
-def test_a_step_with_pallas_attention_equals_the_unsharded_step(mesh: str) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "num_microbatches"), [("data=8", 1), ("data=2,model=4", 1), ("data=4,model=2", 2), ("data=8", 2)]
+)
+def test_a_step_with_pallas_attention_equals_the_unsharded_step(mesh: str, num_microbatches: int) -> None:
+    """Also with gradient accumulation: the kernel runs on a microbatch."""
+
     def step(weights: Any, x: Any) -> Any:
         def loss(weights: Any) -> Any:
             q, k, v = (jnp.einsum("btd,dnh->btnh", x, w) for w in weights[:3])
@@ -266,8 +270,10 @@ def test_a_step_with_pallas_attention_equals_the_unsharded_step(mesh: str) -> No
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
     args = [normal(32, 8, 16) for _ in range(3)] + [normal(8, 16, 32)], normal(16, 64, 32)
-    plan = planned(step, args, mesh, x=jax.P("data"))
-    assert len(plan.regions) == 3 and plan.replicated == () and plan.notes == ()
+    pin = {"x": jax.P("data")}
+    plan = autopar.plan(step, *args, mesh=mesh, hardware=H100, pin=pin, num_microbatches=num_microbatches)
+    assert isinstance(plan, autopar.Plan)
+    assert len(plan.regions) == 3 and plan.replicated == ()
     got, expected = autopar.parallelize(step, plan=plan)(*args), jax.jit(step)(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 

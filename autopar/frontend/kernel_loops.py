@@ -51,6 +51,25 @@ def loops_of(equation: Any) -> KernelLoops | None:
         return None
 
 
+def part_params(
+    params: Mapping[str, Any],
+    loops: KernelLoops | None,
+    whole: Sequence[tuple[int, ...]],
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+) -> Mapping[str, Any]:
+    """The parameters of a Pallas kernel that change where it runs on parts of its arrays.
+
+    Args:
+        whole: the shapes of the whole results.
+        operands, results: the shapes of the parts.
+    """
+    names = () if loops is None else zip(loops["results"][0], whole[0], results[0], strict=True)
+    parts = {dim[0]: size // part for dim, size, part in names if dim and size != part}
+    num_inputs = params["grid_mapping"].num_inputs
+    return pallas_kernel.part_of_kernel(params, parts, [*operands[len(operands) - num_inputs :], *results])
+
+
 def _loops(sizes: Mapping[int | str, int], operands: Any, results: Any, shared: Sequence[int | str]) -> KernelLoops:
     return {"sizes": dict(sizes), "operands": operands, "results": results, "shared": tuple(shared)}
 

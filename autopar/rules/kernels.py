@@ -15,7 +15,7 @@ from autopar.rules.traits import Traits
 
 #: The kernels whose loops are known, if devices can share them. Read-only.
 KERNEL_TRAITS: Mapping[str, Traits] = {
-    "pallas_call": Traits(library=True, opaque=True),
+    "pallas_call": Traits(library=True, independent=True, opaque=True),
     "dot_product_attention_fwd_wrapper": Traits(library=True, independent=True, partitioned=True),
     "dot_product_attention_bwd_wrapper": Traits(library=True, independent=True, partitioned=True),
 }

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.frontend.kernel_loops import LOOPS, KernelLoops
-from autopar.jax_interop.pallas_kernel import part_of_kernel
+import jax
+
+from autopar.frontend.kernel_loops import LOOPS, KernelLoops, part_params
 from autopar.rules.user_rules import called, no_local
 from autopar.runtime.manual.part import Part, num_parts
 
@@ -20,15 +21,12 @@ def pallas(part: Part, *operands: Any) -> Sequence[Any]:
     loops = part.view.params.get(LOOPS)
     if loops is None or not _fits(loops, part):  # it was planned with a rule of the user's
         raise no_local(called(part.view))
-    pairs = zip(loops["results"][0], part.results[0].dims, strict=True)
-    parts = {dim[0]: num_parts(split) for dim, split in pairs if dim}
     results = [
         tuple(size // num_parts(split) for size, split in zip(shape, sharding.dims, strict=True))
         for shape, sharding in zip(part.view.result_shapes, part.results, strict=True)
     ]
-    num_inputs = part.params["grid_mapping"].num_inputs
-    shapes = [*(operand.shape for operand in operands[len(operands) - num_inputs :]), *results]
-    return part.bind(operands, **part_of_kernel(part.params, parts, shapes))
+    shapes = [jax.numpy.shape(operand) for operand in operands]
+    return part.bind(operands, **part_params(part.params, loops, part.view.result_shapes, shapes, results))
 
 
 def _fits(loops: KernelLoops, part: Part) -> bool:
