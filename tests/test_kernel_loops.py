@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernel_strategies import kernels, run_every_strategy
 
 import autopar
+from autopar.errors import RuleError
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((64, 64)).astype(np.float32)
@@ -284,3 +286,35 @@ def test_a_rule_of_the_users_comes_first() -> None:
     assert planned().regions == () and planned().replicated == ()
     autopar.register_rule("of_user", "rows columns -> rows columns")  # without a function: the grid says more
     assert len(planned().regions) == 1 and planned().replicated == ()
+
+
+def test_a_saved_plan_does_not_split_another_kernel_of_the_same_name(tmp_path: Path) -> None:
+    """A plan file names kernels; what devices can share follows from the kernel that runs."""
+
+    def step(index_map: Any) -> Callable[..., Any]:
+        spec = [block((8, 64), index_map)]
+        return lambda x: call(doubled, (8,), spec, block((8, 64), rows), (64, 64), name="renamed")(jnp.sin(x))
+
+    plan = autopar.plan(step(rows), X, mesh="8", hardware="h100-sxm", pin={"x": jax.P("data")})
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.load_plan(tmp_path / "plan.json")
+    np.testing.assert_allclose(autopar.parallelize(step(rows), plan=loaded)(X), 2 * np.sin(X), rtol=1e-5)
+    with pytest.raises(RuleError, match="`renamed`"):
+        autopar.parallelize(step(lambda i: (7 - i, 0)), plan=loaded)(X)
+
+
+@pytest.mark.parametrize(("shape", "mesh"), [((6, 30, 12, 8), "8"), ((1, 30, 12, 8), "2x4"), ((1, 30, 1, 8), "8")])
+def test_what_does_not_divide_runs_on_fewer_parts_or_whole(shape: tuple[int, ...], mesh: str) -> None:
+    """Odd batches and heads, a batch of 1."""
+
+    def kernel(x: Any, out: Any) -> None:
+        out[...] = jnp.cumsum(x[...], 0)
+
+    def step(x: Any) -> Any:
+        spec = block((None, 30, None, 8), lambda b, h: (b, 0, h, 0))
+        return call(kernel, shape[::2], [spec], spec, shape)(jnp.sin(x)) * 2
+
+    x = RNG.standard_normal(shape).astype(np.float32)
+    plan = autopar.plan(step, x, mesh=mesh, hardware="h100-sxm")
+    got = autopar.parallelize(step, plan=plan)(x)
+    np.testing.assert_allclose(got, step(jnp.asarray(x)), rtol=1e-4, atol=1e-5)

@@ -19,7 +19,7 @@ from autopar.runtime.manual.part import Part, num_parts
 def pallas(part: Part, *operands: Any) -> Sequence[Any]:
     """The same kernel with the part of the grid that computes this device's part of the results."""
     loops = part.view.params.get(LOOPS)
-    if loops is None or not _fits(loops, part):  # it was planned with a rule of the user's
+    if loops is None or not _fits(loops, part):  # it was planned with a user's rule, or another kernel of this name was
         raise no_local(called(part.view))
     results = [
         tuple(size // num_parts(split) for size, split in zip(shape, sharding.dims, strict=True))
@@ -30,7 +30,8 @@ def pallas(part: Part, *operands: Any) -> Sequence[Any]:
 
 
 def _fits(loops: KernelLoops, part: Part) -> bool:
-    """Whether all dims that are split are dims of loops that devices can share."""
+    """Whether the shardings split loops that devices can share, each alike in all tensors, and nothing else."""
     tensors = zip((*loops["operands"], *loops["results"]), (*part.operands, *part.results), strict=True)
     pairs = [pair for dims, sharding in tensors for pair in zip(dims, sharding.dims, strict=True)]
-    return all(dim and dim[0] in loops["shared"] for dim, axes in pairs if axes)
+    axes_of = {dim[0]: axes for dim, axes in pairs if dim and dim[0] in loops["shared"]}
+    return all(axes == (axes_of.get(dim[0], ()) if dim else ()) for dim, axes in pairs)
