@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
@@ -350,9 +351,7 @@ def _cudnn(name: str, layout: int, mask: Any, *operands: Any, window: int | None
     module = pytest.importorskip(_CUDNN)
     primitive = getattr(module, f"_dot_product_attention_{name}_p_wrapper")
     more: dict[str, Any] = {"is_training": True} if name == "fwd" else {}
-    if "score_mod" in module._dot_product_attention_fwd_abstract.__code__.co_varnames or hasattr(
-        module, "_register_fused_attention_primitive"
-    ):
+    if "score_mod" in inspect.signature(module.dot_product_attention).parameters:
         more["score_mod"] = None
     return lambda *args: primitive.bind(
         *args,
