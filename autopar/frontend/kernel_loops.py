@@ -32,7 +32,7 @@ from autopar.jax_interop.pallas_kernel import Block
 Dims = tuple[tuple[tuple[int | str, ...], ...], ...]
 
 #: The loops of a kernel: `sizes` by name; `operands` and `results` as in a rule; `shared`, the loops that devices can
-#: share. For a Pallas kernel their names are the dims of the grid.
+#: share; `sums`, for each result, those that it is a sum over. For a Pallas kernel their names are the dims of the grid.
 KernelLoops = Mapping[str, Any]
 
 #: The parameter of a node that holds its loops. It follows from the other parameters, so the fingerprint omits it.
@@ -70,8 +70,12 @@ def part_params(
     return pallas_kernel.part_of_kernel(params, parts, [*operands[len(operands) - num_inputs :], *results])
 
 
-def _loops(sizes: Mapping[int | str, int], operands: Any, results: Any, shared: Sequence[int | str]) -> KernelLoops:
-    return {"sizes": dict(sizes), "operands": operands, "results": results, "shared": tuple(shared)}
+def _loops(
+    sizes: Mapping[int | str, int], operands: Any, results: Sequence[Any], shared: Sequence[int | str]
+) -> KernelLoops:
+    names = [{name for dim in dims for name in dim} for dims in results]
+    sums = tuple(tuple(name for name in shared if name not in has) for has in names)
+    return {"sizes": dict(sizes), "operands": operands, "results": results, "shared": tuple(shared), "sums": sums}
 
 
 # -- Pallas kernels ------------------------------------------------------------------------------
@@ -231,8 +235,9 @@ _QUERY, _KEY, _VALUE, _BIAS, _LENGTHS, _OFFSETS, _TABLES = 0, 1, 2, 3, (4, 5), (
 
 
 def _attention(equation: Any, *, backward: bool) -> KernelLoops | None:
-    """The batch, and the heads of keys and values with their groups of query heads. A single head of keys and values is
-    shared by all query heads, which a forward pass splits instead."""
+    """The batch, and the heads of keys and values with their groups of query heads. If all query heads share one head of keys
+    and values, they are split themselves, and the gradients of that head are sums over them, as is the gradient of a bias
+    that has no batch or one head."""
     params = equation.params
     shapes = [tuple(variable.aval.shape) for variable in equation.invars]
     out_shapes = [tuple(variable.aval.shape) for variable in equation.outvars]
@@ -243,16 +248,11 @@ def _attention(equation: Any, *, backward: bool) -> KernelLoops | None:
     heads = 1 if params["layout"] == HEADS_FIRST else 2
     batch, num_heads, num_groups = shapes[_QUERY][0], shapes[_QUERY][heads], shapes[_KEY][heads]
     per_group = num_heads // num_groups
-    has_bias_gradient = len(out_shapes) > 3
     is_packed = len(shapes[_OFFSETS[0]]) == 2 and shapes[_OFFSETS[0]][1] > 2
     is_paged = len(shapes[_TABLES[0]]) == 4
     sizes: dict[int | str, int] = {"batch": batch, "heads": num_groups, "group": per_group}
-    if is_packed or is_paged or (has_bias_gradient and shapes[_BIAS][0] < batch):
-        del sizes["batch"]  # segments and pages are numbered over the batch; the gradient is summed over it
-    if has_bias_gradient and shapes[_BIAS][1] < num_heads:
-        del sizes["heads"], sizes["group"]
-    elif num_groups == 1 and backward:
-        del sizes["group"]  # the gradients of keys and values are summed over the query heads
+    if is_packed or is_paged:
+        del sizes["batch"]  # segments and pages are numbered over the batch
 
     def dim(size: int, *names: str) -> tuple[str, ...]:
         return names if names and size > 1 and math.prod(sizes.get(name, 0) for name in names) == size else ()

@@ -38,4 +38,5 @@ def kernel_rule(view: NodeView) -> Rule | None:
         flops_per_point=flops / points,
         matrix_flops_per_point=tuple((dtype, each / points) for dtype, each in inside),
         manual=loops["shared"],
+        sums=loops["sums"],
     )

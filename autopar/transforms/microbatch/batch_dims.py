@@ -176,7 +176,7 @@ class Places:
         is_kernel = LOOPS in self.graph.nodes[node].params  # it runs on parts of its own loops alone
         if self.graph.nodes[node].effect or (traits.opaque and not is_kernel) or (is_kernel and one not in rule.manual):
             return False
-        if one in rule.manual and not traits.independent:
+        if any(one in factors for factors in rule.sums) or (one in rule.manual and not traits.independent):
             return False
         return rule.factors[one].reduction is None or traits.terms
 
