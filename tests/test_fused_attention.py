@@ -22,6 +22,7 @@ from on_absent_gpus import compiled as compiled_for_gpus
 
 import autopar
 from autopar.transforms.program import program_of
+from autopar.xla_compiler import hlo_collectives as hlo
 
 RNG = np.random.default_rng(0)
 H100 = "h100-sxm"
@@ -296,3 +297,28 @@ def test_each_of_eight_gpus_runs_an_eighth(kind: str, absent_gpus: Any) -> None:
     assert len(calls) == (2 if kind == "cudnn" else 3)
     assert all("[4,256,4,64]" in line or "[4,4,256" in line for line in calls)
     assert "[8,256" not in text and not re.search(r" (all-|reduce-scatter|collective-)", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bias", "key", "kinds"),
+    [
+        (None, ONE_HEAD, {"reduce-scatter", "all-gather"}),
+        (array(1, 16, 256, 256), K, {"all-reduce"}),
+        (array(1, 1, 256, 256), K, {"all-reduce"}),
+    ],
+)
+def test_what_devices_share_has_one_reduction(bias: Any, key: Any, kinds: set[str], absent_gpus: Any) -> None:
+    step, args = with_gradients(cudnn_attention(), 3 if bias is None else 4), [Q, key, key]
+    pin = {"arg0": jax.P("data", None, "model")}
+    if bias is not None:
+        args.append(bias)
+        pin["arg3"] = jax.P(None, "model" if bias.shape[1] > 1 else None)
+    plan = planned(step, args, "data=2,model=4", **pin)
+    program = program_of(step, tuple(args), carry=None, donate=None)
+    text = compiled_for_gpus(absent_gpus, plan, program, *args).hlo_text
+    found = list(hlo.collectives(text))
+    assert {one.kind for one in found} == {one.kind for one in plan.collectives} == kinds
+    assert sum(2 * one.num_elements for one in found if one.kind == "all-reduce") == sum(
+        one.num_bytes for one in plan.collectives if one.kind == "all-reduce"
+    )
