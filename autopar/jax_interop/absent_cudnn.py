@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from jax._src import dispatch as _dispatch
 
@@ -36,10 +35,7 @@ def without_cudnn() -> Iterator[None]:
     if module is None or _is_installed(module):
         yield
         return
-    with _PATCHING, ExitStack() as patches:
-        for name, answer in _ANSWERS.items():
-            if hasattr(module, name):
-                patches.enter_context(mock.patch.object(module, name, answer))
+    with _replaced(module, {name: answer for name, answer in _ANSWERS.items() if hasattr(module, name)}):
         yield
 
 
@@ -53,8 +49,22 @@ def attention_without_devices() -> Iterator[None]:
         return
     primitives = {one for name, one in vars(module).items() if name.endswith(("_p", "_p_wrapper"))}
     needing = _dispatch.prim_requires_devices_during_lowering
-    with _PATCHING, mock.patch.object(_dispatch, "prim_requires_devices_during_lowering", needing - primitives):
+    with _replaced(_dispatch, {"prim_requires_devices_during_lowering": needing - primitives}):
         yield
+
+
+@contextmanager
+def _replaced(module: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of one of JAX's modules."""
+    with _PATCHING:
+        before = {name: getattr(module, name) for name in values}
+        try:
+            for name, value in values.items():
+                setattr(module, name, value)
+            yield
+        finally:
+            for name, value in before.items():
+                setattr(module, name, value)
 
 
 def _attention_module() -> Any | None:
@@ -65,8 +75,11 @@ def _attention_module() -> Any | None:
 
 
 def _is_installed(module: Any) -> bool:
+    check = module.check_cudnn_version
+    if check is _ANSWERS["check_cudnn_version"]:  # another thread traces, and has replaced it
+        return False
     try:
-        module.check_cudnn_version()
+        check()
     except Exception:  # JAX raises RuntimeError, and the CUDA libraries what they like
         return False
     return True
