@@ -91,6 +91,7 @@ _REPLAYED = ("absent_gpus.py", "compile_cache.py", "replay/llama.py", "replay/pu
 _RATES = tuple(f"replay/{name}.toml" for name in ("h100-96gb", "h100-96gb-nvl-peak", "h200-pytorch"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
+    "attention": Benchmark(("cudnn", "pallas"), VIRTUAL_DEVICES, sources=(), module="attention.kernels"),
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "first_start": Benchmark(("unet",), VIRTUAL_DEVICES, sources=("zoo/diffusion.py", "zoo/training.py")),
     "held_out": Benchmark(
@@ -284,7 +285,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure what is not measured yet.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; all without any")
     parser.add_argument("--again", action="store_true", help="measure even what is measured")
-    parser.add_argument("--only", metavar="TEXT", default="", help="only the program of this name, or those whose name has this in it")
+    parser.add_argument(
+        "--only", metavar="TEXT", default="", help="only the program of this name, or those whose name has this in it"
+    )
     parser.add_argument("--child", metavar="PROGRAM", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = [name for name in arguments.names if name not in BENCHMARKS]

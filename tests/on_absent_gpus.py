@@ -21,7 +21,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 
 def compiled(compiler: Compiler, plan: Plan, program: Program, *args: Any) -> Any:
     """The compiled step on hosts of eight GPUs."""
-    jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
+    jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh, load("h100-sxm")))
     module = module_bytes(lower_for("cuda", jitted, args))
     num_hosts = -(-plan.num_devices // 8)
     return compiler.compile(module, load("h100-sxm"), plan.num_devices, num_hosts, options=compiler_options(plan))

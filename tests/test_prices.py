@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
@@ -242,8 +243,9 @@ def test_no_step_of_convolutions_is_predicted_above_the_peak(name: str) -> None:
 # -- operations without a rule -------------------------------------------------------------------
 
 
-def _attention(x: Any, y: Any, *, causal: bool, blocks: int = 32) -> Any:
-    """A kernel in the shape of a flash attention: a loop over blocks of keys, as long as the mask lets it be."""
+def _attention(x: Any, y: Any, *, causal: bool, blocks: int = 32, by_place: bool = False) -> Any:
+    """A kernel in the shape of a flash attention: a loop over blocks of keys, as long as the mask lets it be. What it
+    computes may depend on its place in the batch, so that devices cannot share it."""
     length, size = x.shape[1], x.shape[1] // blocks
 
     def kernel(q: Any, k: Any, out: Any) -> None:
@@ -253,7 +255,8 @@ def _attention(x: Any, y: Any, *, causal: bool, blocks: int = 32) -> Any:
             return total + jnp.dot(jnp.dot(q[...], k[pl.ds(i * size, size), :].T), k[pl.ds(i * size, size), :])
 
         last = lax.div(at * size + size - 1, size) + 1 if causal else blocks
-        out[...] = lax.fori_loop(0, last, block, jnp.zeros(q.shape, q.dtype))
+        first = lax.convert_element_type(pl.program_id(0) if by_place else 0, q.dtype)
+        out[...] = lax.fori_loop(0, last, block, jnp.full(q.shape, first, q.dtype))
 
     whole = pl.BlockSpec((None, length, x.shape[2]), lambda b, i: (b, 0, 0))
     part = pl.BlockSpec((None, size, x.shape[2]), lambda b, i: (b, i, 0))
@@ -314,18 +317,18 @@ def test_kernels_of_any_kind_can_be_counted() -> None:
 
 def test_what_has_no_rule_is_priced_by_its_arithmetic_and_named_with_its_seconds() -> None:
     def step(x: Any, y: Any, w: Any) -> Any:
-        return _attention(x, y, causal=False) @ w
+        return _attention(x, y, causal=True, by_place=True) @ w
 
     x, w = array(64, 2048, 64), array(64, 64)
     plan = autopar.plan(step, x, x, w, mesh="8", hardware="h100-sxm")
-    flops = 4.0 * 64 * 2048 * 2048 * 64
+    flops = 4.0 * 64 * 2048 * 2048 * 64 * 33 / 64
     (one,) = plan.replicated
     assert (one.name, one.count) == ("blockwise", 1) and "test_prices.py" in one.source
     assert flops / H100.peak_rate("bfloat16") < one.time_s < plan.prediction.step_time_s
     assert model_flops(program_of(step, (x, x, w), carry=None, donate=None).graph) == {
-        "bfloat16": flops + 2.0 * 64 * 2048 * 64 * 64
+        "bfloat16": pytest.approx(flops + 2.0 * 64 * 2048 * 64 * 64)
     }
-    assert one.time_s > 0.8 * plan.prediction.step_time_s
+    assert one.time_s > 0.7 * plan.prediction.step_time_s
     assert autopar.Plan.from_json(plan.to_json()).replicated == plan.replicated
     assert autopar.plan(step, x, x, w, mesh="1", hardware="h100-sxm").replicated == ()
 
@@ -348,9 +351,7 @@ def _cudnn(name: str, layout: int, mask: Any, *operands: Any, window: int | None
     module = pytest.importorskip(_CUDNN)
     primitive = getattr(module, f"_dot_product_attention_{name}_p_wrapper")
     more: dict[str, Any] = {"is_training": True} if name == "fwd" else {}
-    if "score_mod" in module._dot_product_attention_fwd_abstract.__code__.co_varnames or hasattr(
-        module, "_register_fused_attention_primitive"
-    ):
+    if "score_mod" in inspect.signature(module.dot_product_attention).parameters:
         more["score_mod"] = None
     return lambda *args: primitive.bind(
         *args,

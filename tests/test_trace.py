@@ -46,6 +46,17 @@ def test_two_calls_of_one_cached_function_do_not_share_values() -> None:
     assert [e.primitive for e in traced.equations].count("sin") == 2
 
 
+def test_custom_derivatives_and_batching_are_inlined() -> None:
+    batched = jax.custom_batching.custom_vmap(jnp.sin)
+    batched.def_vmap(lambda size, is_batched, x: (jnp.sin(x), True))
+    derived = jax.custom_vjp(jnp.cos)
+    derived.defvjp(lambda x: (jnp.cos(x), x), lambda x, given: (given * x,), optimize_remat=True)
+    traced = trace(lambda x: batched(x) * derived(x), (jnp.ones(4),))
+    assert [equation.primitive for equation in traced.equations] == ["sin", "cos", "mul"]
+    gradient = trace(jax.grad(lambda x: derived(x).sum() ** 2), (jnp.ones(4),))
+    assert "cos" in [equation.primitive for equation in gradient.equations]
+
+
 def test_closed_over_arrays_are_constants() -> None:
     table = jnp.arange(128.0)
     traced = trace(lambda x: x + table, [jax.ShapeDtypeStruct((128,), jnp.float32)])

@@ -91,7 +91,7 @@ class CompiledCosts:
         """Compile the planned step; None without `check`."""
         if not self.check:
             return None
-        jitted = execute.jit_plan(plan, self.program.of(plan).trace, execute.abstract_mesh(plan.mesh))
+        jitted = execute.jit_plan(plan, self.program.of(plan).trace, execute.abstract_mesh(plan.mesh, self.profile))
         return self._compile(execute.lower_for("cuda", jitted, self.hand.args))
 
     def resharded(self, plan: Plan) -> CompiledStep | None:

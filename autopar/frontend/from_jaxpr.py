@@ -13,6 +13,7 @@ from typing import Any
 from autopar.frontend.accumulators import sums_of
 from autopar.frontend.equations import Equation, Region
 from autopar.frontend.kernel_flops import WORK, counted_work
+from autopar.frontend.kernel_loops import LOOPS, loops_of
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import constraint_params, shard_map_params
 from autopar.ir.graph import UNKNOWN_TRIP_COUNT, Graph, Loop, Node, Value
@@ -59,7 +60,7 @@ def _loop(trace: Trace, region: Region) -> Loop:
 def _node(equation: Equation) -> Node:
     return Node(
         primitive=equation.primitive,
-        params={} if equation.piece else _params(equation),
+        params={} if equation.piece else node_params(equation.source),
         operands=tuple(v if isinstance(v, int) else None for v in equation.operands),
         results=equation.results,
         path=equation.path,
@@ -71,15 +72,17 @@ def _node(equation: Equation) -> Node:
     )
 
 
-def _params(equation: Equation) -> dict[str, Any]:
-    """The parameters that determine the result's shape; for shardings in the program, those too."""
-    if equation.primitive == "sharding_constraint":
-        return constraint_params(equation.source)
-    if equation.primitive == "shard_map":
-        return shard_map_params(equation.source)
-    params = plain_params(equation.primitive, equation.source.params)
-    work = counted_work(equation.source)
-    return params if work is None else {**params, WORK: work}
+def node_params(equation: Any) -> dict[str, Any]:
+    """The parameters of a JAX equation that determine its results' shapes; the shardings that it specifies; the counted
+    work and the loops of a kernel."""
+    name = equation.primitive.name
+    if name == "sharding_constraint":
+        return constraint_params(equation)
+    if name == "shard_map":
+        return shard_map_params(equation)
+    derived = {WORK: counted_work(equation), LOOPS: loops_of(equation)}
+    params = plain_params(name, equation.params)
+    return params | {key: value for key, value in derived.items() if value is not None}
 
 
 class _Traceback:

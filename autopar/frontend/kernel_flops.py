@@ -48,6 +48,16 @@ def work_of(jaxpr: Any) -> CountedWork:
     return _as_work(count, 1.0)
 
 
+def scalar_results(equation: Any, values: Sequence[int | None]) -> Sequence[int | None]:
+    """The values of an equation's scalar results for these operands; empty or None where they are unknown."""
+    return _Counted((), (), Counter())._equation(equation, list(values), 1.0)
+
+
+def scalars_of(jaxpr: Any, arguments: Sequence[int | None]) -> list[int | None]:
+    """The values of a program's scalar results for these arguments; None where a value is unknown."""
+    return _Counted((), (), Counter()).run(jaxpr, arguments)
+
+
 def every_equation(jaxpr: Any, times: float = 1.0) -> Iterator[tuple[Any, float]]:
     """Every equation with the number of its executions; a loop of unknown trip count counts as one iteration."""
     for equation in jaxpr.eqns:
@@ -65,7 +75,7 @@ def _attention(equation: Any, *, scores: int, values: int) -> CountedWork:
     along that of values (`values` times)."""
     params = equation.params
     query, key, value = (variable.aval.shape for variable in equation.invars[:3])
-    tokens, heads = (2, 1) if params["layout"] == _HEADS_FIRST else (1, 2)
+    tokens, heads = (2, 1) if params["layout"] == HEADS_FIRST else (1, 2)
     num_queries, num_keys = query[tokens], key[tokens]
     tables = [v.aval.shape for v in equation.invars[8:10] if len(v.aval.shape) == 4 and math.prod(v.aval.shape)]
     if tables:  # a paged KV cache
@@ -82,7 +92,7 @@ def _attention(equation: Any, *, scores: int, values: int) -> CountedWork:
 
 
 #: cuDNN attention's code for the layout [batch, heads, tokens, dim] instead of [batch, tokens, heads, dim].
-_HEADS_FIRST = 1
+HEADS_FIRST = 1
 
 
 # -- Pallas kernels ------------------------------------------------------------------------------
@@ -90,14 +100,18 @@ _HEADS_FIRST = 1
 
 def _pallas(equation: Any) -> CountedWork:
     jaxpr, _ = jax_compat.open_jaxpr(equation.params["jaxpr"])
-    grid = tuple(size if isinstance(size, int) else 1 for size in equation.params["grid_mapping"].grid)
+    mapping = equation.params["grid_mapping"]
+    sizes = [size if isinstance(size, int) else 1 for size in mapping.grid]
+    grid = tuple(
+        size for dim, size in enumerate(sizes) if dim not in mapping.vmapped_dims
+    )  # as the kernel numbers them
     sampled_axes = {one.params["axis"] for one, _ in every_equation(jaxpr) if one.primitive.name == "program_id"}
     sampled = [_spread(size) if axis in sampled_axes else (0,) for axis, size in enumerate(grid)]
     points = list(itertools.product(*sampled))
     count: Counter[str] = Counter()
     for point in points:
         _Counted(grid, point, count).run(jaxpr, [None] * len(jaxpr.invars))
-    return _as_work(count, math.prod(grid) / max(len(points), 1))
+    return _as_work(count, math.prod(sizes) / max(len(points), 1))
 
 
 def _spread(size: int) -> Sequence[int]:

@@ -21,6 +21,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lax.slicing import _gather_fill
 from jax.extend.core import Primitive
 
+from autopar.jax_interop.absent_cudnn import without_cudnn
 from autopar.system.source_paths import portable_path
 
 Literal = _core.Literal
@@ -37,6 +38,8 @@ INLINED = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "core_closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "remat_opt": "fwd_jaxpr",  # `custom_vjp` with `optimize_remat`
 }
 
 #: Collectives that `vmap` with an `axis_name` leaves in a trace, with the equivalent reduction over positional dims.
@@ -301,8 +304,10 @@ def ordered_effects(equation: Any) -> bool:
 
 
 def trace(function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """`jax.jit(function).trace(*args)`: the `Traced` object with `.jaxpr`, `.in_tree`, `.out_tree`."""
-    return jax.jit(function).trace(*args)
+    """`jax.jit(function).trace(*args)`: the `Traced` object with `.jaxpr`, `.in_tree`, `.out_tree`. cuDNN attention is traced
+    without cuDNN."""
+    with without_cudnn():
+        return jax.jit(function).trace(*args)
 
 
 def raw_struct(aval: Any) -> jax.ShapeDtypeStruct:

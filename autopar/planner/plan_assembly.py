@@ -233,13 +233,13 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
         group, strategy = f.groups[choice.group], choice.strategies[chosen]
         region = group.region
         if region is not None and is_manual(group, strategy):
-            pending, node = group.defines[0].pending, f.graph.nodes[region.node]
+            node, made = f.graph.nodes[region.node], zip(region.results, group.defines, strict=True)
             yield ManualRegion(
                 node=region.node,
                 primitive=node.primitive,
                 path=node.path,
                 operands=tuple(strategy.sharding(dims) for dims in region.operands),
-                results=tuple(strategy.sharding(dims, pending) for dims in region.results),
+                results=tuple(strategy.sharding(dims, define.pending) for dims, define in made),
                 reduction=group.defines[0].reduction,
             )
 

@@ -161,14 +161,23 @@ def replicated_text(plan: Plan) -> str:
     count = sum(one.count for one in plan.replicated)
     if not count or plan.mesh.num_devices == 1:
         return ""
-    named = [f"`{one.name}`" + (f" x{one.count}" if one.count > 1 else "") for one in plan.replicated]
+    step_s = plan.prediction.step_time_s
+
+    def share(seconds: float) -> str:
+        part = 100 * seconds / step_s if step_s > 0 else 0.0
+        return f"{part:.0f} %" if part >= 1 else "under 1 %"
+
+    named = [
+        f"`{one.name}`"
+        + (f" x{one.count}" if one.count > 1 else "")
+        + (f" ({share(one.time_s)})" if len(plan.replicated) > 1 and 100 * one.time_s >= step_s else "")
+        for one in plan.replicated
+    ]
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
-    seconds, step_s = sum(one.time_s for one in plan.replicated), plan.prediction.step_time_s
-    part = 100 * seconds / step_s if step_s > 0 else 0.0
     have = "operation has no sharding rule and runs" if count == 1 else "operations have no sharding rule and run"
     return (
         f"{count} {have} replicated on all {plan.mesh.num_devices} devices: {', '.join(named[:MAX_NAMED])}{more};"
-        f" {f'{part:.0f} %' if part >= 1 else 'under 1 %'} of the step"
+        f" {share(sum(one.time_s for one in plan.replicated))} of the step"
     )
 
 

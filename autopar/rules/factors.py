@@ -77,6 +77,8 @@ class Rule:
         halos: dims of operands that the loop reads beyond its own part. They are split as the loop is; their sizes may
             differ from the factor's.
         exchanges: the node's all-gathers, in addition to the halos.
+        sums: by result, the factors of other results that it is a sum over: where one is split, each device has one term.
+            Empty if there are none.
         stored: intermediate tensors of the first operand's dtype that XLA writes to memory and reads again, by the
             factors they span.
     """
@@ -91,6 +93,7 @@ class Rule:
     manual: frozenset[int] = frozenset()
     halos: tuple[Halo, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    sums: tuple[tuple[int, ...], ...] = ()
     stored: tuple[tuple[int, ...], ...] = ()
 
 
@@ -130,6 +133,7 @@ def build_rule(
     manual: Collection[Name] = (),
     windows: Mapping[tuple[int, int], Window] | None = None,
     sent: Sequence[Sent] = (),
+    sums: Sequence[Sequence[Name]] = (),
     stored: Sequence[Sequence[Name]] = (),
 ) -> Rule:
     """Build a rule from the names of each dim's factors.
@@ -174,6 +178,7 @@ def build_rule(
             for one in sent
             if one.name in index
         ),
+        sums=tuple(tuple(index[name] for name in names if name in index) for names in sums),
         stored=tuple(tuple(index[name] for name in names if name in index) for names in stored),
     )
 

@@ -345,8 +345,9 @@ def _build(
         own = own_of[n]
         pending = tuple(f for f, factor in zip(own, rule.factors, strict=True) if factor.reduction)
         kinds: list[Reduction] = [factor.reduction for factor in rule.factors if factor.reduction]
-        for value, dims in zip(node.results, rule.results, strict=True):
-            defines.append(Define(value, n, local(n, dims), pending, kinds[0] if kinds else "sum"))
+        for i, (value, dims) in enumerate(zip(node.results, rule.results, strict=True)):
+            unreduced = (*pending, *(own[f] for f in rule.sums[i])) if rule.sums else pending
+            defines.append(Define(value, n, local(n, dims), unreduced, kinds[0] if kinds else "sum"))
         first = graph.values[next((v for v in node.operands if v is not None), node.results[0])]
         stored = tuple(tuple(own[f] for f in factors) for factors in rule.stored)
         works.append(

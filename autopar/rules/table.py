@@ -18,6 +18,7 @@ from autopar.rules.convolution import CONVOLUTION, CONVOLUTION_TRAITS
 from autopar.rules.elementwise import ELEMENTWISE, ELEMENTWISE_TRAITS
 from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING, INDEXING_TRAITS
+from autopar.rules.kernels import KERNEL_TRAITS, kernel_rule
 from autopar.rules.linear_algebra import LINEAR_ALGEBRA, LINEAR_ALGEBRA_TRAITS
 from autopar.rules.node_view import NodeView, RuleFunction, counted, of_each_node
 from autopar.rules.pooling import POOLING, POOLING_TRAITS
@@ -35,13 +36,14 @@ RULES: Mapping[str, RuleFunction] = MappingProxyType(
 _RULELESS: Mapping[str, Traits] = {
     **dict.fromkeys(("expand_dims", "copy_p"), Traits(view=True, linear="one", one_to_one=True)),
     "ragged_dot": Traits(contraction=True, library=True),
-    **dict.fromkeys(("custom_call", "ffi_call", "pallas_call"), Traits(library=True, opaque=True)),
+    **dict.fromkeys(("custom_call", "ffi_call"), Traits(library=True, opaque=True)),
     **dict.fromkeys(("call_hi_primitive", "pure_callback"), Traits(opaque=True)),
 }
 #: The traits of every primitive that has a rule, and of some that have none. Read-only.
 TRAITS: Mapping[str, Traits] = MappingProxyType(
     {
         **_RULELESS,
+        **KERNEL_TRAITS,
         **ELEMENTWISE_TRAITS,
         **CONTRACTION_TRAITS,
         **CONVOLUTION_TRAITS,
@@ -61,9 +63,13 @@ def traits_of(primitive: str) -> Traits:
 
 
 def rule_for(view: NodeView) -> Rule | None:
-    """The rule of one node: the table's, else the user's, else None."""
+    """The rule of one node: the table's, else the user's, else that of a kernel's loops, else None. A user's rule that lacks
+    a local function gives way to a kernel's loops."""
     function = RULES.get(view.primitive)
-    return registered_rule(view) if function is None else function(view)
+    if function is not None:
+        return function(view)
+    own = registered_rule(view)
+    return own if own is not None and not needs_local(view) else kernel_rule(view) or own
 
 
 def unknown_rule(view: NodeView) -> Rule:
@@ -81,7 +87,8 @@ def unknown_rule(view: NodeView) -> Rule:
 
 def without_rule(view: NodeView) -> str:
     """The name of a node's primitive if it has no usable rule, else an empty string."""
-    return called(view) if rule_for(view) is None or needs_local(view) else ""
+    known = rule_for(view) is not None and (not needs_local(view) or kernel_rule(view) is not None)
+    return "" if known else called(view)
 
 
 def rules_of(graph: Graph) -> tuple[tuple[Rule, ...], Counter[str]]:

@@ -45,6 +45,7 @@ class Traits:
         contraction: it is a matmul, which runs on matrix units where the device has them.
         library: it is a kernel that XLA fuses with nothing: a library call, a sort, or a program of its own.
         held: a loop keeps its operand in memory as long as it runs.
+        partitioned: JAX has its own partitioning of it, which refuses some shardings. It always runs as a manual region.
         opaque: it holds a program that was traced for one set of shapes or that is sharded by itself.
     """
 
@@ -66,6 +67,7 @@ class Traits:
     contraction: bool = False
     library: bool = False
     held: bool = False
+    partitioned: bool = False
     opaque: bool = False
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from autopar.errors import RuleError
 from autopar.rules.factors import DimNames, Name, Reduction, Rule, build_rule
+from autopar.rules.kernels import KERNEL_TRAITS
 from autopar.rules.node_view import NodeView, counted
 from autopar.rules.traits import PLAIN, Traits
 
@@ -25,8 +26,8 @@ _GRAMMAR = (
 )
 
 
-#: Primitives for which XLA's partitioner all-gathers the operands.
-_WHOLE = ("pallas_call", "ffi_call")
+#: Primitives that XLA's partitioner does not split.
+_WHOLE = ("ffi_call", *KERNEL_TRAITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,14 @@ def registered_local(name: str, primitive: str) -> Callable[..., Any] | None:
     """The function that runs a part of a node, by the node's name (see `called`) and its primitive."""
     registered = _registered.get(name) or _registered.get(primitive)
     return None if registered is None else registered.local
+
+
+def no_local(name: str) -> RuleError:
+    """The error of a plan that runs a node in parts for which there is no function."""
+    return RuleError(
+        f"the plan runs `{name}` on local shards, but no local function is registered for it."
+        f' Register it before the step runs: `autopar.register_rule("{name}", ..., local=...)`'
+    )
 
 
 def _read(name: str, rule: str) -> tuple[tuple[DimNames, ...], tuple[DimNames, ...]]:

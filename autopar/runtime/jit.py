@@ -16,8 +16,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.errors import MeshError, StepSignatureError
 from autopar.frontend.trace import Trace
+from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.jax_interop import compat as jax_compat
+from autopar.jax_interop.absent_cudnn import attention_without_devices
 from autopar.jax_interop.partition_spec import check_mesh, named_shardings
 from autopar.plans.plan import Plan
 from autopar.plans.records import Placement
@@ -87,10 +89,13 @@ def check_devices(shape: MeshShape, devices: Sequence[Any]) -> None:
     )
 
 
-def abstract_mesh(shape: MeshShape) -> AbstractMesh:
-    """A mesh without devices, sufficient to lower a planned step."""
+def abstract_mesh(shape: MeshShape, gpu: HardwareProfile | None = None) -> AbstractMesh:
+    """A mesh without devices, sufficient to lower a planned step; with Pallas kernels, which are lowered for a kind of GPU,
+    if `gpu` is given."""
     types = (AxisType.Auto,) * len(shape.axis_names)
-    return AbstractMesh(shape.axis_sizes, shape.axis_names, axis_types=types)
+    kinds = gpu.device_kinds if gpu is not None and gpu.platform == "gpu" else ()
+    device = jax.sharding.AbstractDevice(kinds[0], None, "gpu") if kinds else None
+    return AbstractMesh(shape.axis_sizes, shape.axis_names, axis_types=types, abstract_device=device)
 
 
 def jit_plan(plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> Any:
@@ -214,4 +219,5 @@ def lower_for(platform: str, jitted: Any, args: Sequence[Any]) -> jax.stages.Low
     """Lower for a platform (`"cuda"`, `"cpu"`). With an abstract mesh, another process can compile the resulting
     text."""
     shapes = jax.tree.map(jax_compat.shape_struct, tuple(args))
-    return jitted.trace(*shapes).lower(lowering_platforms=(platform,))
+    with attention_without_devices():
+        return jitted.trace(*shapes).lower(lowering_platforms=(platform,))

@@ -24,7 +24,7 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.plans.plan import Plan
 from autopar.plans.records import EarlyReduction, UnfusedReduction, split_dims
 from autopar.rules.table import traits_of
-from autopar.runtime.manual.region import run_region
+from autopar.runtime.manual.region import run_region, whole_region
 from autopar.runtime.planned_shardings import PlannedShardings, Scope
 from autopar.transforms.split_dims.undo import as_written, run_whole
 
@@ -105,6 +105,10 @@ class Replay:
             paths = [self.shardings.at_definition.get(position, ()) for position in equation.results]
             targets = [path[-1] if path else None for path in paths]
             return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
+        if traits_of(equation.primitive).partitioned and self.mesh.size > 1:
+            return run_region(
+                whole_region(n, equation), equation.source, operands, self.mesh, [None] * len(equation.results)
+            )
         if equation.primitive == "shard_map":
             return run_shard_map(equation.source, operands, self.mesh)
         if equation.primitive in ("sharding_constraint", "reshard"):  # the plan has it as a constraint on its own mesh

@@ -18,6 +18,7 @@ from autopar.frontend.call import Call, opened
 from autopar.frontend.carried_state import carried_arguments, carried_leaves, donated_leaves
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.kernel_flops import WORK
+from autopar.frontend.kernel_loops import LOOPS
 from autopar.frontend.sharding_metadata import Annotation
 from autopar.frontend.step import Step
 from autopar.frontend.trace import Trace
@@ -191,7 +192,7 @@ def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [graph.values[v].shape for v in node.results]
-        params = sorted((name, value) for name, value in node.params.items() if name != WORK)
+        params = sorted((name, value) for name, value in node.params.items() if name not in (WORK, LOOPS))
         what = (node.primitive, node.operands, node.results, shapes, params, node.repeat)
         digest.update(repr(what).encode())
     return ProgramSignature(

@@ -49,7 +49,7 @@ def compile_plan(
     )  # raise errors of the topology and the profile before lowering
     target_text(profile)
     report("lower", 1.0)
-    jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh))
+    jitted = execute.jit_plan(plan, program.trace, execute.abstract_mesh(plan.mesh, profile))
     lowered = execute.lower_for("cuda", jitted, program.trace.arguments)
     arguments = [_arguments(plan, program, kept_inputs(lowered))] if run else []
     report("XLA compiles", 1.0)

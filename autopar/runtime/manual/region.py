@@ -15,13 +15,13 @@ import jax
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from autopar.ir.params import plain_params
-from autopar.ir.sharding import TensorSharding
+from autopar.frontend.equations import Equation
+from autopar.frontend.from_jaxpr import node_params
+from autopar.ir.sharding import TensorSharding, replicated
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.records import ManualRegion
 from autopar.rules.node_view import NodeView
-from autopar.rules.user_rules import called
 from autopar.runtime.manual.part import Part
 from autopar.runtime.manual.table import local_function
 
@@ -51,8 +51,8 @@ def run_region(
     """
     name = equation.primitive.name
     shapes = (tuple(map(jax.numpy.shape, operands)), tuple(tuple(v.aval.shape) for v in equation.outvars))
-    view = NodeView(name, plain_params(name, equation.params), *shapes)
-    function = local_function(name, called(view))
+    view = NodeView(name, node_params(equation), *shapes)
+    function = local_function(view)
     bind = partial(jax_compat.bind, equation)
     part = Part(name, equation.params, view, region.operands, region.results, bind)
     scattered = [
@@ -73,6 +73,13 @@ def run_region(
     )
     pairs = zip(mapped(*operands), scattered, strict=True)
     return [_combined(value, region.reduction) if after.unreduced else value for value, after in pairs]
+
+
+def whole_region(node: int, equation: Equation) -> ManualRegion:
+    """The region of an equation that every device runs on whole operands."""
+    variables = (equation.source.invars, equation.source.outvars)
+    operands, results = (tuple(replicated(len(one.aval.shape)) for one in each) for each in variables)
+    return ManualRegion(node=node, primitive=equation.primitive, path=equation.path, operands=operands, results=results)
 
 
 def _scattered(result: TensorSharding, target: TensorSharding) -> TensorSharding:

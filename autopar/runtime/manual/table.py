@@ -1,6 +1,6 @@
 """List the local implementations of primitives.
 
-In: an equation.
+In: a node.
 Out: its `LocalFunction`. A manual factor of a rule is offered only for primitives with an entry here or with a local
 function that the user registered.
 """
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from autopar.errors import RuleError
-from autopar.rules.table import TRAITS
-from autopar.rules.user_rules import registered_local
+from autopar.rules.node_view import NodeView
+from autopar.rules.table import RULES, TRAITS
+from autopar.rules.user_rules import called, no_local, registered_local
+from autopar.runtime.manual.kernels import pallas
 from autopar.runtime.manual.part import LocalFunction, Part
 from autopar.runtime.manual.ragged_dot import ragged_dot_general
 from autopar.runtime.manual.scans import cumulative
@@ -30,7 +31,7 @@ def _batch(part: Part, *operands: Any) -> Sequence[Any]:
 #: All primitives of autopar's own table that have manual factors. Read-only.
 LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
     {
-        **dict.fromkeys((name for name, traits in TRAITS.items() if traits.independent), _batch),
+        **dict.fromkeys((name for name in RULES if TRAITS[name].independent), _batch),
         **dict.fromkeys((name for name, traits in TRAITS.items() if traits.reduces == "position"), arg_extreme),
         **dict.fromkeys((name for name, traits in TRAITS.items() if traits.reduces == "running"), cumulative),
         "top_k": top_k,
@@ -45,24 +46,25 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
 )
 
 
-def local_function(primitive: str, name: str) -> LocalFunction:
-    """The local implementation of a node.
+#: Kernels whose loops devices share, unless the user registers a function for them. Read-only.
+KERNELS: Mapping[str, LocalFunction] = MappingProxyType(
+    {"pallas_call": pallas, **dict.fromkeys((name for name, one in TRAITS.items() if one.partitioned), _batch)}
+)
 
-    Args:
-        primitive: the equation's primitive.
-        name: the name of the registered rule.
+
+def local_function(view: NodeView) -> LocalFunction:
+    """The local implementation of a node.
 
     Raises:
         RuleError: the node was planned with a function that is not registered here.
     """
-    if primitive in LOCAL:
-        return LOCAL[primitive]
-    own = registered_local(name, primitive)
+    if view.primitive in LOCAL:
+        return LOCAL[view.primitive]
+    own = registered_local(called(view), view.primitive)
+    if own is None and view.primitive in KERNELS:
+        return KERNELS[view.primitive]
     if own is None:
-        raise RuleError(
-            f"the plan runs `{name}` on local shards, but no local function is registered for it."
-            f' Register it before the step runs: `autopar.register_rule("{name}", ..., local=...)`'
-        )
+        raise no_local(called(view))
 
     def run(_: Part, *operands: Any) -> Sequence[Any]:
         results = own(*operands)

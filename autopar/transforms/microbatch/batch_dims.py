@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import MicrobatchError
+from autopar.frontend.kernel_loops import LOOPS
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.rules.factors import DimFactors
 from autopar.rules.node_view import of_each_node
@@ -172,9 +173,10 @@ class Places:
         one = factor.index
         if any(halo.factor == one for halo in rule.halos) or any(sent.factor == one for sent in rule.exchanges):
             return False
-        if self.graph.nodes[node].effect or traits.opaque:
+        is_kernel = LOOPS in self.graph.nodes[node].params  # it runs on parts of its own loops alone
+        if self.graph.nodes[node].effect or (traits.opaque and not is_kernel) or (is_kernel and one not in rule.manual):
             return False
-        if one in rule.manual and not traits.independent:
+        if any(one in factors for factors in rule.sums) or (one in rule.manual and not traits.independent):
             return False
         return rule.factors[one].reduction is None or traits.terms
 

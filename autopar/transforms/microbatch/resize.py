@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.frontend.kernel_loops import loops_of, part_params
 from autopar.jax_interop import compat as jax_compat
 from autopar.rules.elementwise import ELEMENTWISE
 
 Shape = tuple[int, ...]
-#: From an equation's parameters, the whole shapes of its operands, and the part's operand and result shapes: the
-#: parameters to change.
-_Changed = Callable[[Mapping[str, Any], Sequence[Shape], Sequence[Shape], Sequence[Shape]], dict[str, Any]]
+#: From an equation, the whole shapes of its operands, and the part's operand and result shapes: the parameters to change.
+_Changed = Callable[[Any, Sequence[Shape], Sequence[Shape], Sequence[Shape]], Mapping[str, Any]]
 
 
 def resized(source: Any, operands: Sequence[Any], whole: Sequence[Shape], results: Sequence[Shape]) -> Sequence[Any]:
@@ -29,7 +29,7 @@ def resized(source: Any, operands: Sequence[Any], whole: Sequence[Shape], result
     """
     change = _SIZES.get(source.primitive.name)
     shapes = [getattr(operand, "shape", ()) for operand in operands]
-    changed = change(source.params, whole, shapes, results) if change else {}
+    changed = change(source, whole, shapes, results) if change else {}
     return jax_compat.bind(source.replace(params={**source.params, **changed}), operands)
 
 
@@ -39,24 +39,28 @@ def is_as_written(source: Any) -> bool:
 
 
 def _result(name: str) -> _Changed:
-    return lambda params, whole, part, results: {name: tuple(results[0])}
+    return lambda source, whole, part, results: {name: tuple(results[0])}
 
 
-def _sliced(params: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
+def _sliced(source: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
     limits = [
         local if local != size else limit
-        for limit, size, local in zip(params["limit_indices"], whole[0], part[0], strict=True)
+        for limit, size, local in zip(source.params["limit_indices"], whole[0], part[0], strict=True)
     ]
     return {"limit_indices": tuple(limits)}
 
 
-def _taken(params: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
+def _taken(source: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> dict[str, Any]:
     """Shrink `slice_sizes` to the part's size in the dims that a slice takes whole."""
     sizes = [
         local if local != size and taken == size else taken
-        for taken, size, local in zip(params["slice_sizes"], whole[0], part[0], strict=True)
+        for taken, size, local in zip(source.params["slice_sizes"], whole[0], part[0], strict=True)
     ]
     return {"slice_sizes": tuple(sizes)}
+
+
+def _kernel(source: Any, whole: Sequence[Shape], part: Sequence[Shape], results: Sequence[Shape]) -> Mapping[str, Any]:
+    return part_params(source.params, loops_of(source), [v.aval.shape for v in source.outvars], part, results)
 
 
 _SIZES: dict[str, _Changed] = {
@@ -67,4 +71,5 @@ _SIZES: dict[str, _Changed] = {
     "slice": _sliced,
     "dynamic_slice": _taken,
     "gather": _taken,
+    "pallas_call": _kernel,
 }

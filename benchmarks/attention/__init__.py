@@ -1,0 +1,1 @@
+"""Attention: kernels on several devices."""
