@@ -45,14 +45,19 @@ class Prices:
         """Seconds of each decision's kernels under each strategy."""
         return tuple(map(self._compute_s, self._decided.decisions))
 
-    def costs(self, compute_s: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """`compute_s` plus each group's own communication and internal resharding."""
+    def costs(self, compute_s: Sequence[np.ndarray], *, with_loop_memory: bool) -> tuple[np.ndarray, ...]:
+        """`compute_s` plus each group's own communication and internal resharding.
+
+        Args:
+            with_loop_memory: whether to add a price for the memory that loops hold.
+        """
         costs = [seconds.copy() for seconds in compute_s]
         for flow in self._decided.flows:
             if flow.source == flow.target:
                 costs[flow.source] += self._matrix(flow).diagonal()
         self._add_sent(costs)
-        self._add_loop_memory(costs)
+        if with_loop_memory:
+            self._add_loop_memory(costs)
         return tuple(costs)
 
     def edges(self) -> tuple[Edge, ...]:
