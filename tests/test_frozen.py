@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import replace
 
+import front_ends
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.comparison.least_devices import state_of
 from autopar.plans.plan import Plan
+from autopar.transforms.program import program_of
 from benchmarks.zoo.lora import Freezing, LoraConfig, lora
 
 TINY = LoraConfig(layers=3, dtype=jnp.dtype(jnp.float32))
@@ -74,6 +77,16 @@ def test_weights_that_are_cast_before_the_gradient_are_parameters() -> None:
     assert [t.role for t in plan.inputs] == ["parameter", "data"]
 
 
+def test_base_weights_in_an_argument_of_their_own_are_parameters() -> None:
+    case = front_ends.OPTAX["lora"]()
+    args = jax.eval_shape(case.create)
+    plan = autopar.plan(case.step, *args, front_ends.make_batch(0), mesh="8", hardware="h100-sxm")
+    roles = {t.path: t.role for t in plan.inputs}
+    assert {role for path, role in roles.items() if path.startswith(("base", "adapters"))} == {"parameter"}
+    assert {role for path, role in roles.items() if path.startswith("batch")} == {"data"}
+    assert "6 of 12 parameters" in "\n".join(plan.notes)
+
+
 @pytest.mark.slow
 def test_lora_of_70_billion_parameters_fits_eight_h100s() -> None:
     step, args = lora(LoraConfig.llama_70b(), 8, 2048).target
@@ -81,3 +94,10 @@ def test_lora_of_70_billion_parameters_fits_eight_h100s() -> None:
     plan = autopar.plan(step, *args, num_devices=8, hardware="h100-sxm")
     assert time.perf_counter() - start < 60
     assert plan.num_devices == 8 and plan.prediction.peak_bytes < 64e9
+
+
+def test_the_training_state_counts_no_gradients_of_frozen_weights() -> None:
+    step, args = lora(TINY, 16, 32).target
+    state = state_of(program_of(step, args, carry=None, donate=None))
+    adapters = sum(leaf.size * 4 for leaf in jax.tree.leaves(args[0].params))
+    assert state.gradient_bytes == adapters < state.parameter_bytes

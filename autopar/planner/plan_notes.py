@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import UNKNOWN_TRIP_COUNT, Graph, Node
 from autopar.ir.mesh import MeshShape
-from autopar.plans.records import TensorPlan
+from autopar.planner.plan_assembly import frozen_inputs
+from autopar.plans.records import Role, TensorPlan
 from autopar.rules.node_view import NodeView
 from autopar.rules.user_rules import called, needs_local, template
 from autopar.system.units import human_bytes
@@ -72,13 +73,13 @@ def _undivided(mesh: MeshShape, inputs: Sequence[TensorPlan]) -> Iterator[str]:
 
 
 def _frozen(graph: Graph, inputs: Sequence[TensorPlan]) -> Iterator[str]:
-    """The parameters that the step returns unchanged, if others are trained."""
-    kept = [i for i, out in graph.carried if inputs[i].role == "parameter" and graph.outputs[out] == graph.inputs[i]]
-    trained = sum(inputs[i].role == "parameter" for i, _ in graph.carried) - len(kept)
-    if kept and trained and any(node.phase == "backward" for node in graph.nodes):
+    """The parameters that the step does not change, if it trains others."""
+    roles: list[Role] = [tensor.role for tensor in inputs]
+    kept, num_parameters = frozen_inputs(graph, roles), roles.count("parameter")
+    if 0 < len(kept) < num_parameters:
         num_bytes = sum(graph.values[graph.inputs[i]].num_bytes for i in kept)
         yield (
-            f"{len(kept)} of {len(kept) + trained} parameters ({human_bytes(num_bytes)}) are frozen: they have no gradient"
+            f"{len(kept)} of {num_parameters} parameters ({human_bytes(num_bytes)}) are frozen: they have no gradient"
             " and no optimizer state"
         )
 
