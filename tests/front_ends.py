@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -401,6 +401,37 @@ def _averaged() -> Case:
     return Case(step, create, values=lambda state: (state[0]["params"], state[0]["average"]))
 
 
+class _ShampooState(NamedTuple):
+    """Per parameter, the sums of `G G^T` and of `G^T G`."""
+
+    sums: Any
+
+
+def _shampoo(learning_rate: float) -> optax.GradientTransformation:
+    """Shampoo: an update is `L^(-1/4) G R^(-1/4)`, whose roots need whole matrices (eigendecompositions)."""
+
+    def init(params: Any) -> _ShampooState:
+        return _ShampooState(jax.tree.map(lambda p: tuple(jnp.eye(size) for size in p.shape if p.ndim == 2), params))
+
+    def root(matrix: jax.Array) -> jax.Array:
+        values, vectors = jnp.linalg.eigh(matrix)
+        return (vectors * values**-0.25) @ vectors.T
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+
+        def add(g: jax.Array, sums: Any) -> Any:
+            return (sums[0] + g @ g.T, sums[1] + g.T @ g) if sums else ()
+
+        def step(g: jax.Array, sums: Any) -> jax.Array:
+            return -learning_rate * (root(sums[0]) @ g @ root(sums[1]) if sums else g)
+
+        sums = jax.tree.map(add, updates, state.sums)
+        return jax.tree.map(step, updates, sums), _ShampooState(sums)
+
+    return optax.GradientTransformation(init, update)
+
+
 def _scaled() -> Case:
     """The loss is scaled, and the scale is halved where gradients are not finite."""
     from flax.training.dynamic_scale import DynamicScale
@@ -436,6 +467,7 @@ OPTAX: dict[str, Callable[[], Case]] = {
     "sgd_momentum": lambda: pure(optax.sgd(1e-2, momentum=0.9, nesterov=True)),
     "adafactor": lambda: pure(optax.adafactor(1e-2, min_dim_size_to_factor=16)),
     "lion": lambda: pure(optax.lion(1e-3)),
+    "shampoo": lambda: pure(_shampoo(1e-2)),
     "muon": lambda: pure(optax.contrib.muon(1e-2)),
     "multi_steps": lambda: pure(optax.MultiSteps(optimizer(), every_k_schedule=2)),
     "masked": lambda: pure(optax.masked(optimizer(), _kernels)),

@@ -20,7 +20,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import DEFAULT_AXIS_NAMES, MeshShape
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.planner.mesh_search import search_meshes
-from autopar.planner.plan_assembly import input_roles
+from autopar.planner.plan_assembly import frozen_inputs, input_roles
 from autopar.planner.request import PlanRequest, Progress
 from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
@@ -102,12 +102,14 @@ def state_of(program: Program) -> TrainingState:
     graph = program.as_traced.graph
     sizes = {"parameter": 0.0, "optimizer": 0.0, "data": 0.0}
     count, gradients = 0, 0.0
-    for value, role in zip(graph.inputs, input_roles(graph), strict=True):
+    roles = input_roles(graph)
+    frozen = frozen_inputs(graph, roles)
+    for position, (value, role) in enumerate(zip(graph.inputs, roles, strict=True)):
         info = graph.values[value]
         sizes[role] += info.num_bytes
         if role == "parameter" and "float" in info.dtype:
             count += info.size
-            gradients += info.num_bytes
+            gradients += 0.0 if position in frozen else info.num_bytes
     return TrainingState(
         num_parameters=count,
         parameter_bytes=sizes["parameter"],

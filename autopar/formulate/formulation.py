@@ -97,7 +97,7 @@ def formulate(
     decided = decisions_of(graph, groups, pins, lists, with_memory=memory_budget_bytes is not None)
     prices = Prices(decided, lists, profile, resharding or ReshardingTimes(mesh, profile))
     compute_s = prices.compute_s()
-    costs = prices.costs(compute_s)
+    costs = prices.costs(compute_s, with_loop_memory=memory_budget_bytes is None)  # else the limit bounds it
     for value, sharding in (held or {}).items():
         decision, shardings = decided.made[value]
         costs[decision][[one != sharding for one in shardings]] = np.inf

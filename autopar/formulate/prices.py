@@ -16,10 +16,16 @@ from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
 from autopar.formulate.group_communication import Sent, sends_itself, sent_by
-from autopar.formulate.sharding_lists import ShardingLists
+from autopar.formulate.sharding_lists import ShardingLists, Shardings
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.explicit_program import Extend, HaloSlice
+from autopar.rules.grouping import SMALL_SIZE
+from autopar.rules.table import traits_of
 from autopar.solve.problem import Edge
+
+#: The price of memory that a loop holds, as a share of the time to read it once. Gathering a stack once, before the loop
+#: or after the update, and gathering a slice in each iteration often send equal bytes; then the smaller one is better.
+_LOOP_MEMORY_SHARE = 1.0
 
 
 class Prices:
@@ -39,13 +45,19 @@ class Prices:
         """Seconds of each decision's kernels under each strategy."""
         return tuple(map(self._compute_s, self._decided.decisions))
 
-    def costs(self, compute_s: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-        """`compute_s` plus each group's own communication and internal resharding."""
+    def costs(self, compute_s: Sequence[np.ndarray], *, with_loop_memory: bool) -> tuple[np.ndarray, ...]:
+        """`compute_s` plus each group's own communication and internal resharding.
+
+        Args:
+            with_loop_memory: whether to add a price for the memory that loops hold.
+        """
         costs = [seconds.copy() for seconds in compute_s]
         for flow in self._decided.flows:
             if flow.source == flow.target:
                 costs[flow.source] += self._matrix(flow).diagonal()
         self._add_sent(costs)
+        if with_loop_memory:
+            self._add_loop_memory(costs)
         return tuple(costs)
 
     def edges(self) -> tuple[Edge, ...]:
@@ -89,6 +101,28 @@ class Prices:
             halo_slices = op.slices if isinstance(op, Extend) else ()
             sharers = max((len(users[halo_slice]) for halo_slice in halo_slices), default=1)
             costs[node][s] += op.num_times * self._seconds(op) / sharers
+
+    def _add_loop_memory(self, costs: Sequence[np.ndarray]) -> None:
+        """Add a price for the arrays that stay in memory while a loop runs: its stacks, where they are produced and as the
+        loop reads them, and its constants."""
+        graph, seconds_per_byte = self._graph, _LOOP_MEMORY_SHARE / self._profile.memory_bytes_per_s
+        priced = set[int]()
+
+        def add(node: int, value: int, shardings: Shardings) -> None:
+            info = graph.values[value]
+            if info.size > SMALL_SIZE:
+                sizes = np.array([one.local_size(info.shape, self._mesh) for one in shardings])
+                costs[node][:] += seconds_per_byte * info.itemsize * sizes
+
+        for node, group, strategies in self._decided.of_groups():
+            for read in group.reads:
+                if any(traits_of(graph.nodes[n].primitive).held for n, _ in read.uses):
+                    add(node, read.value, self._lists.shardings(strategies, read.dims, read.pending))
+                    priced.add(read.value)
+        priced.update(graph.nodes[n].results[0] for loop in graph.loops for n in loop.stacks)
+        for value in sorted(priced & self._decided.made.keys()):
+            node, shardings = self._decided.made[value]
+            add(node, value, shardings)
 
     def _seconds(self, op: Sent) -> float:
         if isinstance(op, Extend):

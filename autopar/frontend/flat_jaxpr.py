@@ -75,6 +75,8 @@ class Flattener:
         compared = as_comparison(source) if of_zeros else None
         if compared is not None:
             return self._call(compared, operands, stack)
+        if (kept := self._plus_zeros(source, operands)) is not None:
+            return [kept]
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
         is_named = of_zeros and source.primitive.name == "name"  # an identity that names a value for `jax.checkpoint`
@@ -82,6 +84,19 @@ class Flattener:
             self.zeros.update(results)
         self.builder.add(self._made(source, tuple(operands), results, stack))
         return results
+
+    def _plus_zeros(self, source: Any, operands: Sequence[Any]) -> Any:
+        """The operand to which zeros are added, if any: XLA removes the addition. So are parameters frozen, whose
+        updates are set to zero."""
+        if len(operands) != 2 or not traits_of(source.primitive.name).adds:
+            return None
+        aval, (x, y) = source.outvars[0].aval, operands
+        for kept, zeros in ((x, y), (y, x)):
+            if isinstance(kept, int) and isinstance(zeros, int) and zeros in self.zeros:
+                made = self.builder.avals[kept]
+                if (made.shape, made.dtype) == (aval.shape, aval.dtype):
+                    return kept
+        return None
 
     def _call(self, called: Any, operands: Sequence[Any], stack: Any) -> list[Atom]:
         jaxpr, constants = jax_compat.open_jaxpr(called)

@@ -26,6 +26,8 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
     nodes = tuple(_node(equation) for equation in trace.equations)
     if all(node.phase == "update" for node in nodes):  # no gradients: all is a forward pass
         nodes = tuple(dataclasses.replace(node, phase="forward") for node in nodes)
+    else:
+        nodes = _before_gradients(nodes, trace)
     return Graph(
         values=tuple(_value(aval, repeat) for aval, repeat in zip(trace.avals, trace.repeats, strict=True)),
         nodes=nodes,
@@ -38,6 +40,24 @@ def graph_of(trace: Trace, carried: tuple[tuple[int, int], ...]) -> Graph:
         loops=_loops(trace),
         barriers=tuple(region.enter for region in trace.regions if region.kind == "barrier"),
     )
+
+
+def _before_gradients(nodes: tuple[Node, ...], trace: Trace) -> tuple[Node, ...]:
+    """Move floating-point work outside the gradient to the forward pass if the forward or backward pass reads its results.
+
+    JAX does not name the gradient's transformation there: casts of frozen weights, or of all weights before
+    `jax.grad`, and the forward pass of a frozen model, such as a teacher.
+    """
+    phased, read = list(nodes), set[int]()
+    for n in range(len(nodes) - 1, -1, -1):
+        node = nodes[n]
+        if node.phase == "update":
+            floats = [v for v in node.results if "float" in str(getattr(trace.avals[v], "dtype", ""))]
+            if read.isdisjoint(floats):
+                continue
+            phased[n] = dataclasses.replace(node, phase="forward")
+        read.update(v for v in node.operands if v is not None)
+    return tuple(phased)
 
 
 def _value(aval: Any, repeat: float) -> Value:

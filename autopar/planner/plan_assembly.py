@@ -137,20 +137,47 @@ def predicted_again(
 
 def input_roles(graph: Graph) -> tuple[Role, ...]:
     """The role of each input. A carried input is a parameter if the forward or backward pass reads it, and optimizer state if
-    only the update does. All other inputs are data."""
+    only the update does. All other inputs are data, except arguments that hold frozen parameters."""
     phases: dict[int, set[str]] = defaultdict(set)
     for node in graph.nodes:
         for value in node.operands:
             if value is not None:
                 phases[value].add(node.phase)
     carried = {position for position, _ in graph.carried}
+    frozen = _frozen_arguments(graph, carried)
 
     def role(position: int, value: int) -> Role:
         if position not in carried:
-            return "data"
+            return "parameter" if graph.input_paths[position].split("/")[0] in frozen else "data"
         return "parameter" if phases[value] & {"forward", "backward"} else "optimizer"
 
     return tuple(role(position, value) for position, value in enumerate(graph.inputs))
+
+
+def frozen_inputs(graph: Graph, roles: Sequence[Role]) -> list[int]:
+    """The positions of the parameters that the step does not change; none if it computes no gradients."""
+    if all(node.phase != "backward" for node in graph.nodes):
+        return []
+    carried, parameters = dict(graph.carried), [i for i, role in enumerate(roles) if role == "parameter"]
+    return [i for i in parameters if i not in carried or graph.outputs[carried[i]] == graph.inputs[i]]
+
+
+def _frozen_arguments(graph: Graph, carried: set[int]) -> set[str]:
+    """The arguments beside the batch that hold frozen parameters, such as the base weights of LoRA: floating-point arrays
+    with no common leading dim, as the examples of a batch have."""
+    arguments: dict[str, list[int]] = defaultdict(list)
+    for position, path in enumerate(graph.input_paths):
+        arguments[path.split("/")[0]].append(position)
+    constant = {name: of for name, of in arguments.items() if carried.isdisjoint(of)}
+    if len(constant) < 2 or not carried or all(node.phase != "backward" for node in graph.nodes):
+        return set()
+    found = set[str]()
+    for name, positions in constant.items():
+        infos = [graph.values[graph.inputs[position]] for position in positions]
+        leading = {info.shape[:1] for info in infos if info.shape}
+        if len(leading) > 1 and all("float" in info.dtype for info in infos):
+            found.add(name)
+    return found if len(found) < len(constant) else set()
 
 
 def _input_plan(

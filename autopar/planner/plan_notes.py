@@ -1,4 +1,4 @@
-"""Write the notes of a plan: unknown primitives, side effects, loops without a known trip count, dims that no axis divides.
+"""Write the notes of a plan: unknown primitives, side effects, unknown trip counts, undivided dims, frozen parameters.
 
 In: a graph, the primitives without a rule, the plan's inputs. Out: notes for the user.
 """
@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import UNKNOWN_TRIP_COUNT, Graph, Node
 from autopar.ir.mesh import MeshShape
-from autopar.plans.records import TensorPlan
+from autopar.planner.plan_assembly import frozen_inputs
+from autopar.plans.records import Role, TensorPlan
 from autopar.rules.node_view import NodeView
 from autopar.rules.user_rules import called, needs_local, template
+from autopar.system.units import human_bytes
 
 #: Primitives that contain a whole program, which no rule describes.
 _PROGRAMS = frozenset(["call_hi_primitive"])
@@ -24,7 +26,13 @@ def plan_notes(graph: Graph, mesh: MeshShape, unknown: Counter[str], inputs: Seq
     Args:
         unknown: number of uses of each primitive without a usable sharding rule.
     """
-    return (*_unknown(graph, unknown), *_effects(graph), *_unknown_trip_counts(graph), *_undivided(mesh, inputs))
+    return (
+        *_unknown(graph, unknown),
+        *_effects(graph),
+        *_unknown_trip_counts(graph),
+        *_undivided(mesh, inputs),
+        *_frozen(graph, inputs),
+    )
 
 
 def _unknown(graph: Graph, unknown: Counter[str]) -> Iterator[str]:
@@ -61,6 +69,18 @@ def _undivided(mesh: MeshShape, inputs: Sequence[TensorPlan]) -> Iterator[str]:
         yield (
             f"the leading dim of {', '.join(f'`{p}`' for p in paths[:3])} is {size}, which no mesh axis ({named})"
             f" divides, so that it is replicated; a multiple of {axes[-1][1]} can be sharded"
+        )
+
+
+def _frozen(graph: Graph, inputs: Sequence[TensorPlan]) -> Iterator[str]:
+    """The parameters that the step does not change, if it trains others."""
+    roles: list[Role] = [tensor.role for tensor in inputs]
+    kept, num_parameters = frozen_inputs(graph, roles), roles.count("parameter")
+    if 0 < len(kept) < num_parameters:
+        num_bytes = sum(graph.values[graph.inputs[i]].num_bytes for i in kept)
+        yield (
+            f"{len(kept)} of {num_parameters} parameters ({human_bytes(num_bytes)}) are frozen: they have no gradient"
+            " and no optimizer state"
         )
 
 

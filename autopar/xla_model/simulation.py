@@ -111,7 +111,7 @@ class Simulation:
         limit = self._profile.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
         done: dict[int, _Body] = {}
         for start, count, body in self._bodies:
-            done[start] = _Body(self._timed(body, limit, done, estimated=estimated), count)
+            done[start] = _Body(_held_throughout(self._timed(body, limit, done, estimated=estimated)), count)
         return self._timed(self._whole, limit, done, estimated=estimated)
 
     def _timed(
@@ -234,6 +234,18 @@ def _expand_loops(timeline: Timeline, done: Mapping[int, _Body]) -> Timeline:
         ran=tuple(ran),
         order=tuple(op for ops in expanded for op in ops),
     )
+
+
+def _held_throughout(body: Timeline) -> Timeline:
+    """The timeline of a loop's body whose stacks are live from its first operation to its last, whenever it writes them.
+
+    XLA carries them from iteration to iteration.
+    """
+
+    def place(op: Op) -> int:
+        return 0 if op.kind != "border" else (not op.writes) - (not op.reads)
+
+    return replace(body, order=tuple(sorted(body.order, key=place)))
 
 
 def _loop_op(body: Sequence[Op], node: int) -> Op:
