@@ -104,9 +104,9 @@ def experts() -> str:
     rows = newest_rows("plans")
     cases = cases_of(rows)
     lines = []
-    for tuned, judged in ((True, "tuned recipes, by the replay"), (False, "not tuned, by XLA's estimate")):
+    for is_tuned, judged in ((True, "tuned recipes, by the replay"), (False, "not tuned, by XLA's estimate")):
         for setting in dict.fromkeys(row["setting"] for row in rows):
-            here = [case for case in cases if case[0]["setting"] == setting and is_current(case) == tuned]
+            here = [case for case in cases if case[0]["setting"] == setting and is_current(case) == is_tuned]
             known = [(value, str(case[0]["model"])) for case in here if (value := ahead(case)) and math.isfinite(value)]
             if known:
                 mean = statistics.geometric_mean(value for value, _ in known)
