@@ -273,8 +273,8 @@ class _Builder:
                 sums += 1
                 continue
             traits = traits_of(made.primitive)
-            alike = all(each.elements == made.elements for each in above)
-            if made.kind != "loop" or not (traits.elementwise or traits.casts) or not alike:
+            has_its_shape = all(each.elements == made.elements for each in above)
+            if made.kind != "loop" or not (traits.elementwise or traits.casts) or not has_its_shape:
                 return False
             computed.add(at)
         return sums <= 1 and any(
