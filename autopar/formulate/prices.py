@@ -104,8 +104,12 @@ class Prices:
 
     def _add_loop_memory(self, costs: Sequence[np.ndarray]) -> None:
         """Add a price for the arrays that stay in memory while a loop runs: its stacks, where they are produced and as the
-        loop reads them, and its constants."""
+        loop reads them, and its constants.
+
+        An input that the step does not update, such as the corpus of a search, is in memory anyway.
+        """
         graph, seconds_per_byte = self._graph, _LOOP_MEMORY_SHARE / self._profile.memory_bytes_per_s
+        kept = {value for position, value in enumerate(graph.inputs) if position not in self._renewed}
         priced = set[int]()
 
         def add(node: int, value: int, shardings: Shardings) -> None:
@@ -116,6 +120,8 @@ class Prices:
 
         for node, group, strategies in self._decided.of_groups():
             for read in group.reads:
+                if read.value in kept:
+                    continue
                 if any(traits_of(graph.nodes[n].primitive).held for n, _ in read.uses):
                     add(node, read.value, self._lists.shardings(strategies, read.dims, read.pending))
                     priced.add(read.value)
