@@ -84,11 +84,15 @@ def planned(case: str, policy: str) -> Plan:
     return autopar.plan(stepped(CASES[case][0], policy), abstract(case, 4096), x, mesh="16", hardware="h100-sxm")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("case", CASES)
+#: Without rematerialization of square weights, saved copies of the gathered weights are predicted slower than one gather of
+#: the stack.
+PER_ITERATION = [
+    (case, policy) for case in CASES for policy in POLICIES if (case, policy) != ("square weights", "none")
+]
+
+
+@pytest.mark.parametrize(("case", "policy"), PER_ITERATION)
 def test_stacks_are_gathered_and_scattered_per_iteration(case: str, policy: str) -> None:
-    if case == "square weights" and policy == "none":
-        pytest.skip("saved copies of the gathered weights are predicted slower than one gather of the stack")
     plan = planned(case, policy)
     stacks = [t for t in plan.inputs if t.role == "parameter"]
     assert all(t.sharding.dims[0] == () and set(t.sharding.axes) == {"data"} for t in stacks), plan.inputs
