@@ -139,8 +139,8 @@ class MultiOutputFusion:
         ranges = [self._range(each) for each in (one, other)]
         if not all(ranges):  # a split, or a merged matmul's results
             return True
-        pairs = zip(*ranges, strict=True)
-        return any(max(a[0], b[0]) >= min(a[1], b[1]) for a, b in pairs)
+        dims = zip(*ranges, strict=True)
+        return any(max(start, begin) >= min(stop, end) for (start, stop), (begin, end) in dims)
 
     def _slice(self, i: int, source: int) -> Instruction | None:
         """The slice through which alone a kernel reads a value; None where there is another reader, or several."""

@@ -20,9 +20,8 @@ class _SoftmaxRewriter:
 
     def run(self) -> None:
         for i, one in enumerate(self.all.instructions):
-            if one.kind != "reduce" or not one.rows or i not in self.all.kernels or len(one.operands) != 1:
-                continue
-            if one.reduces > LONGEST_ROW:
+            is_row_sum = one.kind == "reduce" and one.rows and one.reduces <= LONGEST_ROW
+            if not is_row_sum or i not in self.all.kernels or len(one.operands) != 1:
                 continue
             (source,) = one.operands
             chain = [i]
