@@ -295,6 +295,26 @@ def test_the_gradient_of_max_pooling_stores_positions() -> None:
     assert program.ops[-1].written_bytes > 4 * size + 64 * pooled - 1
 
 
+@pytest.mark.parametrize(("experts", "dim", "copies"), [(8, 1, 0), (8, 2, 1), (16, 1, 1), (16, 2, 1)])
+def test_state_is_copied_where_its_gradient_is_scattered_along_an_inner_dim(
+    experts: int, dim: int, copies: int, absent_gpus: Compiler
+) -> None:
+    """Eight ways, 8 experts leave one on a device, so that the next dim is its outermost one."""
+
+    def step(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum((jnp.einsum("ebd,edf->ebf", x, w) * y) ** 2))(w)
+
+    args = array(experts, 1024, 2048), array(experts, 4096, 1024), array(experts, 4096, 2048)
+    rows = PartitionSpec("data", "model")
+    pin = {"w": PartitionSpec("data", *[None] * (dim - 1), "model"), "x": rows, "y": rows}
+    ops = built(step, *args, mesh="8x2", pin=pin).ops
+    update = next(i for i, op in enumerate(ops) if op.collective == "reduce-scatter")
+    assert len(ops[update + 1 :]) == 1 + copies
+    plan, program = autopar.parallelize(step, mesh="8x2", hardware="h100-sxm", pin=pin).planned(*args)
+    text = compiled(absent_gpus, plan, program, *args).hlo_text
+    assert text[text.index("\nENTRY") :].count(" copy(") == copies
+
+
 #: What is done to the result of one matmul and read by another.
 CHANGES: dict[str, Callable[[jax.Array], jax.Array]] = {
     "elementwise": jnp.tanh,

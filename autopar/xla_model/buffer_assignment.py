@@ -6,6 +6,7 @@ with a buffer for every value in memory. Source: openxla/xla, xla/service/buffer
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -38,22 +39,27 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
     if profile.platform == "gpu":
         merge_dots(local, f.graph)
     kernels = fuse(local, profile, f.graph)
-    inner_axes = _inner_axes(f.graph, explicit, local) if profile.platform == "gpu" else {}
+    inner_axes = _inner_axes(f, explicit, local) if profile.platform == "gpu" else {}
     made = _Builder(local, kernels, profile, loops, f.graph.carried, inner_axes).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
     return replace(made, ops=_with_whole_barriers(made.ops, f.graph), unfused=separate, reassociated=local.reassociated)
 
 
-def _inner_axes(graph: Graph, explicit: ExplicitProgram, local: LocalProgram) -> dict[int, set[str]]:
-    """The mesh axes that split an inner dim of updated state, by the position of the instruction that updates it."""
+def _inner_axes(f: Formulation, explicit: ExplicitProgram, local: LocalProgram) -> dict[int, set[str]]:
+    """The mesh axes that split an inner dim of updated state, by the position of the instruction that updates it.
+
+    A dim is inner if a device has more than one element outside it; the solver prices copies by the same rule
+    (`cost.resharding_matrix`).
+    """
     found = dict[int, set[str]]()
-    for _, after in graph.carried:
+    for _, after in f.graph.carried:
         array, at = explicit.outputs[after], local.outputs[after]
         if array is None or at is None:
             continue
-        dims, shape = explicit.arrays[array].sharding.dims, graph.values[explicit.arrays[array].value].shape
-        first = next((dim for dim, size in enumerate(shape) if size > 1), 0)
-        found[at] = {axis for axes in dims[first + 1 :] for axis in axes}
+        state = explicit.arrays[array]
+        shape = state.sharding.local_shape(f.graph.values[state.value].shape, f.mesh)
+        inner = (axes for dim, axes in enumerate(state.sharding.dims) if math.prod(shape[:dim]) > 1)
+        found[at] = {axis for axes in inner for axis in axes}
     return found
 
 
