@@ -280,7 +280,7 @@ class _Builder:
                 continue
             traits = traits_of(made.primitive)
             has_its_shape = all(each.elements == made.elements for each in above)
-            if made.kind != "loop" or not (traits.elementwise or traits.casts) or not has_its_shape:
+            if made.kind != "loop" or not traits.elementwise or not has_its_shape:
                 return False
             computed.add(at)
         return sums <= 1 and any(
