@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.calibration.probes import Point, Sizes, program
+from autopar.calibration.probes import Point, Sizes, noise, program
 from autopar.hardware.profile import HardwareProfile
 
 _MOST_UNROLLED = 16
@@ -34,7 +34,8 @@ def convolution_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfi
                 def make(
                     repetitions: int, chain: Any = chain, images: Any = images, filters: Any = filters, name: str = name
                 ) -> Callable[[], object]:
-                    inputs = [np.full(images, 0.01, jnp.dtype(name)), np.full(filters, 0.01, jnp.dtype(name))]
+                    scale = float(np.prod(filters[:3])) ** -0.5  # so that values neither grow nor shrink
+                    inputs = [noise(images, name), noise(filters, name, scale)]
                     return program(devices, partial(chain, repetitions), inputs)
 
                 shape = f"{batch}x{side}x{side}x{channels} by {kernel}x{kernel}"
@@ -79,7 +80,7 @@ def attention_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile
                     backend: str = backend,
                     shape: Any = (batch, tokens, heads, head_dim),
                 ) -> Callable[[], object]:
-                    inputs = [np.full(shape, 0.1, jnp.bfloat16)] * 3
+                    inputs = [noise(shape, jnp.bfloat16)] * 3
                     return program(devices, partial(chain, backend, repetitions), inputs)
 
                 counts = {"launch": 1.0, "flops": flops, "bytes": arrays * whole}

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,23 +105,19 @@ def _sweep(
     least_s = max(2e-3, 10 * min(_timed(empty) for _ in range(5)))
     ready: list[tuple[Point, int, Callable[[], object]]] = []
     skipped: list[Skipped] = []
-    for point in points:
-        report_progress()
-        if time.perf_counter() - start > 0.6 * seconds and len(ready) >= 1:
-            skipped.append(Skipped(point.group, point.name, "no time left"))
-            continue
-        repetitions = min(point.most, max(_FEWEST_REPETITIONS, round(least_s / point.guess_s)))
-        try:
-            call = point.make(repetitions)
-            call()
-            took = _timed(call)
-        except Exception as error:  # a device may not support a dtype or lack memory; the calibration goes on
-            skipped.append(Skipped(point.group, point.name, f"{type(error).__name__}: {error}"[:200]))
-            continue
-        if took > max(0.25 * seconds, 1.0):
-            skipped.append(Skipped(point.group, point.name, f"one run takes {took:.1f} s"))
-            continue
-        ready.append((point, repetitions, call))
+    # Compiles run side by side, since they leave the devices idle most of the time; runs do not, since collectives of two
+    # programs at once would wait for each other.
+    pool = ThreadPoolExecutor(_num_compilers())
+    try:
+        for point, repetitions, call in pool.map(partial(_build, least_s, start + 0.6 * seconds), enumerate(points)):
+            report_progress()
+            found = call if isinstance(call, Skipped) else _warmed_up(point, call, max(0.25 * seconds, 1.0))
+            if isinstance(found, Skipped):
+                skipped.append(found)
+            else:
+                ready.append((point, repetitions, found))
+    finally:
+        pool.shutdown(cancel_futures=True)
     runs = _rounds([empty, *(call for _, _, call in ready)], start + seconds, report_progress)
     dispatch_s = float(np.median(runs[0]))
     samples = []
@@ -132,6 +130,39 @@ def _sweep(
         else:
             skipped.append(Skipped(point.group, point.name, "shorter than the dispatch"))
     return samples, skipped
+
+
+def _build(
+    least_s: float, deadline: float, numbered: tuple[int, Point]
+) -> tuple[Point, int, Callable[[], object] | Skipped]:
+    """Compile a benchmark; the first of a sweep whatever the time, so that each has one."""
+    number, point = numbered
+    if number and time.perf_counter() > deadline:
+        return point, 0, Skipped(point.group, point.name, "no time left")
+    repetitions = min(point.most, max(_FEWEST_REPETITIONS, round(least_s / point.guess_s)))
+    try:
+        return point, repetitions, point.make(repetitions)
+    except Exception as error:  # a device may not support a dtype or lack memory; the calibration goes on
+        return point, 0, _failed(point, error)
+
+
+def _warmed_up(point: Point, call: Callable[[], object], most_s: float) -> Callable[[], object] | Skipped:
+    """Run a benchmark twice; it is skipped if it fails or takes longer than `most_s`."""
+    try:
+        call()
+        took = _timed(call)
+    except Exception as error:  # as above
+        return _failed(point, error)
+    return Skipped(point.group, point.name, f"one run takes {took:.1f} s") if took > most_s else call
+
+
+def _failed(point: Point, error: Exception) -> Skipped:
+    return Skipped(point.group, point.name, f"{type(error).__name__}: {error}"[:200])
+
+
+def _num_compilers() -> int:
+    # XLA's compiler has threads of its own.
+    return max(1, (os.cpu_count() or 1) // 4)
 
 
 def _rounds(

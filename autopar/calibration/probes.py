@@ -25,6 +25,8 @@ DTYPES = {name: name for name in ("bfloat16", "float16", "float32", "float64", "
 
 _MOST_UNROLLED = 32
 _MOST_ITERATIONS = 1024
+#: Random numbers drawn for one input: a prime, so that rows of a matrix differ.
+_DRAWN = 1_000_003
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,18 @@ def _program(mesh: Mesh, local: Callable[..., Any], inputs: Sequence[np.ndarray]
     return lambda: jax.block_until_ready(compiled(*arrays))
 
 
+def noise(shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> np.ndarray:
+    """Normally distributed numbers with this standard deviation; of int8, all numbers alike.
+
+    Zeros, ones and identities would not do: a GPU multiplies them faster than real data, because they take less power.
+    A block of numbers is repeated, since drawing all of them would take longer than the benchmark.
+    """
+    generator = np.random.default_rng(0)
+    if jnp.dtype(dtype) == jnp.int8:
+        return np.resize(generator.integers(-128, 128, _DRAWN, np.int8), shape)
+    return np.resize((scale * generator.standard_normal(_DRAWN, np.float32)).astype(dtype), shape)
+
+
 def _mesh(devices: Sequence[Any], inner: int) -> Mesh:
     """The devices as a mesh `outer` x `inner`."""
     grid = np.array(devices, dtype=object).reshape(-1, inner)
@@ -176,8 +190,8 @@ def matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
             guess = flops / base.matrix_rate(name) + traffic / base.hbm_bytes_per_s + base.kernel_launch_s
 
             def make(repetitions: int, m: int = m, k: int = k, n: int = n, dtype: Any = dtype) -> Callable[[], object]:
-                # The weights are identities, so that values neither grow nor shrink in any dtype.
-                inputs = [np.ones((m, k), dtype), np.eye(k, n, dtype=dtype), np.eye(n, k, dtype=dtype)]
+                # Scaled so that values neither grow nor shrink along the chain.
+                inputs = [noise((m, k), dtype), noise((k, n), dtype, k**-0.5), noise((n, k), dtype, n**-0.5)]
                 with jax.enable_x64(dtype == jnp.float64):
                     return program(devices, partial(_products, repetitions), inputs)
 
@@ -192,7 +206,7 @@ def wide_matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfi
         guess = flops / base.matrix_rate("bfloat16") + traffic / base.hbm_bytes_per_s + base.kernel_launch_s
 
         def make(repetitions: int, m: int = m, k: int = k, n: int = n) -> Callable[[], object]:
-            inputs = [np.ones((m, k), jnp.bfloat16), np.eye(k, n, dtype=jnp.bfloat16)]
+            inputs = [noise((m, k), jnp.bfloat16), noise((k, n), jnp.bfloat16, k**-0.5)]
             return program(devices, partial(_wide_products, repetitions), inputs)
 
         counts = {"launch": 1.0, "flops": flops, "bytes": traffic}
@@ -243,7 +257,7 @@ def memory_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -
             def make(
                 repetitions: int, operation: Any = operation, elements: int = elements, small: bool = small
             ) -> Callable[[], object]:
-                inputs = [np.full(elements, 0.25, np.float32), np.full(1 if small else elements, 0.25, np.float32)]
+                inputs = [noise((elements,), np.float32), noise((1 if small else elements,), np.float32)]
                 return program(devices, partial(_loop, operation, repetitions), inputs)
 
             counts = {"launch": 1.0, "flops": work, "bytes": traffic}
@@ -271,7 +285,7 @@ def reduction_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile
                 def looped(y: Any) -> Any:
                     return _loop(lambda _, carry: operation(carry), repetitions, None, y)
 
-                return program(devices, looped, [np.full((rows, _ROW), 0.25, np.float32)])
+                return program(devices, looped, [noise((rows, _ROW), np.float32)])
 
             counts = {"launch": 1.0, "flops": flops * rows * _ROW, "bytes": traffic}
             yield Point("reduction", f"{name} of {rows}x{_ROW}", counts, guess, _MOST_ITERATIONS, make)

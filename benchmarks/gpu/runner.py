@@ -111,7 +111,7 @@ class Run:
 
     def _record(self, name: str, host: Record, limit_s: float) -> Record:
         try:
-            return self._blank(name, host) | self.child(name, PIECES[name].seconds, limit_s)
+            return self._blank(name, host) | self.child(name, min(PIECES[name].seconds, limit_s), limit_s)
         except PieceError as error:
             return self._blank(name, host) | {"error": str(error)}
 
