@@ -105,11 +105,13 @@ def _sweep(
     least_s = max(2e-3, 10 * min(_timed(empty) for _ in range(5)))
     ready: list[tuple[Point, int, Callable[[], object]]] = []
     skipped: list[Skipped] = []
-    # Compiles run side by side, since they leave the devices idle most of the time; runs do not, since collectives of two
-    # programs at once would wait for each other.
+    # Compiles run side by side, since they leave the devices idle most of the time. Nothing runs meanwhile: a compile breaks
+    # off the capture of a CUDA graph, and collectives of two programs at once would wait for each other.
     pool = ThreadPoolExecutor(_num_compilers())
     try:
-        for point, repetitions, call in pool.map(partial(_build, least_s, start + 0.6 * seconds), enumerate(points)):
+        for point, repetitions, call in list(
+            pool.map(partial(_build, least_s, start + 0.6 * seconds), enumerate(points))
+        ):
             report_progress()
             found = call if isinstance(call, Skipped) else _warmed_up(point, call, max(0.25 * seconds, 1.0))
             if isinstance(found, Skipped):
