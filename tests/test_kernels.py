@@ -35,7 +35,7 @@ def estimator(name: str = "h100-sxm") -> EstimatorProfile:
 
 
 def fusion(read: float, written: float, flops: float, blocks: float = 0.0) -> Op:
-    return Op("fusion", 0, (0,), (1,), read, written, flops=flops, num_blocks=blocks)
+    return Op("fusion", 0, (0,), (1,), read, written, counted_flops=flops, num_blocks=blocks)
 
 
 def microseconds(seconds: float) -> float:
@@ -63,7 +63,7 @@ def test_fusions(name: str, read: float, written: float, flops: float, blocks: f
 def test_what_is_read_again_comes_from_a_cache() -> None:
     """The estimate of a gelu whose two results each read both operands."""
     op = Op(
-        "fusion", 0, (0, 1), (2, 3), 25165824, 33554432, flops=1845493760, reread_bytes=25165824, num_blocks=8192
+        "fusion", 0, (0, 1), (2, 3), 25165824, 33554432, counted_flops=1845493760, reread_bytes=25165824, num_blocks=8192
     )  # fmt: skip
     assert microseconds(fusion_seconds(op, estimator())) == pytest.approx(28.6085, rel=0.01)
 

@@ -512,7 +512,7 @@ def test_an_in_place_update_costs_the_same_for_any_size_of_the_state() -> None:
         return own.step_time_s, peak_of_temporaries(program)
 
     (small, _), (large, peak) = cost(1000), cost(1_000_000)
-    assert large == pytest.approx(small, rel=0.01)
+    assert large == pytest.approx(small, rel=0.02)
     assert peak < 1000 * 512 * 4
 
 
@@ -592,8 +592,8 @@ def test_a_barrier_is_one_operation() -> None:
     assert [op.reads for op in together] == [(0, 2), (3,), (4,), (5,)]
 
 
-def test_two_results_at_different_positions_read_twice() -> None:
-    """XLA counts an operand once per position of use: in a reduction, and in the written value."""
+def test_xla_counts_the_operand_of_two_results_at_different_positions_twice() -> None:
+    """It counts an operand once per position of use, in a reduction and in the written value; the device reads it once."""
 
     def step(x: Any) -> Any:
         y = x * 2.0
@@ -602,7 +602,9 @@ def test_two_results_at_different_positions_read_twice() -> None:
     (op,) = built(step, array(ROWS, 256)).ops
     size = ROWS * 256 * 4
     assert op.read_bytes == size
-    assert op.reread_bytes == size
+    assert op.reread_bytes == 0
+    assert op.recounted_bytes == (0, size, 0)
+    assert op.flops == 2 * 2 * ROWS * 256  # a multiply and an add, each in the time of a multiply-add
 
 
 def test_a_broadcast_operand_is_read_again_out_of_a_cache() -> None:

@@ -90,14 +90,14 @@ def test_hosts_are_bound_by_their_network(h100: ReplayRates) -> None:
 
 
 def test_attention_reaches_what_cudnn_does(h100: ReplayRates) -> None:
-    batch, heads, sequence, head_dim = 8, 16, 2048, 128
-    flops, num_bytes = 4.0 * batch * heads * sequence**2 * head_dim, 4.0 * batch * heads * sequence * head_dim * 2
-    forward = attention_s(h100, flops=flops, num_bytes=num_bytes, head_dim=head_dim, sequence=sequence)
-    assert flops / forward == pytest.approx(617e12, rel=0.1)
-    backward = attention_s(
-        h100, flops=2.5 * flops, num_bytes=2 * num_bytes, head_dim=head_dim, sequence=sequence, backward=True
-    )
-    assert 2.5 * flops / backward == pytest.approx(465e12, rel=0.1)
+    """Causal attention, as the calibration of an H100 has it (benchmarks/results/gpu.md)."""
+    batch, heads, sequence, head_dim = 4, 16, 2048, 128
+    flops, num_bytes = 2.0 * batch * heads * sequence**2 * head_dim, 4.0 * batch * heads * sequence * head_dim * 2
+    sizes: dict[str, Any] = {"head_dim": head_dim, "sequence": sequence, "masked": True}
+    forward = attention_s(h100, flops=flops, num_bytes=num_bytes, **sizes)
+    assert flops / forward == pytest.approx(449e12, rel=0.05)
+    backward = attention_s(h100, flops=2.5 * flops, num_bytes=2 * num_bytes, backward=True, **sizes)
+    assert 2.5 * flops / backward == pytest.approx(376e12, rel=0.05)
 
 
 def test_a_large_copy_reaches_memory_bandwidth(h100: ReplayRates) -> None:
@@ -289,7 +289,7 @@ def test_empty_work_takes_no_time(h100: ReplayRates) -> None:
 def test_tiny_work_takes_a_launch(h100: ReplayRates) -> None:
     assert 4e-6 < gemm(h100, 1, 1, 1) < 7e-6
     assert gemm(h100, 8, 8, 0) > 0
-    assert 1e-6 < fusion_s(h100, KernelWork(4, 4, {("add", "f32"): 1}, 1)) < 5e-6
+    assert 0.8e-6 < fusion_s(h100, KernelWork(4, 4, {("add", "f32"): 1}, 1)) < 2e-6
     assert all(5e-6 < collective(h100, kind, 4) < 60e-6 for kind in KINDS)
     assert all(0 < collective(h100, kind, 4, 1, 1) < 60e-6 for kind in KINDS)
 

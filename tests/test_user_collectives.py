@@ -320,7 +320,7 @@ def exported(text: str) -> dict[str, Any]:
 def test_an_output_that_is_gathered_is_exported_too() -> None:
     register(STRANGE)
     program = programs.PROGRAMS["mlp_adam"]()
-    plan = plan_of(program.step, program.args(), mesh="8", pin={})
+    plan = plan_of(program.step, program.args(), mesh="2x4", pin={})
     assert any(
         one.by and one.node == len(program_of(program.step, program.args(), carry=None, donate=None).graph.nodes)
         for one in plan.constraints

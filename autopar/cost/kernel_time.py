@@ -21,6 +21,17 @@ from autopar.ir.mesh import MeshShape
 
 #: Bytes of an element of a GEMM's operands and results.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
+#: Bytes that a thread loads at once from a row that is aligned to as many.
+ALIGNED_BYTES = 16
+#: How many times longer loads of rows take that are aligned to fewer bytes. 2 and 4: measured on an H100
+#: (benchmarks/results/kernels.md); 8: an assumption between 4 and 16; 1: as 2.
+_UNALIGNED_LOADS = {1: 5.7, 2: 5.7, 4: 3.4, 8: 1.8}
+#: Loads of both operands of an aligned tile, in units of the time of its products; by the same measurements.
+_LOADS_OF_PRODUCTS = 0.84
+#: The same for the bytes of a result, in units of their time at the memory rate, less the aligned one.
+_UNALIGNED_STORES = 0.75
+#: The share of the memory rate at which scattered rows are read and written, by the same measurements.
+_SCATTERED_READS, _SCATTERED_WRITES = 0.8, 0.35
 #: Elements of the result in one core's output tile.
 _TILE = 128 * 128
 #: Most cores that share a tile.
@@ -53,7 +64,10 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
         estimator = profile.xla_estimator
         reading = min(memory, op.num_blocks * estimator.block_bytes_per_s)
         vector *= min(1.0, op.num_blocks / estimator.num_cores)
-    traffic = op.read_bytes / reading + op.written_bytes / memory
+    writing = memory
+    if op.scattered_rows:
+        reading, writing = reading * _SCATTERED_READS, writing * _SCATTERED_WRITES
+    traffic = op.read_bytes / reading + op.written_bytes / writing
     if op.gemm is not None and op.kind == "gemm":
         return {"matrix units": _gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
     matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops)
@@ -73,10 +87,15 @@ def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
     m, n = (math.ceil(size / _TILE_SIDE) * _TILE_SIDE for size in (gemm.m, gemm.n))
     sustained = 2.0 * gemm.batch * m * n * gemm.k / profile.matrix_rate(gemm.dtype)
     size, out_size = ITEMSIZE.get(gemm.dtype, 1), ITEMSIZE.get(gemm.out_dtype, 2)
+    left, right, out = (_UNALIGNED_LOADS.get(one, 1.0) for one in gemm.aligned_bytes)
+    stored = gemm.batch * gemm.m * gemm.n * out_size / profile.memory_bytes_per_s
+    unaligned = _UNALIGNED_STORES * (out - 1.0) * stored if profile.platform == "gpu" else 0.0
+    if profile.platform == "gpu":
+        sustained *= max(1.0, _LOADS_OF_PRODUCTS * (left + right) / 2)
     estimator = profile.xla_estimator
     fit = estimator.gemms.get(_FITTED.get(size, "")) if estimator else None
     if estimator is None or fit is None:
-        return sustained
+        return sustained + unaligned
     tiles = max(1, math.ceil(gemm.batch * m * n / _TILE))
     fitted = fitted_gemm_seconds(
         gemm.batch,
@@ -88,7 +107,7 @@ def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
         estimator.num_cores,
         num_splits=min(_MOST_SPLITS, max(1, estimator.num_cores // tiles)),
     )
-    return max(sustained, fitted - profile.kernel_launch_s)
+    return max(sustained, fitted - profile.kernel_launch_s) + unaligned
 
 
 def fitted_gemm_seconds(

@@ -8,6 +8,7 @@ devices; `detect` maps JAX's name of a device to the name of its profile.
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -236,8 +237,12 @@ class HardwareProfile:
 
 
 def _matrix_dtype(dtype: str) -> str:
-    """The dtype at whose rate the matrix units run this dtype."""
-    return "float8" if dtype.startswith(("float8", "float6", "float4")) else _RUNS_AS.get(dtype, dtype)
+    """The dtype at whose rate the matrix units run this dtype.
+
+    >>> _matrix_dtype("float8_e4m3fn"), _matrix_dtype("float64")
+    ('float8', 'float64')
+    """
+    return "float8" if re.match(r"float[468](_|$)", dtype) else _RUNS_AS.get(dtype, dtype)
 
 
 def load(name_or_path: str | Path) -> HardwareProfile:

@@ -19,7 +19,12 @@ OpKind = Literal["gemm", "convolution", "fusion", "collective", "other", "view",
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One GEMM on one device: `batch` times [m, k] @ [k, n], in the operands' dtype."""
+    """One GEMM on one device: `batch` times [m, k] @ [k, n], in the operands' dtype.
+
+    Args:
+        aligned_bytes: for both operands and the result, the largest power of two, up to 16, that divides the bytes of a row
+            in memory.
+    """
 
     batch: int
     m: int
@@ -27,6 +32,7 @@ class Gemm:
     k: int
     dtype: str
     out_dtype: str
+    aligned_bytes: tuple[int, int, int] = (16, 16, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +64,12 @@ class Op:
         reads, writes: positions of buffers.
         read_bytes, written_bytes: device memory traffic (a slice reads part of a buffer).
         reread_bytes, broadcast_bytes: repeated reads from a cache, of operands above and below a quarter of a MiB.
+        scattered_rows: whether its thread blocks read and write one row in each of several places.
+        recounted_bytes: further reads that XLA's cost analysis counts: from memory and from either cache.
         spared_bytes: untouched bytes of a buffer that it updates in place; XLA's estimator counts them as read and
             written.
-        flops: arithmetic outside matrix units, weighted by the operations per element of each primitive.
+        flops: arithmetic outside matrix units, weighted by the instructions per element of each primitive;
+            `counted_flops` is that of XLA's cost analysis.
         matrix_flops: arithmetic inside matrix units by operand dtype; for a GEMM see `gemm`.
         num_nodes: number of the graph's nodes that are fused in it.
         gemm: shape of a GEMM.
@@ -96,6 +105,9 @@ class Op:
     spared_bytes: float = 0.0
     matrix_flops: tuple[tuple[str, float], ...] = ()
     overwrites: tuple[int, ...] = ()
+    recounted_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    counted_flops: float = 0.0
+    scattered_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

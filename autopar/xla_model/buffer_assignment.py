@@ -20,9 +20,9 @@ from autopar.ir.graph import Graph
 from autopar.rules.table import traits_of
 from autopar.xla_model.dot_merger import merge_dots
 from autopar.xla_model.fusion_pipeline import fuse
+from autopar.xla_model.kernel_work import KernelWork, Work
 from autopar.xla_model.kernels import Fused, num_blocks, num_launches
-from autopar.xla_model.latency_estimator import cycles
-from autopar.xla_model.spmd_partition import EXPANDED, Instruction, LocalProgram, local_program
+from autopar.xla_model.spmd_partition import Instruction, LocalProgram, local_program
 
 _SECTOR_BYTES = 32  # the least that an access to device memory moves
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
@@ -40,7 +40,7 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
         merge_dots(local, f.graph)
     kernels = fuse(local, profile, f.graph)
     inner_axes = _inner_axes(f, explicit, local) if profile.platform == "gpu" else {}
-    made = _Builder(local, kernels, profile, loops, f.graph.carried, inner_axes).build()
+    made = _Builder(local, kernels, profile, loops, f.graph, inner_axes).build()
     separate = tuple(kernel.separate for kernel in kernels if kernel.separate)
     return replace(made, ops=_with_whole_barriers(made.ops, f.graph), unfused=separate, reassociated=local.reassociated)
 
@@ -113,17 +113,19 @@ class _Builder:
         kernels: Sequence[Fused],
         profile: HardwareProfile,
         loops: tuple[LoopSpan, ...],
-        carried: Sequence[tuple[int, int]],
+        graph: Graph,
         inner_axes: Mapping[int, Collection[str]],
     ) -> None:
         self.instructions, self.kernels, self.loops = local.instructions, kernels, loops
         self.inner_axes = inner_axes
-        self.profile, self.estimator = profile, profile.xla_estimator
+        self.profile = profile
+        self.work = KernelWork(local.instructions, profile.xla_estimator) if profile.platform == "gpu" else None
+        self.values = graph.values
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
         self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
         self.last_read = {operand: n for n, kernel in enumerate(kernels) for operand in kernel.operands}
-        self.in_place_roots = self._in_place_roots(local, carried)
+        self.in_place_roots = self._in_place_roots(local, graph.carried)
         self.buffers: list[Buffer] = []
         self.buffer_of: dict[int, int] = {}
 
@@ -205,20 +207,28 @@ class _Builder:
                 found |= set(chain)
         return found
 
-    def _op(self, kernel: Fused, n: int) -> Op:
-        one = self.instructions[kernel.roots[0]]
-        flops, reads = self._work(kernel)
-        first = reread = small = 0.0
-        for operand in kernel.operands:
-            size, times = self.instructions[operand].num_bytes, reads.get(operand, 0.0)
+    def _read(self, work: Work) -> tuple[float, float, float]:
+        """Bytes read from memory, again from the device's cache, and again from the cores' caches."""
+        first = again = near = 0.0
+        for operand, times in work.reads.items():
+            size = self.instructions[operand].num_bytes
             first += size * min(times, 1.0)
             rest = size * max(times - 1.0, 0.0)
             if size < self.profile.near_cache_bytes:
-                small += rest
+                near += rest
             elif size < self.profile.cache_bytes:
-                reread += rest
+                again += rest
             else:
                 first += rest
+        return first, again, near
+
+    def _op(self, kernel: Fused, n: int) -> Op:
+        one = self.instructions[kernel.roots[0]]
+        work = analyzed = Work(kernel.flops, kernel.operands)
+        if self.work is not None:
+            work, analyzed = self.work.emitted(kernel), self.work.analyzed(kernel)
+        first, reread, small = emitted = self._read(work)
+        recounted = tuple(counted - read for counted, read in zip(self._read(analyzed), emitted, strict=True))
         written = sum(self.instructions[root].num_bytes for root in kernel.roots)
         in_place = traits_of(one.primitive).in_place
         if in_place == "slice":  # XLA's estimator counts the updated slice only
@@ -241,9 +251,12 @@ class _Builder:
             read_bytes=first,
             reread_bytes=reread,
             broadcast_bytes=small,
+            recounted_bytes=(recounted[0], recounted[1], recounted[2]),
             written_bytes=written,
             spared_bytes=spared,
-            flops=flops,
+            flops=work.flops,
+            counted_flops=analyzed.flops,
+            scattered_rows=self.work is not None and self.work.has_scattered_rows(kernel, self.values),
             matrix_flops=one.matrix_flops,
             num_nodes=len(kernel.members),
             gemm=one.gemm or one.convolution,
@@ -286,50 +299,6 @@ class _Builder:
         return sums <= 1 and any(
             root in computed and self.instructions[root].num_bytes == one.num_bytes for root in kernel.roots
         )
-
-    def _work(self, kernel: Fused) -> tuple[float, dict[int, float]]:
-        """FLOPs of a kernel and reads per element of each operand, as XLA's cost analysis counts them.
-
-        Uses of an element at the same position compute it once. A use at another position, such as a reduction's or a
-        broadcast's, computes it again (openxla/xla, gpu_hlo_cost_analysis.cc).
-        """
-        if kernel.tiled and self.estimator is not None:  # a tiled kernel reads each row once
-            own = sum(self._flops(self.instructions[i]) for i in set(kernel.members))
-            return own, {operand: min(read, 1.0) for operand, read in kernel.operands.items()}
-        if self.estimator is None or (len(kernel.members) == 1 and len(kernel.roots) == 1):
-            one = self.instructions[kernel.roots[0]]
-            if self.estimator is None:
-                return kernel.flops, dict(kernel.operands)
-            own = EXPANDED.get(one.primitive, 1.0)
-            return self._flops(one), {operand: read / own for operand, read in kernel.operands.items()}
-        inside = set(kernel.members)
-        places: dict[int, set[int]] = {root: {-1} for root in kernel.roots}
-        times: dict[int, float] = defaultdict(float)
-        times[-1] = 1.0
-        flops = 0.0
-        for at in sorted(inside, reverse=True) + sorted(kernel.operands, reverse=True):
-            if at not in places:
-                continue
-            here = sum(times[place] for place in places[at])
-            if at not in inside:
-                continue
-            one = self.instructions[at]
-            flops += here * self._flops(one)
-            moves = one.kind != "loop" or one.primitive == "cut" or traits_of(one.primitive).moves
-            for operand, read in one.operands.items():
-                read /= EXPANDED.get(one.primitive, 1.0)
-                if moves or read != 1.0:  # a smaller operand is broadcast
-                    places.setdefault(operand, set()).add(operand)
-                    times[operand] += here * read
-                else:
-                    places.setdefault(operand, set()).update(places[at])
-        return flops, {operand: sum(times[place] for place in places.get(operand, ())) for operand in kernel.operands}
-
-    def _flops(self, one: Instruction) -> float:
-        assert self.estimator is not None
-        if not one.flops or one.kind == "unfusible":
-            return one.flops
-        return one.elements * one.reduces * cycles(one.primitive, one.dtype, self.estimator)
 
 
 def _kind(one: Instruction) -> OpKind:

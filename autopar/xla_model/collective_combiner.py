@@ -186,7 +186,7 @@ def _packed(ops: Sequence[Op], buffer: int) -> list[Op]:
     whole = _combined(ops)
     size = whole.payload_bytes
     itemsize = {"float64": 8, "bfloat16": 2, "float16": 2}.get(whole.dtype, 4)
-    into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, flops=6 * size / itemsize)
+    into = Op("fusion", whole.node, whole.reads, (buffer,), size, size, counted_flops=6 * size / itemsize)
     out = [
         Op("fusion", op.node, (buffer + 1,), op.writes, op.payload_bytes, op.payload_bytes, num_blocks=0.0)
         for op in ops

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from autopar.ir.device_program import Gemm
 from autopar.ir.graph import Graph
 from autopar.xla_model.local_program import Instruction, LocalProgram
 
@@ -144,7 +143,7 @@ def _apply(program: LocalProgram, groups: list[_Merged]) -> None:
             operands=operands,
             elements=elements,
             num_bytes=sum(one.num_bytes for one in members),
-            gemm=Gemm(gemm.batch, rows, group.columns, gemm.k, gemm.dtype, gemm.out_dtype),
+            gemm=replace(gemm, m=rows, n=group.columns),
         )
         program.instructions.append(whole)
         at = len(program.instructions) - 1

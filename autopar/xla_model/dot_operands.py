@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.cost.kernel_time import ALIGNED_BYTES, ITEMSIZE
 from autopar.ir.device_program import Gemm
 from autopar.ir.graph import Node, Value
 from autopar.rules.table import traits_of
@@ -32,15 +33,15 @@ class DotOperands:
         if node.primitive == "ragged_dot_general":
             return self._masked_rows(n, node, operands, shapes[0])
         if node.primitive == "dot_general":
-            operands = [(self._in_batch_order(n, node, i, at), shape) for i, (at, shape) in enumerate(operands)]
+            operands = [(self._in_batch_order(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
             return [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         return operands
 
-    def _in_batch_order(self, n: int, node: Node, index: int, at: int) -> int:
+    def _in_batch_order(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
         """Transpose a matmul's operand so that its batch dims are outermost, once for all users."""
         _, batch = node.params["dimension_numbers"]
-        dims = batch[index]
-        if tuple(dims) == tuple(range(len(dims))):
+        dims = [dim for dim in batch[index] if shape[dim] != 1]
+        if dims == [dim for dim, size in enumerate(shape) if size != 1][: len(dims)]:
             return at
         if at in self.laid_out:
             return self.laid_out[at]
@@ -122,7 +123,8 @@ class DotOperands:
         if node.primitive == "ragged_dot_general":
             dense = dense_product(node.params, operands[0][1], operands[1][1], shapes[0])
             result = self.b.graph.values[node.results[0]].dtype
-            return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result)
+            aligned = _aligned_bytes(operands, shapes[0], (values[0].dtype, values[1].dtype, result))
+            return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result, aligned)
         if node.primitive != "dot_general" or len(operands) != 2 or is_outer_product(node):
             return None
         (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
@@ -131,4 +133,20 @@ class DotOperands:
         batch = math.prod(left[d] for d in left_batch)
         m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
         n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
-        return Gemm(batch, m, n, k, values[0].dtype, self.b.graph.values[node.results[0]].dtype)
+        result = self.b.graph.values[node.results[0]].dtype
+        aligned = _aligned_bytes(operands, shapes[0], (values[0].dtype, values[1].dtype, result))
+        return Gemm(batch, m, n, k, values[0].dtype, result, aligned)
+
+
+def _aligned_bytes(
+    operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...], dtypes: tuple[str, str, str]
+) -> tuple[int, int, int]:
+    """The alignment of the rows of a matmul's operands and result, by their local shapes in the order of their dims."""
+    shapes = (operands[0][1], operands[1][1], result)
+    left, right, out = (_row_alignment(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
+    return left, right, out
+
+
+def _row_alignment(shape: tuple[int, ...], dtype: str) -> int:
+    sizes = [size for size in shape if size != 1]
+    return math.gcd(ALIGNED_BYTES, sizes[-1] * ITEMSIZE.get(dtype, 1)) if len(sizes) > 1 else ALIGNED_BYTES

@@ -56,7 +56,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("softmax rewriter", ("softmax_rewriter",), (f"{_GPU}/softmax_rewriter_triton.cc",)),
     Pass(
         "priority fusion",
-        ("fusion_pipeline", "priority_fusion", "kernels"),
+        ("fusion_pipeline", "priority_fusion", "kernels", "kernel_work"),
         (f"{_GPU}/priority_fusion.cc", "xla/service/gpu/model/gpu_performance_model_base.cc"),
     ),
     Pass(

@@ -43,7 +43,7 @@ class InstructionKinds:
                 return "alias"
             if traits.uniform and result.size == first.size:
                 return "alias"
-            if traits.permutes and self._is_layout(node):
+            if traits.permutes and self._is_layout(node, operands[0][1]):
                 return "alias"
         if traits.reduces:
             return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
@@ -57,12 +57,14 @@ class InstructionKinds:
             return True
         return node.primitive not in RULES and rule_for(NodeView.of(node, self.b.graph)) is None
 
-    def _is_layout(self, node: Node) -> bool:
-        """Whether a transpose copies nothing: a matmul reads operands and writes results in either memory layout."""
-        if self._of_outer_product(node.operands[0]):
+    def _is_layout(self, node: Node, shape: Sequence[int]) -> bool:
+        """Whether a transpose copies nothing: it moves dims of one element alone, or a matmul is next to it, which reads
+        operands and writes results in either memory layout."""
+        moved = _without_units(node.params["permutation"], shape)
+        if moved == sorted(moved) or self._of_outer_product(node.operands[0]):
             return True
         next_to_dot = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
-        return next_to_dot and _swaps_halves(node.params["permutation"])
+        return next_to_dot and _swaps_halves(moved)
 
     def _from_dot(self, value: int | None) -> bool:
         return value is not None and self.b.program.instructions[self.b.at[value]].gemm is not None
@@ -91,6 +93,16 @@ class InstructionKinds:
 def is_outer_product(node: Node) -> bool:
     """Whether a node is a `dot_general` without contracting dims: XLA rewrites it to a multiply (DotDecomposer)."""
     return node.primitive == "dot_general" and not node.params["dimension_numbers"][0][0]
+
+
+def _without_units(permutation: Sequence[int], shape: Sequence[int]) -> list[int]:
+    """A permutation of the dims that have more than one element.
+
+    >>> _without_units((3, 0, 1, 2), (64, 12, 512, 1)), _without_units((1, 2, 0), (4, 1, 8))
+    ([0, 1, 2], [1, 0])
+    """
+    kept = [dim for dim, size in enumerate(shape) if size != 1]
+    return [kept.index(dim) for dim in permutation if dim in kept]
 
 
 def _swaps_halves(permutation: Sequence[int]) -> bool:

@@ -125,8 +125,9 @@ class KernelPrice:
 
     def __init__(self, instructions: Sequence[Instruction], profile: HardwareProfile) -> None:
         self.instructions = instructions
-        self.rate, self.bandwidth = profile.vector_flops_per_s, profile.hbm_bytes_per_s
         estimator = profile.xla_estimator
+        self.rate = estimator.scalar_flops_per_s if estimator else profile.vector_flops_per_s
+        self.bandwidth = profile.hbm_bytes_per_s
         self.block_bandwidth = estimator.block_bytes_per_s if estimator else math.inf
         self.num_cores = estimator.num_cores if estimator else 1
         self.sizes: list[float] = []

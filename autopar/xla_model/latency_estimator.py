@@ -34,7 +34,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import lru_cache
-from operator import truediv
+from operator import add, truediv
 
 from autopar.cost.kernel_time import ITEMSIZE, fitted_gemm_seconds, op_seconds
 from autopar.cost.user_collectives import registered
@@ -91,9 +91,9 @@ def fusion_seconds(op: Op, estimator: EstimatorProfile) -> float:
         most = op.num_blocks * estimator.block_bytes_per_s
         rates = tuple(min(each, most) for each in rates)
         scalar *= min(1.0, op.num_blocks / estimator.num_cores)
-    reads = (op.read_bytes + op.spared_bytes, op.reread_bytes, op.broadcast_bytes)
+    reads = map(add, (op.read_bytes + op.spared_bytes, op.reread_bytes, op.broadcast_bytes), op.recounted_bytes)
     memory = sum(map(truediv, reads, rates)) + (op.written_bytes + op.spared_bytes) / rate
-    arithmetic = op.flops / scalar
+    arithmetic = op.counted_flops / scalar
     return arithmetic + memory - estimator.parallel_fraction * min(arithmetic, memory)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.rules.table import traits_of
+from autopar.xla_model.kernel_work import KernelWork
 from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, Fused, KernelPrice, num_blocks
 from autopar.xla_model.local_program import Instruction, LocalProgram
 
@@ -60,6 +61,7 @@ class MultiOutputFusion:
     ) -> None:
         self.instructions = program.instructions
         self.price = KernelPrice(program.instructions, profile)
+        self.work = KernelWork(program.instructions, profile.xla_estimator)
         self.kernels = kernels
         self.computed = _Computed(program, graph) if graph else None
         self.outputs = {at for at in program.outputs if at is not None}
@@ -198,15 +200,16 @@ class MultiOutputFusion:
         return self.price.seconds(blocks, kernel.flops, kernel.operands, written)
 
     def _fused_seconds(self, a: int, b: int) -> float:
-        """Seconds of a and b as one kernel; where b reads a's result, it recomputes that."""
+        """Seconds of a and b as one kernel, which computes a's result for each of b's uses at another position."""
         above, below = self.kernels[a], self.kernels[b]
         written = sum(self.instructions[root].num_bytes for root in (*above.roots, *below.roots))
         operands = {o: times for o, times in below.operands.items() if o not in above.roots}
-        recomputed = above.flops if len(operands) < len(below.operands) else 0.0
+        reads = self.work.analyzed(below).reads
+        computed = max(1.0, *(reads.get(root, 0.0) for root in above.roots))
         for operand, times in above.operands.items():
             operands[operand] = operands.get(operand, 0.0) + times
         blocks = num_blocks(self.instructions, (*below.roots, *above.roots), operands)
-        return self.price.seconds(blocks, above.flops + recomputed + below.flops, operands, written)
+        return self.price.seconds(blocks, computed * above.flops + below.flops, operands, written)
 
     def _fits(self, a: int, b: int) -> bool:
         """Whether the operands, outputs and reductions of two kernels fit into one."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.xla_compiler.hlo_collectives import KINDS
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module
-from autopar.xla_replay.fused_work import FusedWork, fused_work, moves_contiguous_dim
+from autopar.xla_replay.fused_work import FusedWork, fused_work, has_scattered_rows, moves_contiguous_dim
 from autopar.xla_replay.gemm_time import gemm_s, peak_flops_per_s
 from autopar.xla_replay.kernel_time import (
     KernelWork,
@@ -83,7 +83,7 @@ class DevicePrices:
         if opcode == "dot":
             gemm = dot_gemm(computation, one)
             moved = sum(computation.shape_of(operand).num_bytes for operand in one.operands) + one.shape.num_bytes
-            return self._kernel("gemm", self._gemm(gemm), gemm.flops, moved, gemm.lhs_dtype)
+            return self._kernel("gemm", self._gemm(gemm), gemm.flops, moved, gemm.unit_dtype or gemm.lhs_dtype)
         if opcode in ("send", "recv"):
             return self.transfers.peer(one)
         return self._elementwise(module, computation, one)
@@ -94,17 +94,17 @@ class DevicePrices:
         work = fused_work(module, inner)
         notes: tuple[str, ...] = ()
         gemms = [dot_gemm(*dot) for dot in work.dots]
-        fused = self._fused_s(work, self._cached(computation, one, work))
+        fused = self._fused_s(work, self._cached(computation, one, work), has_scattered_rows(one))
         seconds, flops, dtype = sum(map(self._gemm, gemms)), sum(gemm.flops for gemm in gemms), "f32"
         for within, heavy in work.heavy:
             price = self._library(within, heavy, library_call(within, heavy))
             seconds, flops, notes = seconds + price.seconds, flops + price.flops, (*notes, *price.notes)
         if gemms:
-            dtype = gemms[0].lhs_dtype
+            dtype = gemms[0].unit_dtype or gemms[0].lhs_dtype
         kind = "gemm" if gemms else _fusion_kind(work)
         return self._kernel(kind, max(seconds, fused), flops, work.num_bytes, dtype, notes)
 
-    def _fused_s(self, work: FusedWork, cached: float = 0.0) -> float:
+    def _fused_s(self, work: FusedWork, cached: float = 0.0, scattered_rows: bool = False) -> float:
         largest = max(work.read_bytes, default=0.0)
         return fusion_s(
             self.rates,
@@ -118,6 +118,7 @@ class DevicePrices:
                 transpose=work.is_transpose and not work.dots,  # a tile of an operand is loaded either way
                 column_reduction=work.is_column_reduction,
                 gather=work.is_gather,
+                scattered_rows=scattered_rows and not (work.is_transpose or work.is_column_reduction or work.dots),
                 scatter_updates=work.scattered,
             ),
         )
@@ -145,6 +146,8 @@ class DevicePrices:
             lhs_dtype=gemm.lhs_dtype,
             rhs_dtype=gemm.rhs_dtype,
             out_dtype=gemm.out_dtype,
+            unit_dtype=gemm.unit_dtype,
+            aligned_bytes=gemm.aligned_bytes,
         )
 
     def _library(self, computation: Computation, one: Instruction, call: LibraryCall) -> KernelPrice:

@@ -44,6 +44,8 @@ FREE = frozenset(
 )
 #: The least that an access to memory moves.
 _SECTOR_BYTES = 32
+#: The least that a GPU compares and swaps.
+_WORD_BYTES = 4
 _PARTIAL = frozenset(("slice", "dynamic-slice", "gather"))
 _WHOLE = frozenset(("dot", "convolution", "sort", "reduce-window", "select-and-scatter", "scan"))
 
@@ -217,7 +219,13 @@ class _Counter:
 
 
 def _accesses(scatter: Instruction, updates: Shape) -> float:
-    """Memory accesses of a scatter. Threads of one warp that update contiguous elements access their sector once."""
+    """Memory accesses of a scatter.
+
+    Threads of one warp that update contiguous elements access their sector once, unless elements are smaller than a word:
+    each word is then compared and swapped by itself.
+    """
+    if _itemsize(updates) < _WORD_BYTES:
+        return updates.num_bytes / _WORD_BYTES
     window, contiguous = scatter.numbers("update_window_dims"), 1
     for dim in itertools.takewhile(window.__contains__, updates.minor_to_major):
         contiguous *= updates.dims[dim]
@@ -234,6 +242,24 @@ def _shifts_of_rotation(computation: Computation, one: Instruction) -> tuple[str
         return ()
     same = len({shift.operands[0] for shift in shifts}) == 1
     return tuple(shift.name for shift in shifts) if same else ()
+
+
+def has_scattered_rows(one: Instruction) -> bool:
+    """Whether a tile of a Triton kernel takes rows from several places, as the tile that XLA chose says.
+
+    Its row is what it has of the dims from the contiguous one up to the first that it does not have as a whole; a reduced
+    dim is not in the result, and is part of a row.
+    """
+    tiles = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', one.attributes)
+    if tiles is None:
+        return False
+    sizes, dims = [int(size) for size in re.findall(r"\d+", tiles[1])], one.shape.leaves[0].dims
+    if len(sizes) != len(dims):
+        return False
+    inner = len(dims)
+    while inner and sizes[inner - 1] >= dims[inner - 1]:
+        inner -= 1
+    return any(size > 1 for size in sizes[: max(0, inner - 1)])
 
 
 def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:

@@ -81,6 +81,8 @@ def gemm_s(
     lhs_dtype: str,
     rhs_dtype: str,
     out_dtype: str,
+    unit_dtype: str = "",
+    aligned_bytes: tuple[int, int, int] = (16, 16, 16),
     rhs_k_major: bool = True,
     lhs_bytes: float | None = None,
 ) -> float:
@@ -89,6 +91,8 @@ def gemm_s(
     Args:
         lhs_dtype, rhs_dtype, out_dtype: HLO's names, such as `bf16` or `f8e4m3fn`. The slower operand decides the rate of
             the tensor cores; the result's dtype only decides the bytes that are written.
+        unit_dtype: dtype that decides the rate instead of the operands'.
+        aligned_bytes: alignment of the rows of the left operand, the right operand and the result in memory.
         rhs_k_major: whether the right operand is stored with k innermost. 8-bit tensor cores of Hopper read no other
             order; XLA then transposes it in an instruction of its own. False adds that transposition here.
         lhs_bytes: bytes of the left operand in memory, where they are not batch x m x k elements: a convolution reads
@@ -99,7 +103,7 @@ def gemm_s(
     """
     if min(batch, m, n) <= 0:
         return 0.0
-    sides = [_rates_of(rates, dtype) for dtype in (lhs_dtype, rhs_dtype)]
+    sides = [_rates_of(rates, dtype) for dtype in ([unit_dtype] if unit_dtype else (lhs_dtype, rhs_dtype))]
     slower = min(sides, key=lambda side: side.peak_flops_per_s)
     one = np.array([[batch], [m], [n], [k]], float)
     found = gemm_seconds(
@@ -111,6 +115,7 @@ def gemm_s(
         one[3],
         (dtype_bytes(lhs_dtype), dtype_bytes(rhs_dtype), dtype_bytes(out_dtype)),
         multiplications=_COMPLEX.get(lhs_dtype, 1),
+        aligned_bytes=aligned_bytes,
         rhs_k_major=rhs_k_major,
         lhs_bytes=lhs_bytes,
     )
@@ -127,6 +132,7 @@ def gemm_seconds(
     element_bytes: tuple[float, float, float],
     *,
     multiplications: int = 1,
+    aligned_bytes: tuple[int, int, int] = (16, 16, 16),
     rhs_k_major: bool = True,
     lhs_bytes: float | None = None,
 ) -> Any:
@@ -141,6 +147,7 @@ def gemm_seconds(
         Array of shape (num_gemms,).
     """
     lhs, rhs, out = element_bytes
+    lhs_cost, rhs_cost, out_cost = (gemm.alignment_cost.get(one, 1.0) for one in aligned_bytes)
     batch, m, n, k = (dim[:, None] for dim in (batch, m, n, k))
     rows, columns, split = _CANDIDATES
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
@@ -148,10 +155,11 @@ def gemm_seconds(
     sm_flops_per_s = gemm.peak_flops_per_s * gemm.efficiency / device.num_sms
     sm_memory_bytes_per_s = device.hbm_bytes_per_s / device.num_sms
     multiply = 2.0 * multiplications * rows * columns / sm_flops_per_s
-    load = (np.minimum(rows, m) * lhs + np.minimum(columns, n) * rhs) / (gemm.load_bytes_per_clock * device.clock_hz)
+    loaded = np.minimum(rows, m) * lhs * lhs_cost + np.minimum(columns, n) * rhs * rhs_cost
+    load = loaded / (gemm.load_bytes_per_clock * device.clock_hz)
     inner = np.ceil(k / split / _SLICE) * _SLICE * np.maximum(np.maximum(multiply, load), gemm.k_latency_s)
     stored = np.minimum(rows, m) * np.minimum(columns, n) * np.where(split > 1, max(out, _PARTIAL_SUM_BYTES), out)
-    store = gemm.store_cost * stored / sm_memory_bytes_per_s
+    store = gemm.store_cost * out_cost * stored / sm_memory_bytes_per_s
     partial_sums = (split + 1) * batch * m * n * _PARTIAL_SUM_BYTES / device.l2_bytes_per_s
     reduce = np.where(split > 1, gemm.split_s + partial_sums, 0.0)
     lhs_total = batch * m * k * lhs if lhs_bytes is None else lhs_bytes

@@ -2,7 +2,7 @@
 
 In: bytes, operation counts, parallelism, `ReplayRates`. Out: seconds of the kernel on the device.
 
-A fused kernel takes its launch, the latency of the first read, and the slower of memory and arithmetic. Both depend on
+A fused kernel takes its launch, the first read included, and the slower of memory and arithmetic. Both depend on
 how far the kernel fills the GPU: memory bandwidth needs enough reads in flight (Little's law), arithmetic needs a block
 on every SM.
 """
@@ -100,6 +100,7 @@ class KernelWork:
         transpose: whether it permutes dimensions, the innermost one included.
         column_reduction: whether it reduces a dimension other than the innermost one.
         gather: whether it reads rows by index.
+        scattered_rows: whether a block reads and writes one row in each of several places.
         scatter_updates: elements that it adds or writes by index.
         passes: times that the bytes are read and written, for a sort.
     """
@@ -113,6 +114,7 @@ class KernelWork:
     transpose: bool = False
     column_reduction: bool = False
     gather: bool = False
+    scattered_rows: bool = False
     scatter_updates: float = 0.0
     passes: float = 1.0
 
@@ -135,7 +137,7 @@ def fusion_s(rates: ReplayRates, work: KernelWork) -> float:
     """Seconds of one kernel of XLA's code generator."""
     if work.num_elements <= 0 or work.bytes_read + work.bytes_written <= 0:
         return 0.0
-    launch = rates.kernels.launch_s + rates.device.hbm_latency_s * (2 if work.column_reduction else 1)
+    launch = rates.kernels.launch_s + (rates.device.hbm_latency_s if work.column_reduction else 0.0)
     return launch + max(_memory_s(rates, work), _arithmetic_s(rates, work), _scatter_s(rates, work))
 
 
@@ -202,7 +204,7 @@ def convolution_s(
     vector_per_s = rates.vector.fp32 * rates.device.num_sms * rates.device.clock_hz * _DEPTHWISE_EFFICIENCY
     written = output_positions * output_features * dtype_bytes(out_dtype)
     memory = (activations + written) / (rates.device.hbm_bytes_per_s * rates.device.hbm_efficiency)
-    return min(implicit, launch + rates.device.hbm_latency_s + max(multiplies / vector_per_s, memory))
+    return min(implicit, launch + max(multiplies / vector_per_s, memory))
 
 
 def attention_s(
@@ -247,7 +249,7 @@ def custom_call_s(
     share = rates.kernels.custom_efficiency if efficiency is None else efficiency
     compute = flops / (peak_flops_per_s(rates, dtype) * share) if flops > 0 else 0.0
     memory = num_bytes / (rates.device.hbm_bytes_per_s * rates.device.hbm_efficiency)
-    return rates.kernels.launch_s + rates.device.hbm_latency_s + max(compute, memory)
+    return rates.kernels.launch_s + max(compute, memory)
 
 
 def _memory_s(rates: ReplayRates, work: KernelWork) -> float:
@@ -259,13 +261,15 @@ def _memory_s(rates: ReplayRates, work: KernelWork) -> float:
         kernels.transpose_efficiency if work.transpose else 1.0,
         kernels.column_reduction_efficiency if work.column_reduction else 1.0,
         kernels.gather_efficiency if work.gather else 1.0,
+        kernels.scattered_read_efficiency if work.scattered_rows else 1.0,
     )
+    write = kernels.scattered_write_efficiency / kernels.scattered_read_efficiency if work.scattered_rows else 1.0
     hbm = min(device.hbm_bytes_per_s * device.hbm_efficiency, in_flight_bytes / device.hbm_latency_s) * pattern
     l2 = (
         min(device.l2_bytes_per_s, 2 * in_flight_bytes / device.hbm_latency_s) * pattern
     )  # an L2 hit takes half as long
     cached = min(work.cached_bytes, work.bytes_read)
-    return work.passes * ((work.bytes_read - cached + work.bytes_written) / hbm + cached / l2)
+    return work.passes * ((work.bytes_read - cached + work.bytes_written / write) / hbm + cached / l2)
 
 
 def _arithmetic_s(rates: ReplayRates, work: KernelWork) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from autopar.xla_compiler.hlo_text import Computation, Instruction, Shape
+from autopar.xla_compiler.hlo_text import Computation, Instruction, Shape, itemsize
 
 #: Which of the three convolutions of a train step.
 Direction = Literal["forward", "input_gradient", "filter_gradient"]
@@ -20,7 +20,14 @@ Direction = Literal["forward", "input_gradient", "filter_gradient"]
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """`batch` products of an m x k by a k x n matrix. Dtypes are HLO's names."""
+    """`batch` products of an m x k by a k x n matrix.
+
+    Args:
+        lhs_dtype, rhs_dtype, out_dtype: HLO's names of what is in memory.
+        unit_dtype: dtype that the tensor cores multiply; empty for that of the operands.
+        aligned_bytes: for the left operand, the right one and the result, the largest power of two, up to 16, that
+            divides the bytes of a row in memory.
+    """
 
     batch: int
     m: int
@@ -29,6 +36,8 @@ class Gemm:
     lhs_dtype: str
     rhs_dtype: str
     out_dtype: str
+    unit_dtype: str = ""
+    aligned_bytes: tuple[int, int, int] = (16, 16, 16)
 
     @property
     def flops(self) -> float:
@@ -122,7 +131,9 @@ def dot_gemm(computation: Computation, dot: Instruction) -> Gemm:
     lhs, rhs = (computation.shape_of(operand) for operand in dot.operands[:2])
     batch = math.prod(lhs.dims[dim] for dim in dot.numbers("lhs_batch_dims"))
     k = math.prod(lhs.dims[dim] for dim in dot.numbers("lhs_contracting_dims"))
-    return _gemm(lhs, rhs, dot.shape, batch, k)
+    # An algorithm such as `dot_bf16_bf16_f32` rounds float32 operands before it multiplies them.
+    unit = re.fullmatch(r"dot_(bf16|f16|f32|f64)_(?:bf16|f16|f32|f64)(?:_f32|_f64)?", dot.attribute("algorithm"))
+    return _gemm(lhs, rhs, dot.shape, batch, k, unit[1] if unit else "")
 
 
 def library_call(computation: Computation, call: Instruction) -> LibraryCall:
@@ -262,9 +273,18 @@ def _cost_estimate(call: Instruction) -> tuple[float, float] | None:
     return (found["flops"], found["bytes_accessed"]) if {"flops", "bytes_accessed"} <= found.keys() else None
 
 
-def _gemm(lhs: Shape, rhs: Shape, result: Shape, batch: int, k: int) -> Gemm:
+def _gemm(lhs: Shape, rhs: Shape, result: Shape, batch: int, k: int, unit_dtype: str = "") -> Gemm:
     m, n = (shape.num_elements // max(1, batch * k) for shape in (lhs, rhs))
-    return Gemm(batch, m, n, k, lhs.dtype, rhs.dtype, result.dtype)
+    aligned = (_aligned_bytes(lhs), _aligned_bytes(rhs), _aligned_bytes(result))
+    return Gemm(batch, m, n, k, lhs.dtype, rhs.dtype, result.dtype, unit_dtype, aligned)
+
+
+def _aligned_bytes(shape: Shape) -> int:
+    """The largest power of two, up to 16, that divides the bytes of a row; 16 for a single row."""
+    rows = [dim for dim in shape.minor_to_major if shape.dims[dim] > 1]
+    if len(rows) < 2:
+        return 16
+    return math.gcd(16, max(1, int(shape.dims[rows[0]] * itemsize(shape.dtype))))
 
 
 def _result_bytes(call: Instruction) -> float:

@@ -61,6 +61,8 @@ class GemmRates:
         hbm_efficiency: share of the memory bandwidth that operands and result reach.
         store_cost: time that a tile's result adds, in units of its time at the SM's share of memory bandwidth.
         split_s: time that a split of the contracted dimension adds: partial sums are reduced at the end.
+        alignment_cost: by the power of two bytes that each row of an operand or a result in memory is aligned to, if less
+            than 16: how many times longer its loads and stores take.
         reorder_cost: time to transpose a right operand that is not k-major, in units of its bytes over the memory
             bandwidth; 0 where the tensor cores read both orders.
     """
@@ -75,6 +77,7 @@ class GemmRates:
     hbm_efficiency: float
     store_cost: float
     split_s: float
+    alignment_cost: Mapping[int, float]
     reorder_cost: float
 
 
@@ -106,9 +109,11 @@ class KernelRates:
     """Kernels of XLA's own code generator, and library kernels by their share of the peak.
 
     Args:
-        launch_s: duration of an empty kernel on the device.
+        launch_s: duration on the device of a kernel that reads one element.
         gap_s: time between two dependent kernels on one stream.
         transpose_efficiency, column_reduction_efficiency, gather_efficiency: share of a copy's bandwidth.
+        scattered_read_efficiency, scattered_write_efficiency: the same of a Triton kernel whose tiles take one row from each
+            of several places in memory.
         convolution_efficiency: rate of cuDNN's implicit GEMM relative to a GEMM of the same shape.
         custom_efficiency: share of the tensor cores' peak that a Triton or Pallas kernel reaches.
         attention_forward, attention_backward: share of the peak in fused attention, by head dimension.
@@ -121,6 +126,8 @@ class KernelRates:
     transpose_efficiency: float
     column_reduction_efficiency: float
     gather_efficiency: float
+    scattered_read_efficiency: float
+    scattered_write_efficiency: float
     convolution_efficiency: float
     custom_efficiency: float
     attention_forward: Mapping[int, float]
