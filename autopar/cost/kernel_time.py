@@ -28,6 +28,8 @@ ALIGNED_BYTES = 16
 _UNALIGNED_LOADS = {1: 5.7, 2: 5.7, 4: 3.4, 8: 1.8}
 #: Loads of both operands of an aligned tile, in units of the time of its products; by the same measurements.
 _LOADS_OF_PRODUCTS = 0.84
+#: Rows and columns of a tile of operands that are not aligned, and the slices of the contracted dim that it loads.
+_UNALIGNED_TILE, _SLICE = 128, 64
 #: The same for the bytes of a result, in units of their time at the memory rate, less the aligned one.
 _UNALIGNED_STORES = 0.75
 #: The share of the memory rate at which scattered rows are read and written, by the same measurements.
@@ -87,11 +89,10 @@ def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
     m, n = (math.ceil(size / _TILE_SIDE) * _TILE_SIDE for size in (gemm.m, gemm.n))
     sustained = 2.0 * gemm.batch * m * n * gemm.k / profile.matrix_rate(gemm.dtype)
     size, out_size = ITEMSIZE.get(gemm.dtype, 1), ITEMSIZE.get(gemm.out_dtype, 2)
-    left, right, out = (_UNALIGNED_LOADS.get(one, 1.0) for one in gemm.aligned_bytes)
-    stored = gemm.batch * gemm.m * gemm.n * out_size / profile.memory_bytes_per_s
-    unaligned = _UNALIGNED_STORES * (out - 1.0) * stored if profile.platform == "gpu" else 0.0
-    if profile.platform == "gpu":
-        sustained *= max(1.0, _LOADS_OF_PRODUCTS * (left + right) / 2)
+    unaligned = 0.0
+    if profile.platform == "gpu" and min(gemm.aligned_bytes) < ALIGNED_BYTES:
+        loads, unaligned = _unaligned_seconds(gemm, out_size, profile)
+        sustained = max(sustained, loads)
     estimator = profile.xla_estimator
     fit = estimator.gemms.get(_FITTED.get(size, "")) if estimator else None
     if estimator is None or fit is None:
@@ -108,6 +109,17 @@ def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
         num_splits=min(_MOST_SPLITS, max(1, estimator.num_cores // tiles)),
     )
     return max(sustained, fitted - profile.kernel_launch_s) + unaligned
+
+
+def _unaligned_seconds(gemm: Gemm, out_size: int, profile: HardwareProfile) -> tuple[float, float]:
+    """Seconds to load the tiles of both operands, and seconds more to store the result's, where rows are not aligned."""
+    left, right, out = (_UNALIGNED_LOADS.get(one, 1.0) for one in gemm.aligned_bytes)
+    tiles = gemm.batch * math.ceil(gemm.m / _UNALIGNED_TILE) * math.ceil(gemm.n / _UNALIGNED_TILE)
+    rows, columns = (min(size, _UNALIGNED_TILE) for size in (gemm.m, gemm.n))
+    products = 2.0 * tiles * _UNALIGNED_TILE**2 * math.ceil(gemm.k / _SLICE) * _SLICE / profile.matrix_rate(gemm.dtype)
+    loads = _LOADS_OF_PRODUCTS * products * (left * rows + right * columns) / (2 * _UNALIGNED_TILE)
+    stored = tiles * rows * columns * out_size / profile.memory_bytes_per_s
+    return loads, _UNALIGNED_STORES * (out - 1.0) * stored
 
 
 def fitted_gemm_seconds(

@@ -94,7 +94,7 @@ class DevicePrices:
         work = fused_work(module, inner)
         notes: tuple[str, ...] = ()
         gemms = [dot_gemm(*dot) for dot in work.dots]
-        fused = self._fused_s(work, self._cached(computation, one, work), has_scattered_rows(one))
+        fused = self._fused_s(work, self._cached(computation, one, work), has_scattered_rows(one, inner))
         seconds, flops, dtype = sum(map(self._gemm, gemms)), sum(gemm.flops for gemm in gemms), "f32"
         for within, heavy in work.heavy:
             price = self._library(within, heavy, library_call(within, heavy))

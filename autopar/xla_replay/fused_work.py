@@ -244,11 +244,11 @@ def _shifts_of_rotation(computation: Computation, one: Instruction) -> tuple[str
     return tuple(shift.name for shift in shifts) if same else ()
 
 
-def has_scattered_rows(one: Instruction) -> bool:
-    """Whether a tile of a Triton kernel takes rows from several places, as the tile that XLA chose says.
+def has_scattered_rows(one: Instruction, inner: Computation) -> bool:
+    """Whether a tile of a Triton kernel takes one row from each of several places, for which it computes something once.
 
-    Its row is what it has of the dims from the contiguous one up to the first that it does not have as a whole; a reduced
-    dim is not in the result, and is part of a row.
+    XLA chooses such tiles under a causal mask, which all heads and examples share. Tiles of scattered rows that share
+    nothing, where the number of adjacent rows is odd, have not been measured, nor those of a few adjacent rows.
     """
     tiles = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', one.attributes)
     if tiles is None:
@@ -256,10 +256,15 @@ def has_scattered_rows(one: Instruction) -> bool:
     sizes, dims = [int(size) for size in re.findall(r"\d+", tiles[1])], one.shape.leaves[0].dims
     if len(sizes) != len(dims):
         return False
-    inner = len(dims)
-    while inner and sizes[inner - 1] >= dims[inner - 1]:
-        inner -= 1
-    return any(size > 1 for size in sizes[: max(0, inner - 1)])
+    whole = len(dims)  # the first of the dims that a row has as a whole; a reduced dim is not in the result
+    while whole and sizes[whole - 1] >= dims[whole - 1]:
+        whole -= 1
+    if whole and sizes[whole - 1] > 1:
+        return False  # it takes adjacent rows at each place
+    scattered = {dim for dim, size in enumerate(sizes[: max(0, whole - 1)]) if size > 1}
+    broadcasts = (each for each in inner.instructions if each.opcode == "broadcast")
+    shared = (each for each in broadcasts if inner.shape_of(each.operands[0]).num_elements > 1)
+    return any(scattered.difference(each.numbers("dimensions")) for each in shared)
 
 
 def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:
