@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import autopar
@@ -16,11 +20,14 @@ from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from benchmarks.gpu import prepared, records, runner
 from benchmarks.gpu.__main__ import CARDS, main
+from benchmarks.gpu.child import MARK
 from benchmarks.gpu.kernels import family
 from benchmarks.gpu.models import MODELS, ON_SEVERAL
 from benchmarks.gpu.pieces import LIMIT_S, PIECES
+from benchmarks.gpu.quick_keys import quick_key
 from benchmarks.gpu.report import page
 from benchmarks.gpu.runner import PieceError, Run
+from benchmarks.gpu.train import host_copy, plain_jit
 
 ROOT = Path(__file__).parents[1]
 HOST = {
@@ -44,6 +51,7 @@ class Children:
 
     def __init__(self, failing: tuple[str, ...] = ()) -> None:
         self.failing, self.order = set(failing), []
+        self.records: dict[str, dict[str, Any]] = {}
 
     def __call__(self, run: Run, name: str, seconds: float, limit_s: float) -> dict[str, Any]:
         if name == "host":
@@ -51,7 +59,7 @@ class Children:
         self.order.append(name)
         if name in self.failing:
             raise PieceError("Traceback …\nValueError: no such kernel")
-        return {"host": HOST, "found": {"rows": []}}
+        return self.records.get(name, {"host": HOST, "found": {"rows": []}})
 
 
 @pytest.fixture
@@ -114,22 +122,53 @@ def test_pieces_that_do_not_fit_into_the_minutes_are_left(tmp_path: Path, childr
     assert any(line.startswith("calibration: left for another run") for line in said)
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("kind", ["fails", "crashes", "hangs", "says nothing"])
-def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    program = {
-        "fails": "raise SystemExit('no GPU here')",
-        "crashes": "import os; os.kill(os.getpid(), 11)",
-        "hangs": "import time; time.sleep(1000)",
-        "says nothing": "",
-    }[kind]
+ENDINGS = {
+    "fails": ("raise SystemExit('no GPU here')", "no GPU here"),
+    "crashes": ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+    "hangs": ("import time; time.sleep(1000)", "stopped after 1 s"),
+}
+
+
+def in_a_process(program: str, run: Run, monkeypatch: pytest.MonkeyPatch, limit_s: float) -> dict[str, Any]:
+    """What a run takes from a process with this program in place of a piece."""
     popen = subprocess.Popen
     monkeypatch.setattr(
         runner.subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", program], **more)
     )
-    words = {"fails": "no GPU here", "crashes": "SIGSEGV", "hangs": "stopped after 1 s", "says nothing": "said nothing"}
-    with pytest.raises(PieceError, match=words[kind]):
-        a_run(tmp_path, []).child("calibration", 1.0, 1.0 if kind == "hangs" else 60.0)
+    return run.child("calibration", 1.0, limit_s)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", [*ENDINGS, "says nothing"])
+def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    program, words = ENDINGS.get(kind, ("", "said nothing"))
+    with pytest.raises(PieceError, match=words):
+        in_a_process(program, a_run(tmp_path, []), monkeypatch, 1.0 if kind == "hangs" else 60.0)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_what_a_process_kept_before_its_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    program, words = ENDINGS[kind]
+    lines = [MARK + json.dumps({"host": HOST, "found": {"rows": [number]}}) for number in (1, 2)]
+    program = f"print({lines[0]!r}, flush=True); print({lines[1]!r}, flush=True); {program}"
+    record = in_a_process(program, a_run(tmp_path, []), monkeypatch, 1.0 if kind == "hangs" else 60.0)
+    assert record["found"] == {"rows": [2]}
+    assert words in record["partial"]
+
+
+def test_a_piece_measured_in_part_is_shown_and_measured_again_last(tmp_path: Path, children: Children) -> None:
+    partial: dict[str, Any] = {"host": HOST, "found": {"rows": []}, "partial": "…\nstopped after 60 s"}
+    children.records["inference/decode"] = partial
+    said: list[str] = []
+    assert a_run(tmp_path, said).measure("inference", False, 1e9) == [], "it has not failed"
+    assert any("inference/decode: measured in part: stopped after 60 s" in line for line in said)
+    assert "### Measured in part" in page(records.read(tmp_path))
+    children.order.clear()
+    children.records.clear()
+    a_run(tmp_path, []).measure("inference", False, 1e9)
+    assert children.order == ["inference/decode"]
+    assert "### Measured in part" not in page(records.read(tmp_path))
 
 
 def test_the_newest_figure_is_shown_and_no_error_replaces_it() -> None:
@@ -163,6 +202,37 @@ def test_what_json_has_no_number_for_is_kept_as_text() -> None:
     from benchmarks.gpu.child import finite
 
     assert finite({"loss": (1.0, float("nan")), 3: float("inf")}) == {"loss": [1.0, "nan"], "3": "inf"}
+
+
+# -- what a piece runs ----------------------------------------------------------------------------
+
+
+def test_plain_jit_compiles_the_step_once(caplog: pytest.LogCaptureFixture) -> None:
+    training = MODELS["gpt2"]["tiny"](1)
+    state = jax.jit(training.create_state)(quick_key(0))
+    initial = host_copy(state)
+    batch = jax.device_put(training.make_batch(0), jax.local_devices()[0])
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        found = plain_jit(training, initial, batch, 0.1)
+    assert caplog.text.count("Finished XLA compilation of jit(train_step)") == 1
+    assert "create_state" not in caplog.text
+    assert found["in_a_row_s"] > 0
+    unchanged = jax.tree.map(lambda one, other: np.array_equal(one, other), initial, jax.device_get(state))
+    assert all(jax.tree.leaves(unchanged)), "no step has overwritten it"
+    _, loss = training.step(state, batch)
+    assert found["first_loss"] == pytest.approx(float(loss), rel=1e-2)
+
+
+def test_quick_keys_draw_independent_normal_numbers() -> None:
+    shape = (300, 300)
+    one, two = jax.random.split(quick_key(0))
+    keys = [quick_key(0), quick_key(1), one, two, jax.random.fold_in(one, 1), jax.random.fold_in(one, 2)]
+    drawn = np.stack([np.asarray(jax.random.normal(key, shape)).ravel() for key in keys])
+    assert np.abs(drawn.mean(1)).max() < 0.02
+    assert drawn.std(1) == pytest.approx(np.ones(len(keys)), abs=0.01)
+    assert np.abs(np.corrcoef(drawn) - np.eye(len(keys))).max() < 0.02
+    rows = drawn[0].reshape(shape)
+    assert np.abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 0.35
 
 
 # -- the plans that travel -----------------------------------------------------------------------

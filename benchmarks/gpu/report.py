@@ -36,15 +36,17 @@ def page(found: list[Record]) -> str:
 def _card(by_piece: dict[str, Record]) -> list[str]:
     host = max((record["host"] for record in by_piece.values()), key=lambda each: each["date"])
     found = {name: by_piece[name]["found"] for name in PIECES if "found" in by_piece.get(name, {})}
-    failed = [
-        {"piece": name, "error": _last(record["error"])} for name, record in by_piece.items() if "error" in record
-    ]
+    failed, in_part = (
+        [{"piece": name, "reason": _last(record[key])} for name, record in by_piece.items() if key in record]
+        for key in ("error", "partial")
+    )
     of = {part: {k.partition("/")[2]: v for k, v in found.items() if k.startswith(f"{part}/")} for part in _PARTS}
     return [
         f"## {host['num_devices']} x {host['card']}",
         _made_on(host),
         *(_calibration(found["calibration"]) if "calibration" in found else []),
         *(text for part, render in _PARTS.items() if of[part] for text in render(of[part])),
+        *(["### Measured in part", _table(in_part)] if in_part else []),
         *(["### Failed", _table(failed)] if failed else []),
     ]
 
@@ -120,11 +122,11 @@ def _train(by_model: dict[str, Record]) -> list[str]:
             "measured": _ms(one["measured_s"]),
             "error": _error(one["predicted_s"], one["measured_s"]),
             "XLA's error": _error(_estimate(one), one["measured_s"]),
-            "kernels": _ms(one["profile"]["busy_s"]),
-            "plain `jit`": _ms(one["jit"].get("median_s")) or _last(one["jit"].get("error", "")),
+            "kernels": _ms(one.get("profile", {}).get("busy_s")),
+            "plain `jit`": _plain(one.get("jit", {})),
             "peak, predicted": _gb(one["predicted_peak_bytes"]),
-            "peak, measured": _gb(one["peak_bytes"]),
-            "of the card's peak": _percent(one["utilisation"]),
+            "peak, measured": _gb(one.get("peak_bytes")),
+            "of the card's peak": _percent(one.get("utilisation")),
             "plan of": one["plan_of"],
         }
         for name, one in by_model.items()
@@ -133,6 +135,7 @@ def _train(by_model: dict[str, Record]) -> list[str]:
     by_family = [
         {"model": name, **{kind: _ms(seconds) for kind, seconds in one["profile"]["families"].items()}}
         for name, one in by_model.items()
+        if "profile" in one
     ]
     return [
         "### Train steps on one GPU",
@@ -141,6 +144,10 @@ def _train(by_model: dict[str, Record]) -> list[str]:
         "Time in kernels, by what they compute:",
         _table(by_family),
     ]
+
+
+def _plain(one: Record) -> str:
+    return _ms(one.get("median_s")) or _last(one.get("error", ""))
 
 
 def _estimate(one: Record) -> float | None:
