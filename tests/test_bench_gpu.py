@@ -183,6 +183,22 @@ def test_the_newest_figure_is_shown_and_no_error_replaces_it() -> None:
     assert "No GPU has been measured yet" in page([])
 
 
+def test_errors_are_of_the_time_in_a_row() -> None:
+    found = {
+        "predicted_s": 0.09,
+        "predicted_peak_bytes": 1e9,
+        "xla": None,
+        "median_s": 0.15,
+        "in_a_row_s": 0.1,
+        "plan_of": "h100-sxm",
+    }
+    lines = page([{"piece": "train/gpt2", "sources": "a", "host": HOST, "found": found}]).splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("| model | predicted"))
+    columns, cells = ([cell.strip() for cell in lines[number].split("|")] for number in (head, head + 2))
+    row = dict(zip(columns, cells, strict=True))
+    assert (row["measured"], row["error"], row["waited for"]) == ("100 ms", "-10%", "150 ms")
+
+
 @pytest.mark.parametrize(
     ("kernel", "kind"),
     {
@@ -294,7 +310,8 @@ def test_a_dry_run_measures_every_piece(tmp_path: Path) -> None:
     for record in found:
         if record["piece"].startswith("train/"):
             one = record["found"]
-            assert one["measured_s"] > 0
+            assert one["in_a_row_s"] > 0
+            assert one["median_s"] > 0
             assert one["profile"]["kernels"]
             assert one["first_loss"] == pytest.approx(one["jit"]["first_loss"], rel=2e-2)
     text = page(found)

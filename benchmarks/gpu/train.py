@@ -60,7 +60,6 @@ def train(name: str, setting: Setting) -> Record:
     del state
     timed_s = _TIMED_SHARE * setting.seconds
     record |= timed(loop, timed_s)
-    record["measured_s"] = record["median_s"]
     setting.keep(record)
     report = step.report()
     record |= {
@@ -108,8 +107,13 @@ def first_loss(loop: TimedLoop) -> float:
 
 
 def timed(loop: TimedLoop, seconds: float) -> Record:
-    """Time steps one by one for this many seconds, then as many again without waiting between them, as a training loop
-    does."""
+    """Time steps one by one for this many seconds, then as many again in a row.
+
+    Returns:
+        `in_a_row_s`, seconds per step in a row, as in a training loop: the host dispatches a step while the one before
+            runs; `median_s` and `least_s`, seconds of a step from its call until its results are ready, which include
+            the host's time to dispatch it; `num_steps`, the number of each.
+    """
     for _ in range(_WARM_UP):
         loop.run()
     times: list[float] = []
