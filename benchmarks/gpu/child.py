@@ -1,4 +1,4 @@
-"""Measure one piece in a process of its own: `python -m benchmarks.gpu.child PIECE PLANS SCALE SECONDS LIMIT`.
+"""Measure one piece in a process of its own: `python -m benchmarks.gpu.child PIECE PLANS RESULTS SCALE SECONDS LIMIT`.
 
 In: the command line; the piece `host` describes the host. Out: lines of JSON on standard output, behind a prefix: the
 record so far, each time that the piece has more, and the whole record last. GPU memory is free again when the process
@@ -21,7 +21,7 @@ HOST = "host"
 ABSENT = ("ortools", "numba", "transformers", "torch", "tokenizers", "jraph", "diffusers")
 
 
-def main(piece: str, plans: str, scale: str, seconds: str, limit: str) -> None:
+def main(piece: str, plans: str, results: str, scale: str, seconds: str, limit: str) -> None:
     ends_at = time.monotonic() + float(limit)
     if scale == "tiny":
         modules: dict[str, Any] = sys.modules
@@ -39,8 +39,8 @@ def main(piece: str, plans: str, scale: str, seconds: str, limit: str) -> None:
         from benchmarks.gpu.pieces import PIECES
         from benchmarks.gpu.setting import Setting
 
-        given: Any = {"plans": Path(plans), "scale": scale, "seconds": float(seconds), "ends_at": ends_at}
-        setting = Setting(profile=here["profile"], num_devices=here["num_devices"], keep=keep, **given)
+        folders: Any = {"plans": Path(plans), "results": Path(results), "scale": scale}
+        setting = Setting(host=here, seconds=float(seconds), ends_at=ends_at, keep=keep, **folders)
         keep(PIECES[piece].measure(setting))
 
 

@@ -122,7 +122,7 @@ class Run:
         Raises:
             PieceError: it prints no record.
         """
-        given = (name, str(self.plans), self.scale, str(seconds), str(limit_s))
+        given = (name, str(self.plans), str(self.results), self.scale, str(seconds), str(limit_s))
         command = [sys.executable, "-m", "benchmarks.gpu.child", *given]
         # A session of its own, so that all its child processes end with it.
         child = subprocess.Popen(

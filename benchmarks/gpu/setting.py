@@ -21,18 +21,18 @@ class Setting:
 
     Args:
         plans: folder of prepared plans.
+        results: folder of records.
         scale: `full`, or `tiny` for a dry run on CPUs.
-        profile: the devices' hardware profile, or None.
-        num_devices: number of devices of this host.
+        host: the record of this host.
         seconds: approximate time that the piece may take.
         ends_at: `time.monotonic()` at which the piece is stopped.
         keep: function that takes the record so far; it counts if the piece is stopped or fails later.
     """
 
     plans: Path
+    results: Path
     scale: Literal["full", "tiny"]
-    profile: str | None
-    num_devices: int
+    host: Record
     seconds: float
     ends_at: float
     keep: Callable[[Record], None]
@@ -40,6 +40,16 @@ class Setting:
     @property
     def is_tiny(self) -> bool:
         return self.scale == "tiny"
+
+    @property
+    def profile(self) -> str | None:
+        """The devices' hardware profile, or None."""
+        return self.host["profile"]
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of this host."""
+        return self.host["num_devices"]
 
     @property
     def left_s(self) -> float:

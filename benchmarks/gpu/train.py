@@ -1,7 +1,8 @@
 """Measure a train step on one GPU: time, kernels and memory, against its plan's predictions and XLA's estimate.
 
-In: a model's name. Out: a record. The step runs by a prepared plan; plain `jax.jit` of the same step follows in the
-same process as the baseline, if there is time. Each part is kept as soon as it is measured.
+In: a model's name. Out: a record, and the compiled program with its kernels in a file. The step runs by a prepared
+plan; plain `jax.jit` of the same step follows in the same process as the baseline, if there is time. Each part is kept
+as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import numpy as np
 
 import autopar
 from autopar.runtime.jit import make_mesh
-from benchmarks.gpu.kernels import kernel_times
+from benchmarks.gpu import programs
+from benchmarks.gpu.kernels import in_order, profiled, summed
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.prepared import saved
 from benchmarks.gpu.quick_keys import quick_key
@@ -67,13 +69,22 @@ def train(name: str, setting: Setting) -> Record:
         "peak_bytes_from": report.memory_from,
         "model_flops": report.model_flops,
         "utilisation": report.utilisation,
-        "profile": kernel_times(loop.run, _PROFILED),
     }
+    events = profiled(loop.run, _PROFILED)
+    record["profile"] = summed(events, _PROFILED)
     setting.keep(record)
+    if kernels := in_order(events, _PROFILED):
+        programs.save(programs.Program(setting.host, name, _hlo(step), kernels), setting.results)
     loop.state = None  # free the memory for plain `jit`
     if setting.left_s < record["first_start_s"] + 2 * timed_s:
         raise OutOfTimeError(f"no plain `jit`: {setting.left_s:.0f} s are left")
     return record | {"jit": plain_jit(training, initial, batch, timed_s)}
+
+
+def _hlo(step: Any) -> str:
+    """The text of the planned step's compiled program."""
+    last = step._dispatch.last
+    return last.run.compiled(last.compiled_for).as_text()
 
 
 def plain_jit(training: Training, initial: Any, batch: Any, seconds: float) -> Record:
