@@ -104,14 +104,18 @@ def summed(events: Sequence[Event], num_runs: int) -> dict[str, Any]:
 
 
 def in_order(events: Sequence[Event], num_runs: int) -> list[tuple[str, float]] | None:
-    """Name and mean seconds of each kernel of a run, in order; None if the runs differ."""
+    """Name and mean seconds of each kernel of a run, in order of execution.
+
+    If the runs differ in their order, the last one counts alone; if they differ in number, there is no result.
+    """
     ordered = sorted(events, key=lambda event: event.begin_s)
     num, rest = divmod(len(ordered), num_runs)
-    runs = [ordered[number * num : (number + 1) * num] for number in range(num_runs)]
-    same = list(zip(*runs, strict=True))
-    if rest or any(len({event.name for event in each}) > 1 for each in same):
+    if rest:
         return None
-    return [(each[0].name, sum(event.seconds for event in each) / num_runs) for each in same]
+    same = list(zip(*(ordered[number * num : (number + 1) * num] for number in range(num_runs)), strict=True))
+    if any(len({event.name for event in each}) > 1 for each in same):
+        same = [each[-1:] for each in same]
+    return [(each[0].name, sum(event.seconds for event in each) / len(each)) for each in same]
 
 
 def family(name: str) -> str:
