@@ -79,7 +79,7 @@ def test_a_piece_that_fails_is_kept_and_the_next_one_runs(tmp_path: Path, childr
     assert list(kept) == children.order
     assert "no such kernel" in kept["train/bert"]["error"]
     assert any("train/bert: failed: ValueError: no such kernel" in line for line in said)
-    assert "ValueError: no such kernel" in page(list(kept.values())[1:2])
+    assert "ValueError: no such kernel" in page([kept["train/bert"]])
 
 
 def test_a_second_run_measures_what_is_missing_and_what_failed_last(tmp_path: Path, children: Children) -> None:
@@ -114,10 +114,34 @@ def test_other_sources_jax_or_card_are_measured_again(tmp_path: Path) -> None:
     assert records.key(record) not in {records.key(other) for other in others}
 
 
+def test_a_record_of_other_sources_is_measured_again_and_reported_until_then(
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children.records["inference/host"] = {"host": HOST, "found": {"rows": [{"step_s": 0.125}]}}
+    a_run(tmp_path, []).measure("inference/host", False, 1e9)
+    monkeypatch.setattr(records, "sources", lambda: "others")
+    children.order.clear()
+    children.failing = {"inference/host"}
+    a_run(tmp_path, []).measure("inference/host", False, 1e9)
+    assert children.order == ["inference/host"]
+    assert "0.125" in page(records.read(tmp_path)), "an error does not replace a figure"
+    children.failing = set()
+    children.records["inference/host"] = {"host": HOST, "found": {"rows": [{"step_s": 0.25}]}}
+    a_run(tmp_path, []).measure("inference/host", False, 1e9)
+    assert "0.25" in page(records.read(tmp_path))
+
+
+def test_nine_minutes_hold_the_calibration_and_four_train_steps() -> None:
+    names = list(PIECES)
+    assert names[:5] == ["calibration", "train/gpt2", "train/vit", "train/llama_1b", "train/experts"]
+    assert sum(PIECES[name].seconds for name in names[:5]) <= 9 * 60
+    assert PIECES["calibration"].seconds <= 90
+
+
 def test_pieces_that_do_not_fit_into_the_minutes_are_left(tmp_path: Path, children: Children) -> None:
     said: list[str] = []
-    a_run(tmp_path, said).measure("", False, 100.0)
-    assert "calibration" not in children.order
+    a_run(tmp_path, said).measure("", False, 40.0)
+    assert not {"calibration", "train/gpt2"} & set(children.order)
     assert "inference/host" in children.order
     assert any(line.startswith("calibration: left for another run") for line in said)
 

@@ -26,8 +26,9 @@ from benchmarks.gpu.pieces import LIMIT_S, PIECES
 from benchmarks.gpu.setting import Record
 from benchmarks.machine import ROOT
 
-#: With less time than this left, no piece is started.
-_LEAST_S = 20.0
+#: With less time than this left, no piece is started: a share of the piece's own time, enough for its first figures; in a
+#: dry run, seconds.
+_LEAST_SHARE, _LEAST_S = 0.6, 20.0
 _TAIL = 1500
 
 
@@ -82,7 +83,7 @@ class Run:
     def _one(self, name: str, host: Record, deadline: float) -> str:
         """Measure a piece if there is time, and record the result; returns its name if it failed."""
         left = deadline - time.monotonic()
-        if left < (min(PIECES[name].seconds, LIMIT_S) / 2 if self.scale == "full" else _LEAST_S):
+        if left < (_LEAST_SHARE * PIECES[name].seconds if self.scale == "full" else _LEAST_S):
             self.report(f"{name}: left for another run, which goes on here")
             return ""
         began = time.monotonic()
