@@ -27,7 +27,8 @@ from benchmarks.gpu.pieces import LIMIT_S, PIECES
 from benchmarks.gpu.quick_keys import quick_key
 from benchmarks.gpu.report import page
 from benchmarks.gpu.runner import PieceError, Run
-from benchmarks.gpu.train import host_copy, plain_jit
+from benchmarks.gpu.setting import OutOfTimeError, Setting
+from benchmarks.gpu.train import host_copy, plain_jit, train
 
 ROOT = Path(__file__).parents[1]
 HOST = {
@@ -261,6 +262,25 @@ def test_plain_jit_compiles_the_step_once(caplog: pytest.LogCaptureFixture) -> N
     assert all(jax.tree.leaves(unchanged)), "no step has overwritten it"
     _, loss = training.step(state, batch)
     assert found["first_loss"] == pytest.approx(float(loss), rel=1e-2)
+
+
+def test_a_train_piece_keeps_the_planned_step_when_no_time_is_left_for_plain_jit(tmp_path: Path) -> None:
+    prepared.prepare(tmp_path, ["cpu-host"], "tiny", (), estimate=False, report=lambda _: None, only="gpt2")
+    kept: list[dict[str, Any]] = []
+    setting = Setting(
+        plans=tmp_path,
+        results=tmp_path,
+        scale="tiny",
+        host=HOST | {"profile": "cpu-host"},
+        seconds=1.0,
+        ends_at=time.monotonic(),
+        keep=lambda record: kept.append(dict(record)),
+    )
+    with pytest.raises(OutOfTimeError, match="no plain `jit`"):
+        train("gpt2", setting)
+    assert kept[0]["in_a_row_s"] > 0
+    assert kept[-1]["profile"]["kernels"]
+    assert "jit" not in kept[-1]
 
 
 def test_quick_keys_draw_independent_normal_numbers() -> None:
