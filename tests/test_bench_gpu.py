@@ -376,6 +376,8 @@ def test_a_signal_ends_every_process_and_what_was_measured_is_kept(tmp_path: Pat
     kept = records.read(tmp_path)
     assert kept
     assert not [record for record in kept if "error" in record], "a piece that was stopped has not failed"
+    stopped = [record for record in kept if "partial" in record]
+    assert all("SIGKILL" in record["partial"] and record["found"]["rows"] for record in stopped)
     running = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in running
 

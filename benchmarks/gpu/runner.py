@@ -76,7 +76,7 @@ class Run:
                 return [name for name in (each.result() for each in found) if name]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                self._stopped.set()  # pieces stopped from here on have not failed
+                self._stopped.set()  # pieces stopped from here on have not failed; what they kept counts
                 self._end_all()
                 raise
 
@@ -88,7 +88,7 @@ class Run:
             return ""
         began = time.monotonic()
         record = self._record(name, host, min(LIMIT_S, left))
-        if self._stopped.is_set():
+        if self._stopped.is_set() and "found" not in record:
             return ""
         records.add(self.results, record)
         self.report(f"{name}: {_outcome(record)} ({time.monotonic() - began:.0f} s)")
