@@ -4,6 +4,9 @@ A measured step is stored with its compiled program (`benchmarks/gpu/programs.py
 program's instructions (`benchmarks/gpu/aligned.py`). `autopar.xla_replay` then prices the same instructions from the
 device's rates. No GPU is needed. *Measured* is the mean of the profiled runs. An error is replayed over measured, less 1.
 A layer's instructions differ only in their numbers: those count as one operation.
+
+Some rates of `h100-sxm` are fitted to the first steps of GPT-2, BERT and LLaMA 1B (`cost_models/replay/h100-sxm.toml`
+names them), so the errors of these three show how well the formulas fit. The other steps test them.
 """
 
 from __future__ import annotations
