@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.programs import path_of, stored
 from benchmarks.held_out.draw import NUM_MODELS
 from benchmarks.held_out.tuned import tuned
 from benchmarks.machine import ROOT, fingerprint, machine, versions
@@ -125,6 +126,14 @@ BENCHMARKS = {
         sources_of={part: (f"inference/{part.replace(' ', '_')}.py", *more) for part, more in _SERVED.items()},
     ),
     "inference_attention": Benchmark(("few tokens", "half", "nearly all"), "", sources=("timing.py",)),
+    "kernels": Benchmark(
+        tuple(stored()),
+        "",
+        sources=("gpu/programs.py", "gpu/aligned.py"),
+        summary="benchmarks.gpu.replayed",
+        module="gpu.replayed",
+        sources_of={name: (path_of(name).relative_to(Path(__file__).parent).as_posix(),) for name in stored()},
+    ),
     "large_steps": Benchmark(
         (
             "scanned, 8x8",

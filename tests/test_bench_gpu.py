@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import signal
 import subprocess
 import sys
@@ -9,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
 import autopar
@@ -16,11 +20,15 @@ from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from benchmarks.gpu import prepared, records, runner
 from benchmarks.gpu.__main__ import CARDS, main
+from benchmarks.gpu.child import MARK
 from benchmarks.gpu.kernels import family
 from benchmarks.gpu.models import MODELS, ON_SEVERAL
 from benchmarks.gpu.pieces import LIMIT_S, PIECES
+from benchmarks.gpu.quick_keys import quick_key
 from benchmarks.gpu.report import page
 from benchmarks.gpu.runner import PieceError, Run
+from benchmarks.gpu.setting import OutOfTimeError, Setting
+from benchmarks.gpu.train import host_copy, plain_jit, train
 
 ROOT = Path(__file__).parents[1]
 HOST = {
@@ -44,6 +52,7 @@ class Children:
 
     def __init__(self, failing: tuple[str, ...] = ()) -> None:
         self.failing, self.order = set(failing), []
+        self.records: dict[str, dict[str, Any]] = {}
 
     def __call__(self, run: Run, name: str, seconds: float, limit_s: float) -> dict[str, Any]:
         if name == "host":
@@ -51,7 +60,7 @@ class Children:
         self.order.append(name)
         if name in self.failing:
             raise PieceError("Traceback …\nValueError: no such kernel")
-        return {"host": HOST, "found": {"rows": []}}
+        return self.records.get(name, {"host": HOST, "found": {"rows": []}})
 
 
 @pytest.fixture
@@ -71,7 +80,7 @@ def test_a_piece_that_fails_is_kept_and_the_next_one_runs(tmp_path: Path, childr
     assert list(kept) == children.order
     assert "no such kernel" in kept["train/bert"]["error"]
     assert any("train/bert: failed: ValueError: no such kernel" in line for line in said)
-    assert "ValueError: no such kernel" in page(list(kept.values())[1:2])
+    assert "ValueError: no such kernel" in page([kept["train/bert"]])
 
 
 def test_a_second_run_measures_what_is_missing_and_what_failed_last(tmp_path: Path, children: Children) -> None:
@@ -106,30 +115,85 @@ def test_other_sources_jax_or_card_are_measured_again(tmp_path: Path) -> None:
     assert records.key(record) not in {records.key(other) for other in others}
 
 
+def test_a_record_of_other_sources_is_measured_again_and_reported_until_then(
+    tmp_path: Path, children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children.records["inference/host"] = {"host": HOST, "found": {"rows": [{"step_s": 0.125}]}}
+    a_run(tmp_path, []).measure("inference/host", False, 1e9)
+    monkeypatch.setattr(records, "sources", lambda: "others")
+    children.order.clear()
+    children.failing = {"inference/host"}
+    a_run(tmp_path, []).measure("inference/host", False, 1e9)
+    assert children.order == ["inference/host"]
+    assert "0.125" in page(records.read(tmp_path)), "an error does not replace a figure"
+    children.failing = set()
+    children.records["inference/host"] = {"host": HOST, "found": {"rows": [{"step_s": 0.25}]}}
+    a_run(tmp_path, []).measure("inference/host", False, 1e9)
+    assert "0.25" in page(records.read(tmp_path))
+
+
+def test_nine_minutes_hold_the_calibration_and_four_train_steps() -> None:
+    names = list(PIECES)
+    assert names[:5] == ["calibration", "train/gpt2", "train/vit", "train/llama_1b", "train/experts"]
+    assert sum(PIECES[name].seconds for name in names[:5]) <= 9 * 60
+    assert PIECES["calibration"].seconds <= 90
+
+
 def test_pieces_that_do_not_fit_into_the_minutes_are_left(tmp_path: Path, children: Children) -> None:
     said: list[str] = []
-    a_run(tmp_path, said).measure("", False, 100.0)
-    assert "calibration" not in children.order
+    a_run(tmp_path, said).measure("", False, 40.0)
+    assert not {"calibration", "train/gpt2"} & set(children.order)
     assert "inference/host" in children.order
     assert any(line.startswith("calibration: left for another run") for line in said)
 
 
-@pytest.mark.contract
-@pytest.mark.parametrize("kind", ["fails", "crashes", "hangs", "says nothing"])
-def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    program = {
-        "fails": "raise SystemExit('no GPU here')",
-        "crashes": "import os; os.kill(os.getpid(), 11)",
-        "hangs": "import time; time.sleep(1000)",
-        "says nothing": "",
-    }[kind]
+ENDINGS = {
+    "fails": ("raise SystemExit('no GPU here')", "no GPU here"),
+    "crashes": ("import os; os.kill(os.getpid(), 11)", "SIGSEGV"),
+    "hangs": ("import time; time.sleep(1000)", "stopped after 1 s"),
+}
+
+
+def in_a_process(program: str, run: Run, monkeypatch: pytest.MonkeyPatch, limit_s: float) -> dict[str, Any]:
+    """What a run takes from a process with this program in place of a piece."""
     popen = subprocess.Popen
     monkeypatch.setattr(
         runner.subprocess, "Popen", lambda command, **more: popen([sys.executable, "-c", program], **more)
     )
-    words = {"fails": "no GPU here", "crashes": "SIGSEGV", "hangs": "stopped after 1 s", "says nothing": "said nothing"}
-    with pytest.raises(PieceError, match=words[kind]):
-        a_run(tmp_path, []).child("calibration", 1.0, 1.0 if kind == "hangs" else 60.0)
+    return run.child("calibration", 1.0, limit_s)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", [*ENDINGS, "says nothing"])
+def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    program, words = ENDINGS.get(kind, ("", "said nothing"))
+    with pytest.raises(PieceError, match=words):
+        in_a_process(program, a_run(tmp_path, []), monkeypatch, 1.0 if kind == "hangs" else 60.0)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", ENDINGS)
+def test_what_a_process_kept_before_its_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    program, words = ENDINGS[kind]
+    lines = [MARK + json.dumps({"host": HOST, "found": {"rows": [number]}}) for number in (1, 2)]
+    program = f"print({lines[0]!r}, flush=True); print({lines[1]!r}, flush=True); {program}"
+    record = in_a_process(program, a_run(tmp_path, []), monkeypatch, 1.0 if kind == "hangs" else 60.0)
+    assert record["found"] == {"rows": [2]}
+    assert words in record["partial"]
+
+
+def test_a_piece_measured_in_part_is_shown_and_measured_again_last(tmp_path: Path, children: Children) -> None:
+    partial: dict[str, Any] = {"host": HOST, "found": {"rows": []}, "partial": "…\nstopped after 60 s"}
+    children.records["inference/decode"] = partial
+    said: list[str] = []
+    assert a_run(tmp_path, said).measure("inference", False, 1e9) == [], "it has not failed"
+    assert any("inference/decode: measured in part: stopped after 60 s" in line for line in said)
+    assert "### Measured in part" in page(records.read(tmp_path))
+    children.order.clear()
+    children.records.clear()
+    a_run(tmp_path, []).measure("inference", False, 1e9)
+    assert children.order == ["inference/decode"]
+    assert "### Measured in part" not in page(records.read(tmp_path))
 
 
 def test_the_newest_figure_is_shown_and_no_error_replaces_it() -> None:
@@ -142,6 +206,22 @@ def test_the_newest_figure_is_shown_and_no_error_replaces_it() -> None:
     assert "0.001" not in text
     assert "it broke" not in text
     assert "No GPU has been measured yet" in page([])
+
+
+def test_errors_are_of_the_time_in_a_row() -> None:
+    found = {
+        "predicted_s": 0.09,
+        "predicted_peak_bytes": 1e9,
+        "xla": None,
+        "median_s": 0.15,
+        "in_a_row_s": 0.1,
+        "plan_of": "h100-sxm",
+    }
+    lines = page([{"piece": "train/gpt2", "sources": "a", "host": HOST, "found": found}]).splitlines()
+    head = next(number for number, line in enumerate(lines) if line.startswith("| model | predicted"))
+    columns, cells = ([cell.strip() for cell in lines[number].split("|")] for number in (head, head + 2))
+    row = dict(zip(columns, cells, strict=True))
+    assert (row["measured"], row["error"], row["waited for"]) == ("100 ms", "-10%", "150 ms")
 
 
 @pytest.mark.parametrize(
@@ -163,6 +243,56 @@ def test_what_json_has_no_number_for_is_kept_as_text() -> None:
     from benchmarks.gpu.child import finite
 
     assert finite({"loss": (1.0, float("nan")), 3: float("inf")}) == {"loss": [1.0, "nan"], "3": "inf"}
+
+
+# -- what a piece runs ----------------------------------------------------------------------------
+
+
+def test_plain_jit_compiles_the_step_once(caplog: pytest.LogCaptureFixture) -> None:
+    training = MODELS["gpt2"]["tiny"](1)
+    state = jax.jit(training.create_state)(quick_key(0))
+    initial = host_copy(state)
+    batch = jax.device_put(training.make_batch(0), jax.local_devices()[0])
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        found = plain_jit(training, initial, batch, 0.1)
+    assert caplog.text.count("Finished XLA compilation of jit(train_step)") == 1
+    assert "create_state" not in caplog.text
+    assert found["in_a_row_s"] > 0
+    unchanged = jax.tree.map(lambda one, other: np.array_equal(one, other), initial, jax.device_get(state))
+    assert all(jax.tree.leaves(unchanged)), "no step has overwritten it"
+    _, loss = training.step(state, batch)
+    assert found["first_loss"] == pytest.approx(float(loss), rel=1e-2)
+
+
+def test_a_train_piece_keeps_the_planned_step_when_no_time_is_left_for_plain_jit(tmp_path: Path) -> None:
+    prepared.prepare(tmp_path, ["cpu-host"], "tiny", (), estimate=False, report=lambda _: None, only="gpt2")
+    kept: list[dict[str, Any]] = []
+    setting = Setting(
+        plans=tmp_path,
+        results=tmp_path,
+        scale="tiny",
+        host=HOST | {"profile": "cpu-host"},
+        seconds=1.0,
+        ends_at=time.monotonic(),
+        keep=lambda record: kept.append(dict(record)),
+    )
+    with pytest.raises(OutOfTimeError, match="no plain `jit`"):
+        train("gpt2", setting)
+    assert kept[0]["in_a_row_s"] > 0
+    assert kept[-1]["profile"]["kernels"]
+    assert "jit" not in kept[-1]
+
+
+def test_quick_keys_draw_independent_normal_numbers() -> None:
+    shape = (300, 300)
+    one, two = jax.random.split(quick_key(0))
+    keys = [quick_key(0), quick_key(1), one, two, jax.random.fold_in(one, 1), jax.random.fold_in(one, 2)]
+    drawn = np.stack([np.asarray(jax.random.normal(key, shape)).ravel() for key in keys])
+    assert np.abs(drawn.mean(1)).max() < 0.02
+    assert drawn.std(1) == pytest.approx(np.ones(len(keys)), abs=0.01)
+    assert np.abs(np.corrcoef(drawn) - np.eye(len(keys))).max() < 0.02
+    rows = drawn[0].reshape(shape)
+    assert np.abs(np.corrcoef(rows) - np.eye(len(rows))).max() < 0.35
 
 
 # -- the plans that travel -----------------------------------------------------------------------
@@ -224,7 +354,8 @@ def test_a_dry_run_measures_every_piece(tmp_path: Path) -> None:
     for record in found:
         if record["piece"].startswith("train/"):
             one = record["found"]
-            assert one["measured_s"] > 0
+            assert one["in_a_row_s"] > 0
+            assert one["median_s"] > 0
             assert one["profile"]["kernels"]
             assert one["first_loss"] == pytest.approx(one["jit"]["first_loss"], rel=2e-2)
     text = page(found)
@@ -245,6 +376,8 @@ def test_a_signal_ends_every_process_and_what_was_measured_is_kept(tmp_path: Pat
     kept = records.read(tmp_path)
     assert kept
     assert not [record for record in kept if "error" in record], "a piece that was stopped has not failed"
+    stopped = [record for record in kept if "partial" in record]
+    assert all("SIGKILL" in record["partial"] and record["found"]["rows"] for record in stopped)
     running = subprocess.run(["ps", "ax", "-o", "args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in running
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from autopar.calibration import calibrate as calibrate_module
-from autopar.calibration import layer_probes, probes
+from autopar.calibration import layer_probes, measure, probes
 from autopar.calibration.calibrate import calibrate
 from autopar.calibration.calibration import Calibration, Machine, describe, fit_all, profile_table, toml, write
 from autopar.calibration.fit import Sample, fit
-from autopar.calibration.probes import collective_points, ring
+from autopar.calibration.probes import DTYPES, GPU_SIZES, collective_points, matmul_points, ring
 from autopar.cli.main import main
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.errors import HardwareError
@@ -229,6 +229,31 @@ def test_every_collective_is_in_its_program() -> None:
         assert text.count(f" {kind}(") == 3, kind
     points = list(collective_points(jax.devices(), TINY, hardware.load("cpu-host")))
     assert len(points) == len(KINDS) * 3 * len(TINY.payload_bytes)
+
+
+def test_a_short_budget_drops_the_last_dtypes_first() -> None:
+    points = list(matmul_points(jax.devices(), GPU_SIZES, hardware.load("h100-sxm")))
+    dtypes = [point.group.removeprefix("matmul ") for point in points]
+    main = len(GPU_SIZES.products) * 3
+    assert set(dtypes[:main]) == {"bfloat16", "float32", "float8"}
+    assert dtypes[:3] == dtypes[3:6], "all dtypes of a shape before the next shape"
+    assert set(dtypes) == set(DTYPES)
+    assert len(dtypes) == len(GPU_SIZES.products) * len(DTYPES)
+
+
+def test_a_program_whose_times_agree_runs_in_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(10_000))
+    steady = [9.0] + [1.0] * 100
+    unsteady = [9.0, *([1.0, 2.0] * 50)]
+    of = {"steady": iter(steady), "unsteady": iter(unsteady)}
+    monkeypatch.setattr(measure, "_timed", lambda name: next(of[name]))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    calls: Any = ["steady", "unsteady"]
+    runs = measure._rounds(calls, 1e9, lambda: None)
+    assert [len(times) for times in runs] == [measure._ENOUGH_ROUNDS, measure._MOST_ROUNDS]
+    assert 9.0 not in runs[0] + runs[1], "the first round is a warm-up"
+    of |= {"steady": iter(steady), "unsteady": iter(unsteady)}
+    assert [len(times) for times in measure._rounds(calls, 0.0, lambda: None)] == [measure._FEWEST_ROUNDS] * 2
 
 
 def test_wide_matmuls_keep_their_float32_results() -> None:

@@ -64,10 +64,13 @@ def _kernel_gradients(count: int, x: Any, kernel: Any) -> Any:
 def attention_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
     """Causal bfloat16 attention by each of JAX's back ends: the forward pass alone, and with gradients.
 
-    FLOPs count the causal half; bytes count a flash kernel, which writes no scores."""
+    FLOPs count the causal half; bytes count a flash kernel, which writes no scores. XLA's kernels write them several times,
+    which takes most of their time.
+    """
     for batch, tokens, heads, head_dim in sizes.attention:
         forward = 2.0 * batch * heads * tokens**2 * head_dim
         whole = 2.0 * batch * tokens * heads * head_dim
+        scores_s = 12.0 * batch * heads * tokens**2 / base.hbm_bytes_per_s
         for backend in ("xla", "cudnn"):
             for suffix, chain, flops, arrays in (
                 ("", _attention_chain, forward, 4),
@@ -84,9 +87,8 @@ def attention_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile
                     return program(devices, partial(chain, backend, repetitions), inputs)
 
                 counts = {"launch": 1.0, "flops": flops, "bytes": arrays * whole}
-                guess = (
-                    flops / base.matrix_rate("bfloat16") + arrays * whole / base.hbm_bytes_per_s + base.kernel_launch_s
-                )
+                guess = flops / base.matrix_rate("bfloat16") + arrays * whole / base.hbm_bytes_per_s
+                guess += base.kernel_launch_s + (scores_s * arrays / 4 if backend == "xla" else 0.0)
                 name = f"{batch}x{tokens}x{heads}x{head_dim}"
                 yield Point(f"attention {backend}{suffix}", name, counts, guess, _MOST_UNROLLED, make)
 

@@ -4,7 +4,8 @@ In: devices, sizes, a rough profile, a time budget. Out: `Sample`s.
 
 A program repeats its operation in a dependent chain, often enough to take ten times its dispatch. The dispatch of an
 empty program is subtracted. Programs are compiled and run twice as a warm-up. Then each runs once per round, so that a
-disturbance affects all programs equally. The sample is the median of the rounds.
+disturbance affects all programs equally. The first round is a warm-up too: other programs have run since. A program
+whose times agree runs in few rounds. The sample is the median of the rounds.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,8 @@ from autopar.hardware.profile import HardwareProfile
 Progress = Callable[[str, float], None]
 
 _MOST_ROUNDS = 25
+#: With this many rounds, a program whose times spread by less than this share runs no more.
+_ENOUGH_ROUNDS, _SMALL_SPREAD = 5, 0.03
 #: A loop first copies its carried values; several repetitions amortize that.
 _FEWEST_REPETITIONS = 4
 _FEWEST_ROUNDS = 3
@@ -66,13 +70,13 @@ def measure(
     """
     start, report = time.perf_counter(), progress or (lambda stage, fraction: None)
     sweeps = [
-        ("launch", 0.1, launch_points(devices, sizes)),
-        ("memory bandwidth", 0.2, memory_points(devices, sizes, base)),
-        ("matrix products", 0.35, matmul_points(devices, sizes, base)),
+        ("launch", 0.05, launch_points(devices, sizes)),
+        ("memory bandwidth", 0.15, memory_points(devices, sizes, base)),
+        ("matrix products", 0.3, matmul_points(devices, sizes, base)),
         ("matrix products with wide results", 0.05, wide_matmul_points(devices, sizes, base)),
         ("reductions", 0.05, reduction_points(devices, sizes, base)),
-        ("convolutions", 0.1, convolution_points(devices, sizes, base)),
-        ("attention", 0.1, attention_points(devices, sizes, base)),
+        ("convolutions", 0.15, convolution_points(devices, sizes, base)),
+        ("attention", 0.2, attention_points(devices, sizes, base)),
         ("collectives", 0.3 if len(devices) > 1 else 0.0, collective_points(devices, sizes, base)),
         ("copies between host and device", 0.05, copy_points(devices, sizes)),
     ]
@@ -97,29 +101,27 @@ def _report_progress(report: Progress, stage: str, start: float, seconds: float)
 
 
 def _sweep(
-    devices: Sequence[Any], points: Iterator[Point], seconds: float, report_progress: Callable[[], None]
+    devices: Sequence[Any], points: Iterable[Point], seconds: float, report_progress: Callable[[], None]
 ) -> tuple[list[Sample], list[Skipped]]:
     """Compile all benchmarks of a sweep, then run them in rounds until the time is up."""
     start = time.perf_counter()
     empty = empty_program(devices)
     least_s = max(2e-3, 10 * min(_timed(empty) for _ in range(5)))
-    ready: list[tuple[Point, int, Callable[[], object]]] = []
-    skipped: list[Skipped] = []
+    built: list[tuple[Point, int, Callable[[], object] | Skipped]] = []
     # Compiles run side by side, since they leave the devices idle most of the time. Nothing runs meanwhile: a compile breaks
     # off the capture of a CUDA graph, and collectives of two programs at once would wait for each other.
-    pool = ThreadPoolExecutor(_num_compilers())
-    try:
-        for point, repetitions, call in list(
-            pool.map(partial(_build, least_s, start + 0.6 * seconds), enumerate(points))
-        ):
+    with ThreadPoolExecutor(_num_compilers()) as pool:
+        for one in pool.map(partial(_build, least_s, start + 0.6 * seconds), count(), points):
+            built.append(one)
             report_progress()
-            found = call if isinstance(call, Skipped) else _warmed_up(point, call, max(0.25 * seconds, 1.0))
-            if isinstance(found, Skipped):
-                skipped.append(found)
-            else:
-                ready.append((point, repetitions, found))
-    finally:
-        pool.shutdown(cancel_futures=True)
+    ready: list[tuple[Point, int, Callable[[], object]]] = []
+    skipped: list[Skipped] = []
+    for point, repetitions, call in built:
+        found = call if isinstance(call, Skipped) else _warmed_up(point, call, max(0.25 * seconds, 1.0))
+        if isinstance(found, Skipped):
+            skipped.append(found)
+        else:
+            ready.append((point, repetitions, found))
     runs = _rounds([empty, *(call for _, _, call in ready)], start + seconds, report_progress)
     dispatch_s = float(np.median(runs[0]))
     samples = []
@@ -135,10 +137,9 @@ def _sweep(
 
 
 def _build(
-    least_s: float, deadline: float, numbered: tuple[int, Point]
+    least_s: float, deadline: float, number: int, point: Point
 ) -> tuple[Point, int, Callable[[], object] | Skipped]:
     """Compile a benchmark; the first of a sweep whatever the time, so that each has one."""
-    number, point = numbered
     if number and time.perf_counter() > deadline:
         return point, 0, Skipped(point.group, point.name, "no time left")
     repetitions = min(point.most, max(_FEWEST_REPETITIONS, round(least_s / point.guess_s)))
@@ -170,17 +171,26 @@ def _num_compilers() -> int:
 def _rounds(
     calls: Sequence[Callable[[], object]], deadline: float, report_progress: Callable[[], None]
 ) -> list[list[float]]:
+    """The times of each call; without those of the first round, which is a warm-up."""
     runs: list[list[float]] = [[] for _ in calls]
-    for number in range(_MOST_ROUNDS):
-        if number >= _FEWEST_ROUNDS and time.perf_counter() > deadline:
+    for number in range(1 + _MOST_ROUNDS):
+        if number > _FEWEST_ROUNDS and time.perf_counter() > deadline:
             break
         for call, times in zip(calls, runs, strict=True):
+            if number > _ENOUGH_ROUNDS and _spread(times[1:]) < _SMALL_SPREAD:
+                continue
             try:
                 times.append(_timed(call))
             except RuntimeError:  # out of memory since later programs have allocated theirs
                 times.append(math.nan)
         report_progress()
-    return runs
+    return [times[1:] for times in runs]
+
+
+def _spread(times: Sequence[float]) -> float:
+    """The interquartile range as a share of the median."""
+    low, middle, high = np.percentile(times, (25, 50, 75))
+    return float((high - low) / middle)
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -190,7 +200,5 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def _sample(point: Point, repetitions: int, times: Sequence[float], seconds: float) -> Sample:
-    low, middle, high = np.percentile(times, (25, 50, 75))
     rounded = tuple(float(f"{t:.4g}") for t in times)
-    spread = float((high - low) / middle)
-    return Sample(point.group, point.name, point.counts, seconds, round(spread, 4), repetitions, rounded)
+    return Sample(point.group, point.name, point.counts, seconds, round(_spread(times), 4), repetitions, rounded)

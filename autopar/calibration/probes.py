@@ -7,6 +7,7 @@ virtual CPU devices share cores and GPUs share a host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +44,7 @@ class Sizes:
         convolutions: (batch, side, channels, kernel) on square NHWC images with equal in and out channels.
         attention: (batch, tokens, heads, head dim).
         dtypes: dtypes of matmuls, by the profile's names.
+        last_dtypes: dtypes whose matmuls come after those of all other dtypes, so that a short time budget drops them.
     """
 
     products: tuple[tuple[int, int, int], ...]
@@ -54,6 +56,7 @@ class Sizes:
     convolutions: tuple[tuple[int, int, int, int], ...]
     attention: tuple[tuple[int, int, int, int], ...]
     dtypes: tuple[str, ...] = tuple(DTYPES)
+    last_dtypes: tuple[str, ...] = ()
 
 
 CPU_SIZES = Sizes(
@@ -88,6 +91,8 @@ GPU_SIZES = Sizes(
         *((8, 1024, 16, 64), (4, 2048, 16, 128), (1, 8192, 16, 128), (64, 512, 12, 64), (1, 16384, 8, 128)),
         *((16, 1024, 12, 64), (2, 4096, 32, 128), (128, 197, 12, 64)),
     ),
+    dtypes=("bfloat16", "float32", "float8"),
+    last_dtypes=("float16", "int8", "float64"),
 )
 
 
@@ -183,8 +188,8 @@ def _products(count: int, x: Any, right: Any, back: Any) -> Any:
 
 def matmul_points(devices: Sequence[Any], sizes: Sizes, base: HardwareProfile) -> Iterator[Point]:
     """Matmuls, all dtypes of a shape before the next shape, so that a short time budget drops shapes and not dtypes."""
-    for m, k, n in sizes.products:
-        for name in sizes.dtypes:
+    for names in (sizes.dtypes, sizes.last_dtypes):
+        for (m, k, n), name in itertools.product(sizes.products, names):
             dtype = jnp.dtype(DTYPES[name])
             flops, traffic = 2.0 * m * k * n, float(dtype.itemsize * (m * k + k * n + m * n))
             guess = flops / base.matrix_rate(name) + traffic / base.hbm_bytes_per_s + base.kernel_launch_s

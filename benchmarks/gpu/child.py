@@ -1,7 +1,8 @@
-"""Measure one piece in a process of its own: `python -m benchmarks.gpu.child PIECE PLANS SCALE SECONDS`.
+"""Measure one piece in a process of its own: `python -m benchmarks.gpu.child PIECE PLANS RESULTS SCALE SECONDS LIMIT`.
 
-In: the command line; the piece `host` describes the host. Out: a line of JSON on standard output, behind a prefix. GPU
-memory is free again when the process ends.
+In: the command line; the piece `host` describes the host. Out: lines of JSON on standard output, behind a prefix: the
+record so far, each time that the piece has more, and the whole record last. GPU memory is free again when the process
+ends.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,27 @@ HOST = "host"
 ABSENT = ("ortools", "numba", "transformers", "torch", "tokenizers", "jraph", "diffusers")
 
 
-def main(piece: str, plans: str, scale: str, seconds: str) -> None:
+def main(piece: str, plans: str, results: str, scale: str, seconds: str, limit: str) -> None:
+    ends_at = time.monotonic() + float(limit)
     if scale == "tiny":
         modules: dict[str, Any] = sys.modules
         modules.update(dict.fromkeys(ABSENT))  # makes `import` fail
     from benchmarks.gpu.host import host
 
     here = host()
-    record: dict[str, Any] = {"host": here}
-    if piece != HOST:
+
+    def keep(found: dict[str, Any]) -> None:
+        print(MARK + json.dumps(finite({"host": here, "found": found}), allow_nan=False), flush=True)
+
+    if piece == HOST:
+        print(MARK + json.dumps({"host": here}), flush=True)
+    else:
         from benchmarks.gpu.pieces import PIECES
         from benchmarks.gpu.setting import Setting
 
-        given: Any = {"plans": Path(plans), "scale": scale, "seconds": float(seconds)}
-        setting = Setting(profile=here["profile"], num_devices=here["num_devices"], **given)
-        record["found"] = PIECES[piece].measure(setting)
-    print(MARK + json.dumps(finite(record), allow_nan=False), flush=True)
+        folders: Any = {"plans": Path(plans), "results": Path(results), "scale": scale}
+        setting = Setting(host=here, seconds=float(seconds), ends_at=ends_at, keep=keep, **folders)
+        keep(PIECES[piece].measure(setting))
 
 
 def finite(value: Any) -> Any:

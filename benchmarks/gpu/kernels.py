@@ -1,11 +1,15 @@
-"""Time each kernel with JAX's profiler. In: a function to run. Out: kernels with time and count, slowest first."""
+"""Time each kernel with JAX's profiler.
+
+In: a function to run. Out: what ran on the devices, summed by kernel, or in order of execution.
+"""
 
 from __future__ import annotations
 
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +29,18 @@ _FAMILIES = (
 _MOST_NAMED = 40
 
 
-def kernel_times(run: Callable[[], Any], num_runs: int) -> dict[str, Any]:
-    """Profile `num_runs` calls of `run`, which blocks.
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One kernel or memory operation that a device ran."""
 
-    Returns:
-        Per run and device: `busy_s`, the time in which any kernel runs; `kernel_s`, the sum over kernels; `families`,
-            seconds by what they compute; `kernels`, seconds and count by name.
-    """
+    device: str
+    name: str
+    begin_s: float
+    seconds: float
+
+
+def profiled(run: Callable[[], Any], num_runs: int) -> list[Event]:
+    """Everything that XLA's programs run in `num_runs` calls of `run`, which blocks."""
     with tempfile.TemporaryDirectory() as folder:
         jax.profiler.start_trace(folder)
         try:
@@ -39,15 +48,10 @@ def kernel_times(run: Callable[[], Any], num_runs: int) -> dict[str, Any]:
                 run()
         finally:
             jax.profiler.stop_trace()
-        events = [event for path in Path(folder).rglob("*.xplane.pb") for event in _events(path)]
-    return _summed(events, num_runs)
-
-
-Event = tuple[str, str, float, float]
+        return [event for path in Path(folder).rglob("*.xplane.pb") for event in _events(path)]
 
 
 def _events(path: Path) -> list[Event]:
-    """Device, kernel, begin and end in seconds of everything that XLA's programs ran."""
     found: list[Event] = []
     for plane in ProfileData.from_file(str(path)).planes:
         on_device = plane.name.startswith("/device:")
@@ -61,19 +65,24 @@ def _events(path: Path) -> list[Event]:
                 if not on_device and "hlo_op" not in stats:
                     continue
                 device = plane.name if on_device else f"cpu:{stats.get('device_ordinal', 0)}"
-                begin = event.start_ns * 1e-9
-                found.append((device, event.name, begin, begin + event.duration_ns * 1e-9))
+                found.append(Event(device, event.name, event.start_ns * 1e-9, event.duration_ns * 1e-9))
     return found
 
 
-def _summed(events: list[Event], num_runs: int) -> dict[str, Any]:
-    devices = sorted({device for device, *_ in events})
+def summed(events: Sequence[Event], num_runs: int) -> dict[str, Any]:
+    """Times per run and device.
+
+    Returns:
+        `busy_s`, the time in which any kernel runs; `kernel_s`, the sum over kernels; `families`, seconds by what they
+            compute; `kernels`, seconds and count by name, the slowest first.
+    """
+    devices = sorted({event.device for event in events})
     parts = max(1, len(devices)) * num_runs
     seconds: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
-    for _, name, begin, end in events:
-        seconds[name] += (end - begin) / parts
-        counts[name] += 1
+    for event in events:
+        seconds[event.name] += event.seconds / parts
+        counts[event.name] += 1
     families: dict[str, float] = defaultdict(float)
     for name, each in seconds.items():
         families[family(name)] += each
@@ -85,13 +94,28 @@ def _summed(events: list[Event], num_runs: int) -> dict[str, Any]:
             "seconds": sum(seconds[name] for name in rest),
             "count": sum(counts[name] for name in rest) / parts,
         }
-    busy = sum(_union([(b, e) for device, _, b, e in events if device == one]) for one in devices) / parts
+    spans = {one: [(e.begin_s, e.begin_s + e.seconds) for e in events if e.device == one] for one in devices}
     return {
-        "busy_s": busy,
+        "busy_s": sum(map(_union, spans.values())) / parts,
         "kernel_s": sum(seconds.values()),
         "families": dict(sorted(families.items(), key=lambda one: -one[1])),
         "kernels": named,
     }
+
+
+def in_order(events: Sequence[Event], num_runs: int) -> list[tuple[str, float]] | None:
+    """Name and mean seconds of each kernel of a run, in order of execution.
+
+    If the runs differ in their order, the last one counts alone; if they differ in number, there is no result.
+    """
+    ordered = sorted(events, key=lambda event: event.begin_s)
+    num, rest = divmod(len(ordered), num_runs)
+    if rest:
+        return None
+    same = list(zip(*(ordered[number * num : (number + 1) * num] for number in range(num_runs)), strict=True))
+    if any(len({event.name for event in each}) > 1 for each in same):
+        same = [each[-1:] for each in same]
+    return [(each[0].name, sum(event.seconds for event in each) / len(each)) for each in same]
 
 
 def family(name: str) -> str:

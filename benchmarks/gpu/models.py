@@ -51,24 +51,25 @@ def _vit() -> Mapping[str, Maker]:
     }
 
 
-#: name -> scale ("full", "tiny") -> function from the multiple of one GPU's batch to the train step.
+#: name -> scale ("full", "tiny") -> function from the multiple of one GPU's batch to the train step. In the order in which
+#: they are measured.
 MODELS: Mapping[str, Mapping[str, Maker]] = MappingProxyType(
     {
         "gpt2": _language(_GPT2),
-        "bert": _language(_BERT, transformer.masked),
-        "llama_1b": _language(_LLAMA_1B),
-        "llama_1b_rematerialized": _language(replace(_LLAMA_1B, rematerialized=True)),
         "vit": _vit(),
+        "llama_1b": _language(_LLAMA_1B),
+        "experts": _language(_EXPERTS),
+        "scanned": _language(_SCANNED),
         "resnet50": {
             "full": lambda times: resnet((3, 4, 6, 3), 64, 256 * times, 224, 1000),
             "tiny": lambda times: resnet((1, 1), 8, 4 * times, 16, 10),
         },
-        "experts": _language(_EXPERTS),
-        "scanned": _language(_SCANNED),
+        "bert": _language(_BERT, transformer.masked),
         "unet": {
             "full": lambda times: diffusion.unet((128, 256, 384), 2, 64 * times, 64),
             "tiny": lambda times: diffusion.unet((8, 16), 1, 4 * times, 8),
         },
+        "llama_1b_rematerialized": _language(replace(_LLAMA_1B, rematerialized=True)),
     }
 )
 #: Models that are also measured on several GPUs, against hand-written shardings.

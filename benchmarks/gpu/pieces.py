@@ -27,7 +27,7 @@ class Piece:
         module: a module of this package.
         function: the function of the module.
         given: an argument of the function before the setting, if any.
-        seconds: approximate time on a GPU.
+        seconds: approximate time on a GPU, from the process's start to its end.
         least_devices: number of devices that it needs.
     """
 
@@ -45,11 +45,11 @@ class Piece:
 
 PIECES: Mapping[str, Piece] = MappingProxyType(
     {
-        "calibration": Piece("calibration", "calibration", None, 240.0),
-        **{f"train/{name}": Piece("train", "train", name, 120.0) for name in MODELS},
+        "calibration": Piece("calibration", "calibration", None, 90.0),
+        **{f"train/{name}": Piece("train", "train", name, 100.0) for name in MODELS},
         **{
             f"inference/{part}": Piece("serve", part, None, seconds)
-            for part, seconds in {"decode": 180.0, "prefill": 90.0, "attention": 60.0, "host": 60.0}.items()
+            for part, seconds in {"attention": 60.0, "decode": 180.0, "prefill": 90.0, "host": 60.0}.items()
         },
         **{f"search/{kind}": Piece("search", "search", kind, 150.0) for kind in ("exact", "ivf", "graph")},
         **{f"several/{name}": Piece("several", "several", name, 240.0, least_devices=2) for name in ON_SEVERAL},

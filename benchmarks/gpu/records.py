@@ -2,8 +2,8 @@
 
 In: a folder. Out: the newest record of each piece; a record appended to its file.
 
-A record names the card, the number of GPUs, JAX's version and a hash of the sources. A piece is not measured again if a
-record agrees in all of these.
+A record names the card, the number of GPUs, JAX's version and a hash of the sources: the package, its data, and what
+measures. A piece is not measured again if a record agrees in all of these. The newest record is reported in any case.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ _MEASURES_WITH = (
     *("zoo/training.py", "zoo/diffusion.py", "zoo/expert_layer.py", "synthetic_vectors.py", "timing.py"),
     *("baselines/jitted.py", "baselines/pinned.py"),
 )
+#: Files of this folder that measure nothing.
+_ONLY_READ = frozenset(["report.py", "aligned.py", "replayed.py"])
 
 #: Piece, card, number of GPUs, JAX version, hash of the sources.
 Key = tuple[str, str, int, str, str]
@@ -30,7 +32,8 @@ Key = tuple[str, str, int, str, str]
 def sources() -> str:
     """A hash of the measuring sources, taken at the start."""
     here = Path(__file__).parent
-    return fingerprint(*sorted(here.glob("*.py")), *(here.parent / each for each in _MEASURES_WITH))
+    own = sorted(path for path in here.glob("*.py") if path.name not in _ONLY_READ)
+    return fingerprint(*own, *(here.parent / each for each in _MEASURES_WITH))
 
 
 def key(record: Record) -> Key:

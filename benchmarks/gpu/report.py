@@ -18,6 +18,10 @@ _HEAD = """# Measured on GPUs
 
 What `python -m benchmarks.gpu` measured, rendered by `python -m benchmarks.gpu report`. An error is a figure over what was
 measured, less 1: below 0, the step took longer than predicted."""
+_IN_A_ROW = """*Measured* is the time per step of steps in a row, as in a training loop: the host dispatches a step while the one
+before runs. Errors are against it. *Waited for* is the median time of a step from its call until its results are ready,
+when the next one is called: it includes the host's time to dispatch the step. *Kernels* is the time in which a kernel runs.
+*Plain `jit`* is in a row, too."""
 _NOTHING = "No GPU has been measured yet."
 
 Rows = Sequence[Mapping[str, Any]]
@@ -36,15 +40,17 @@ def page(found: list[Record]) -> str:
 def _card(by_piece: dict[str, Record]) -> list[str]:
     host = max((record["host"] for record in by_piece.values()), key=lambda each: each["date"])
     found = {name: by_piece[name]["found"] for name in PIECES if "found" in by_piece.get(name, {})}
-    failed = [
-        {"piece": name, "error": _last(record["error"])} for name, record in by_piece.items() if "error" in record
-    ]
+    failed, in_part = (
+        [{"piece": name, "reason": _last(record[key])} for name, record in by_piece.items() if key in record]
+        for key in ("error", "partial")
+    )
     of = {part: {k.partition("/")[2]: v for k, v in found.items() if k.startswith(f"{part}/")} for part in _PARTS}
     return [
         f"## {host['num_devices']} x {host['card']}",
         _made_on(host),
         *(_calibration(found["calibration"]) if "calibration" in found else []),
         *(text for part, render in _PARTS.items() if of[part] for text in render(of[part])),
+        *(["### Measured in part", _table(in_part)] if in_part else []),
         *(["### Failed", _table(failed)] if failed else []),
     ]
 
@@ -117,30 +123,38 @@ def _train(by_model: dict[str, Record]) -> list[str]:
             "model": name,
             "predicted": _ms(one["predicted_s"]),
             "XLA's estimate": _ms(_estimate(one)),
-            "measured": _ms(one["measured_s"]),
-            "error": _error(one["predicted_s"], one["measured_s"]),
-            "XLA's error": _error(_estimate(one), one["measured_s"]),
-            "kernels": _ms(one["profile"]["busy_s"]),
-            "plain `jit`": _ms(one["jit"].get("median_s")) or _last(one["jit"].get("error", "")),
+            "measured": _ms(one["in_a_row_s"]),
+            "error": _error(one["predicted_s"], one["in_a_row_s"]),
+            "XLA's error": _error(_estimate(one), one["in_a_row_s"]),
+            "waited for": _ms(one["median_s"]),
+            "kernels": _ms(one.get("profile", {}).get("busy_s")),
+            "plain `jit`": _in_a_row(one.get("jit", {})),
             "peak, predicted": _gb(one["predicted_peak_bytes"]),
-            "peak, measured": _gb(one["peak_bytes"]),
-            "of the card's peak": _percent(one["utilisation"]),
+            "peak, measured": _gb(one.get("peak_bytes")),
+            "of the card's peak": _percent(one.get("utilisation")),
             "plan of": one["plan_of"],
         }
         for name, one in by_model.items()
     ]
-    errors = [abs(one["predicted_s"] / one["measured_s"] - 1) for one in by_model.values()]
+    errors = [abs(one["predicted_s"] / one["in_a_row_s"] - 1) for one in by_model.values()]
     by_family = [
         {"model": name, **{kind: _ms(seconds) for kind, seconds in one["profile"]["families"].items()}}
         for name, one in by_model.items()
+        if "profile" in one
     ]
     return [
         "### Train steps on one GPU",
         f"Median error of the prediction: {statistics.median(errors):.0%} of {len(errors)} steps.",
+        _IN_A_ROW,
         _table(rows),
         "Time in kernels, by what they compute:",
         _table(by_family),
     ]
+
+
+def _in_a_row(one: Record) -> str:
+    """Milliseconds per step, or the error in their place."""
+    return _ms(one.get("in_a_row_s")) or _last(one.get("error", ""))
 
 
 def _estimate(one: Record) -> float | None:
@@ -170,7 +184,7 @@ def _several(by_model: dict[str, Record]) -> list[str]:
             "model": name,
             "GPUs": one["num_gpus"],
             "way": row["way"],
-            "measured": _ms(row.get("median_s")) or _last(row.get("error", "")),
+            "measured": _in_a_row(row),
             "predicted": _ms(one["predicted_s"]) if row["way"] == "autopar" else "",
             "to autopar": _against(row, one["rows"][0]),
         }
@@ -181,7 +195,7 @@ def _several(by_model: dict[str, Record]) -> list[str]:
 
 
 def _against(row: Record, first: Record) -> str:
-    return f"{row['median_s'] / first['median_s']:.2f}x" if "median_s" in row and "median_s" in first else ""
+    return f"{row['in_a_row_s'] / first['in_a_row_s']:.2f}x" if "in_a_row_s" in row and "in_a_row_s" in first else ""
 
 
 #: Prefix of a piece's name -> the function that renders its records.

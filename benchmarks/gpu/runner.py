@@ -1,8 +1,8 @@
 """Run pieces one after the other, each in a process of its own, and record their results.
 
 In: the pieces, a time limit in minutes, and folders of plans and results. Out: a line in a file for each piece; names
-of the pieces that failed. If a piece fails or takes too long, its error is recorded and the next one runs. Pieces with
-a result are skipped, so the same command resumes a stopped run.
+of the pieces that failed. If a piece fails or takes too long, its error is recorded, with what it had measured until
+then, and the next one runs. Pieces with a whole result are skipped, so the same command resumes a stopped run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from benchmarks.gpu.pieces import LIMIT_S, PIECES
 from benchmarks.gpu.setting import Record
 from benchmarks.machine import ROOT
 
-#: With less time than this left, no piece is started.
-_LEAST_S = 20.0
+#: With less time than this left, no piece is started: a share of the piece's own time, enough for its first figures; in a
+#: dry run, seconds.
+_LEAST_SHARE, _LEAST_S = 0.6, 20.0
 _TAIL = 1500
 
 
@@ -75,31 +76,30 @@ class Run:
                 return [name for name in (each.result() for each in found) if name]
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
-                self._stopped.set()  # pieces stopped from here on have not failed
+                self._stopped.set()  # pieces stopped from here on have not failed; what they kept counts
                 self._end_all()
                 raise
 
     def _one(self, name: str, host: Record, deadline: float) -> str:
         """Measure a piece if there is time, and record the result; returns its name if it failed."""
         left = deadline - time.monotonic()
-        if left < (min(PIECES[name].seconds, LIMIT_S) / 2 if self.scale == "full" else _LEAST_S):
+        if left < (_LEAST_SHARE * PIECES[name].seconds if self.scale == "full" else _LEAST_S):
             self.report(f"{name}: left for another run, which goes on here")
             return ""
         began = time.monotonic()
         record = self._record(name, host, min(LIMIT_S, left))
-        if self._stopped.is_set():
+        if self._stopped.is_set() and "found" not in record:
             return ""
         records.add(self.results, record)
-        words = f"failed: {record['error'].strip().splitlines()[-1][:300]}" if "error" in record else "measured"
-        self.report(f"{name}: {words} ({time.monotonic() - began:.0f} s)")
+        self.report(f"{name}: {_outcome(record)} ({time.monotonic() - began:.0f} s)")
         return name if "error" in record else ""
 
     def _pending(self, host: Record, only: str, again: bool) -> Sequence[str]:
-        """The pieces still to measure, in order; those that failed before come last."""
+        """The pieces still to measure, in order; those that failed, or were measured in part, come last."""
         wanted = [name for name, piece in PIECES.items() if only in name and piece.least_devices <= host["num_devices"]]
         blank = {name: self._blank(name, host) for name in wanted}
         kept = [] if again else records.read(self.results)
-        done = {records.key(record) for record in kept if "found" in record}
+        done = {records.key(record) for record in kept if "found" in record and "partial" not in record}
         tried = {records.key(record) for record in kept}
         for name in (name for name in wanted if records.key(blank[name]) in done):
             self.report(f"{name}: measured already (--again to repeat)")
@@ -116,12 +116,15 @@ class Run:
             return self._blank(name, host) | {"error": str(error)}
 
     def child(self, name: str, seconds: float, limit_s: float) -> Record:
-        """The record that a process measuring `name` prints.
+        """The last record that a process measuring `name` prints.
+
+        If the process fails or is stopped after `limit_s`, and has printed a record, the reason is under `partial`.
 
         Raises:
-            PieceError: the process fails, or is stopped after `limit_s`.
+            PieceError: it prints no record.
         """
-        command = [sys.executable, "-m", "benchmarks.gpu.child", name, str(self.plans), self.scale, str(seconds)]
+        given = (name, str(self.plans), str(self.results), self.scale, str(seconds), str(limit_s))
+        command = [sys.executable, "-m", "benchmarks.gpu.child", *given]
         # A session of its own, so that all its child processes end with it.
         child = subprocess.Popen(
             command,
@@ -134,24 +137,43 @@ class Run:
             start_new_session=True,
         )
         self._children.append(child)
+        stopped = ""
         try:
             out, said = child.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             _end(child)
-            raise PieceError(f"{child.communicate()[1][-_TAIL:]}\nstopped after {limit_s:.0f} s") from None
+            out, said = child.communicate()
+            stopped = f"stopped after {limit_s:.0f} s"
         except BaseException:
             _end(child)
             raise
-        found = [line.removeprefix(MARK) for line in out.splitlines() if line.startswith(MARK)]
-        if child.returncode < 0:
-            raise PieceError(f"{said[-_TAIL:]}\nended by {signal.Signals(-child.returncode).name}")
-        if child.returncode or not found:
-            raise PieceError(said[-_TAIL:].strip() or f"ended with exit code {child.returncode}, and said nothing")
-        return json.loads(found[-1])
+        found = [line for line in out.splitlines() if line.startswith(MARK) and line.endswith("}")]
+        error = _error(child.returncode, said[-_TAIL:], stopped)
+        if not found:
+            raise PieceError(error or f"ended with exit code {child.returncode}, and said nothing")
+        record = json.loads(found[-1].removeprefix(MARK))
+        return record | {"partial": error} if error else record
 
     def _end_all(self) -> None:
         for child in self._children:
             _end(child)
+
+
+def _error(code: int, said: str, stopped: str) -> str:
+    """Why a process ended; empty if it succeeded."""
+    if stopped:
+        return f"{said}\n{stopped}"
+    if code < 0:
+        return f"{said}\nended by {signal.Signals(-code).name}"
+    return said.strip() or f"ended with exit code {code}, and said nothing" if code else ""
+
+
+def _outcome(record: Record) -> str:
+    """One line about a record."""
+    for key, words in {"error": "failed", "partial": "measured in part"}.items():
+        if key in record:
+            return f"{words}: {record[key].strip().splitlines()[-1][:300]}"
+    return "measured"
 
 
 def _end(child: subprocess.Popen[str]) -> None:

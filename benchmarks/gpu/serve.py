@@ -22,6 +22,7 @@ from autopar.inference import DecoderConfig, Engine, Options
 from autopar.inference.kernels.paged_attention import BACKENDS, attend_paged
 from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.model.decoder import Decoder
+from benchmarks.gpu.quick_keys import quick_key
 from benchmarks.gpu.setting import Record, Setting
 from benchmarks.timing import median_s
 
@@ -62,6 +63,7 @@ def decode(setting: Setting) -> Record:
     cases = [(2, 32)] if setting.is_tiny else [(1, 1024), (8, 1024), (32, 1024), (128, 1024), (32, 4096), (8, 15000)]
     copy_rate = copy_bytes_per_s(setting)
     rows: list[Record] = []
+    record: Record = {"weight_bytes": weights, "copy_bytes_per_s": copy_rate, "rows": rows}
     engines: dict[tuple[int, int], Engine] = {}
     for batch, context in cases:
         longest = context + _PAGE * -(-(_WARM_UP + 2 * _STEPS) // _PAGE)
@@ -81,7 +83,8 @@ def decode(setting: Setting) -> Record:
                 "of_copy_rate": read / step_s / copy_rate,
             }
         )
-    return {"weight_bytes": weights, "copy_bytes_per_s": copy_rate, "rows": rows}
+        setting.keep(record)
+    return record
 
 
 def host(setting: Setting) -> Record:
@@ -119,6 +122,7 @@ def prefill(setting: Setting) -> Record:
                 "flops_per_s": flops / seconds,
             }
         )
+        setting.keep({"rows": rows})
         del engine
     return {"rows": rows}
 
@@ -132,6 +136,8 @@ def attention(setting: Setting) -> Record:
     rows: list[Record] = []
     for batch, context in ((2, 32),) if setting.is_tiny else ((1, 1024), (32, 1024), (128, 1024), (32, 8192)):
         arrays = _pages(config, batch, context)
+        if rows:
+            setting.keep({"rows": rows})
         for name in names:
             row: Record = {"backend": name, "batch": batch, "context": context}
             if (reason := BACKENDS[name].refused(_PAGE, config.head_dim)) is not None:
@@ -161,7 +167,7 @@ def _attended(backend: str) -> Callable[..., Any]:
 def _pages(config: DecoderConfig, batch: int, context: int) -> tuple[Any, ...]:
     """Queries of one token, pages in random order, tables and positions."""
     per_row = context // _PAGE
-    key = jax.random.key(0)
+    key = quick_key(0)
     shape = (batch * per_row + 1, _PAGE, config.num_kv_heads, config.head_dim)
     pages = KVPages(*(jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(key)))
     queries = jax.random.normal(key, (batch, 1, config.num_heads, config.head_dim), jnp.bfloat16)
@@ -174,7 +180,7 @@ def _params(config: DecoderConfig) -> Any:
     shapes = jax.eval_shape(Decoder(config).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
     draw = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape, jnp.bfloat16), static_argnames=("shape",))
     leaves, structure = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    keys = jax.random.split(quick_key(0), len(leaves))
     return jax.tree.unflatten(structure, [draw(key, shape=leaf.shape) for key, leaf in zip(keys, leaves, strict=True)])
 
 

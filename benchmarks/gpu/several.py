@@ -19,8 +19,9 @@ from benchmarks.baselines.jitted import jitted, shardings_of
 from benchmarks.baselines.pinned import Pins
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.prepared import SEVERAL, saved
+from benchmarks.gpu.quick_keys import quick_key
 from benchmarks.gpu.setting import Record, Setting
-from benchmarks.gpu.train import first_loss, timed
+from benchmarks.gpu.train import first_loss, host_copy, timed
 from benchmarks.timing import TimedLoop
 from benchmarks.zoo.training import Training
 
@@ -34,30 +35,35 @@ def several(name: str, setting: Setting) -> Record:
     plan, _, card = saved(setting.plans, setting.profile, name, num)
     devices = jax.local_devices()[:num]
     step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
-    rows = [_planned(training, step, setting)]
-    for words, recipe, sizes in _by_hand(num):
-        shape = MeshShape(("data", "model"), sizes)
-        try:
-            pins = recipe(training.target[1], shape)
-            rows.append({"way": words} | _of_hand(training, pins, make_mesh(shape, devices), setting))
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # it does not fit, or does not divide
-            rows.append({"way": words, "error": str(error)[:300]})
-    rows.append(_planned(training, step, setting) | {"way": "autopar, again"})
-    return {
+    batch = training.make_batch(0)
+    state = step.init(training.create_state, quick_key(0), batch=batch)
+    initial = host_copy(state)
+    rows: list[Record] = []
+    record: Record = {
         "num_gpus": num,
         "plan_of": card,
         "strategy": plan.strategy,
         "predicted_s": plan.prediction.step_time_s,
         "rows": rows,
     }
-
-
-def _planned(training: Training, step: Any, setting: Setting) -> Record:
-    batch = training.make_batch(0)
-    state = step.init(training.create_state, jax.random.key(0), batch=batch)
-    loop = TimedLoop(step, state, step.shard_batch(batch))
+    rows.append({"way": "autopar"} | _measured(step, state, step.shard_batch(batch), setting))
     del state
-    return {"way": "autopar", "first_loss": first_loss(loop)} | timed(loop, _SHARE * setting.seconds)
+    for words, recipe, sizes in _by_hand(num):
+        shape = MeshShape(("data", "model"), sizes)
+        try:
+            pins = recipe(training.target[1], shape)
+            rows.append({"way": words} | _of_hand(training, pins, make_mesh(shape, devices), initial, setting))
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # it does not fit, or does not divide
+            rows.append({"way": words, "error": str(error)[:300]})
+        setting.keep(record)
+    state = step.init(training.create_state, quick_key(0), batch=batch)
+    rows.append({"way": "autopar, again"} | _measured(step, state, step.shard_batch(batch), setting))
+    return record
+
+
+def _measured(step: Any, state: Any, batch: Any, setting: Setting) -> Record:
+    loop = TimedLoop(step, state, batch)
+    return {"first_loss": first_loss(loop)} | timed(loop, _SHARE * setting.seconds)
 
 
 def _by_hand(num: int) -> list[tuple[str, Any, tuple[int, int]]]:
@@ -70,12 +76,8 @@ def _by_hand(num: int) -> list[tuple[str, Any, tuple[int, int]]]:
     ]
 
 
-def _of_hand(training: Training, pins: Pins, mesh: Mesh, setting: Setting) -> Record:
+def _of_hand(training: Training, pins: Pins, mesh: Mesh, initial: Any, setting: Setting) -> Record:
     """The step by `jax.jit` with hand-written shardings."""
     args = training.target[1]
-    state_shardings, batch_shardings = shardings_of(args, pins, mesh)
-    state = jax.jit(training.create_state, out_shardings=state_shardings)(jax.random.key(0))
-    batch = jax.device_put(training.make_batch(0), batch_shardings)
-    loop = TimedLoop(jitted(training.step, args, pins, mesh), state, batch)
-    del state
-    return {"first_loss": first_loss(loop)} | timed(loop, _SHARE * setting.seconds)
+    state, batch = jax.device_put((initial, training.make_batch(0)), shardings_of(args, pins, mesh))
+    return _measured(jitted(training.step, args, pins, mesh), state, batch, setting)

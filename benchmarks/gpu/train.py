@@ -1,7 +1,8 @@
 """Measure a train step on one GPU: time, kernels and memory, against its plan's predictions and XLA's estimate.
 
-In: a model's name. Out: a record. The step runs by a prepared plan; plain `jax.jit` of the same step follows in the
-same process as the baseline.
+In: a model's name. Out: a record, and the compiled program with its kernels in a file. The step runs by a prepared
+plan; plain `jax.jit` of the same step follows in the same process as the baseline, if there is time. Each part is kept
+as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import time
 from typing import Any
 
 import jax
+import numpy as np
 
 import autopar
 from autopar.runtime.jit import make_mesh
-from benchmarks.gpu.kernels import kernel_times
+from benchmarks.gpu import programs
+from benchmarks.gpu.kernels import in_order, profiled, summed
 from benchmarks.gpu.models import MODELS
 from benchmarks.gpu.prepared import saved
-from benchmarks.gpu.setting import Record, Setting
+from benchmarks.gpu.quick_keys import quick_key
+from benchmarks.gpu.setting import OutOfTimeError, Record, Setting
 from benchmarks.timing import TimedLoop
 from benchmarks.zoo.training import Training
 
@@ -27,7 +31,11 @@ _TIMED_SHARE = 0.1
 
 
 def train(name: str, setting: Setting) -> Record:
-    """Measure one of `MODELS`."""
+    """Measure one of `MODELS`.
+
+    Raises:
+        OutOfTimeError: too little time is left for plain `jit`.
+    """
     training = MODELS[name][setting.scale](1)
     plan, xla, card = saved(setting.plans, setting.profile, name, 1)
     predicted = plan.prediction
@@ -43,36 +51,64 @@ def train(name: str, setting: Setting) -> Record:
     step = autopar.parallelize(training.step, plan=plan, mesh=make_mesh(plan.mesh, devices), cache=False)
     batch = jax.device_put(training.make_batch(0), devices[0])
     began = time.perf_counter()
-    state = step.init(training.create_state, jax.random.key(0), batch=batch)
+    state = jax.block_until_ready(step.init(training.create_state, quick_key(0), batch=batch))
+    first_start_s = time.perf_counter() - began
+    initial = host_copy(state)
+    began = time.perf_counter()
     state, loss = jax.block_until_ready(step(state, batch))
-    record["first_start_s"] = time.perf_counter() - began
+    record["first_start_s"] = first_start_s + time.perf_counter() - began
     record["first_loss"] = float(loss)
     loop = TimedLoop(step, state, batch)
     del state
-    record |= timed(loop, _TIMED_SHARE * setting.seconds)
+    timed_s = _TIMED_SHARE * setting.seconds
+    record |= timed(loop, timed_s)
+    setting.keep(record)
     report = step.report()
     record |= {
-        "measured_s": record["median_s"],
         "peak_bytes": report.peak_bytes,
         "peak_bytes_from": report.memory_from,
         "model_flops": report.model_flops,
         "utilisation": report.utilisation,
-        "profile": kernel_times(loop.run, _PROFILED),
     }
+    events = profiled(loop.run, _PROFILED)
+    record["profile"] = summed(events, _PROFILED)
+    setting.keep(record)
+    if kernels := in_order(events, _PROFILED):
+        programs.save(programs.Program(setting.host, name, _hlo(step), kernels), setting.results)
     loop.state = None  # free the memory for plain `jit`
-    return record | {"jit": _plain(training, batch, devices[0], setting)}
+    if setting.left_s < record["first_start_s"] + 2 * timed_s:
+        raise OutOfTimeError(f"no plain `jit`: {setting.left_s:.0f} s are left")
+    return record | {"jit": plain_jit(training, initial, batch, timed_s)}
 
 
-def _plain(training: Training, batch: Any, device: Any, setting: Setting) -> Record:
-    """The same step by `jax.jit` alone."""
-    with jax.default_device(device):
-        try:
-            state = jax.jit(training.create_state)(jax.random.key(0))
-            loop = TimedLoop(jax.jit(training.step, donate_argnums=0), state, batch)
-            del state
-            return {"first_loss": first_loss(loop)} | timed(loop, _TIMED_SHARE * setting.seconds)
-        except jax.errors.JaxRuntimeError as error:  # it does not fit without the plan's rematerialization
-            return {"error": str(error)[:300]}
+def _hlo(step: Any) -> str:
+    """The text of the planned step's compiled program."""
+    last = step._dispatch.last
+    return last.run.compiled(last.compiled_for).as_text()
+
+
+def plain_jit(training: Training, initial: Any, batch: Any, seconds: float) -> Record:
+    """The same step by `jax.jit` alone.
+
+    Args:
+        initial: the state, in host memory. It is placed like the batch, as the step's results are, so that the step
+            compiles once.
+        batch: on the device.
+    """
+    try:
+        state = jax.device_put(initial, next(iter(batch.values())).sharding)
+        loop = TimedLoop(jax.jit(training.step, donate_argnums=0), state, batch)
+        del state
+        return {"first_loss": first_loss(loop)} | timed(loop, seconds)
+    except jax.errors.JaxRuntimeError as error:  # it does not fit without the plan's rematerialization
+        return {"error": str(error)[:300]}
+
+
+def host_copy(state: Any) -> Any:
+    """The arrays in host memory, for another measurement with the same initial state."""
+    found = jax.device_get(state)
+    # On a CPU the arrays would share the memory of those that a step donates.
+    return jax.tree.map(np.array, found) if jax.default_backend() == "cpu" else found
 
 
 def first_loss(loop: TimedLoop) -> float:
@@ -82,8 +118,13 @@ def first_loss(loop: TimedLoop) -> float:
 
 
 def timed(loop: TimedLoop, seconds: float) -> Record:
-    """Time steps one by one for this many seconds, then as many again without waiting between them, as a training loop
-    does."""
+    """Time steps one by one for this many seconds, then as many again in a row.
+
+    Returns:
+        `in_a_row_s`, seconds per step in a row, as in a training loop: the host dispatches a step while the one before
+            runs; `median_s` and `least_s`, seconds of a step from its call until its results are ready, which include
+            the host's time to dispatch it; `num_steps`, the number of each.
+    """
     for _ in range(_WARM_UP):
         loop.run()
     times: list[float] = []
