@@ -51,6 +51,10 @@ _INSTRUCTIONS: Mapping[str, float] = {
 }
 
 
+#: How much longer arithmetic must take than memory traffic for a tile's shared arithmetic to matter: XLA's count differs.
+_BOUND = 1.2
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Work of a kernel.
@@ -84,25 +88,29 @@ class KernelWork:
     def has_scattered_rows(self, kernel: Fused, values: Sequence[Value]) -> bool:
         """Whether a tile takes one row from each of several places in memory, instead of adjacent rows.
 
-        XLA prefers such tiles where something is the same at all these places, a causal mask above all: a tile then computes
-        it once for all its rows. It does so if the kernel loads it, or reduces rows twice.
+        XLA prefers such tiles where something is the same at all these places, a causal mask above all: a tile then loads or
+        computes it once for all its rows. It does so if that takes less time by its cost model, where a kernel takes the
+        time of its arithmetic or of its memory traffic, whichever is longer.
         """
-        if not kernel.tiled:
+        if not kernel.tiled or self.estimator is None:
             return False
 
         def rows_of(at: int) -> tuple[int, ...]:
             value = self.instructions[at].value
             return tuple(values[value].shape[-2:]) if value >= 0 else ()
 
-        points = max(kernel.members, key=lambda at: self.instructions[at].elements)
-        rows = rows_of(points)
+        most = max(self.instructions[at].elements for at in kernel.members)
+        rows = {rows_of(at) for at in kernel.members if self.instructions[at].elements == most}
 
         def is_shared(at: int) -> bool:
-            smaller = self.instructions[at].elements < self.instructions[points].elements
-            return smaller and len(rows) == 2 and rows_of(at) == rows
+            return self.instructions[at].elements < most and len(rows_of(at)) == 2 and rows_of(at) in rows
 
-        num_reductions = sum(self.instructions[at].kind == "reduce" for at in set(kernel.members))
-        return any(map(is_shared, kernel.operands)) or (num_reductions > 1 and any(map(is_shared, kernel.members)))
+        if any(map(is_shared, kernel.operands)):
+            return True
+        arithmetic_s = kernel.flops / self.estimator.scalar_flops_per_s
+        moved = sum(self.instructions[at].num_bytes for at in (*kernel.operands, *kernel.roots))
+        is_bound = arithmetic_s > _BOUND * moved / self.estimator.memory_bytes_per_s
+        return is_bound and any(map(is_shared, kernel.members))
 
     def _counted(self, kernel: Fused, per_element: Callable[[Instruction], float], *, once: bool) -> Work:
         """Count from the results backwards.
