@@ -1,4 +1,5 @@
-"""Prices of kernels and collectives compared with XLA's logged estimates for small programs (JAX 0.12.0.1, H100)."""
+"""Prices of kernels and collectives compared with XLA's logged estimates for small programs (JAX 0.12.0.1, H100), and
+with measured kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.cost.kernel_time import op_seconds
+from autopar.cost.kernel_time import UNALIGNED, bounds, op_seconds
 from autopar.errors import HardwareError
 from autopar.hardware.profile import known_names, load
 from autopar.hardware.xla_estimator import EstimatorProfile
@@ -66,6 +67,32 @@ def test_what_is_read_again_comes_from_a_cache() -> None:
         "fusion", 0, (0, 1), (2, 3), 25165824, 33554432, counted_flops=1845493760, reread_bytes=25165824, num_blocks=8192
     )  # fmt: skip
     assert microseconds(fusion_seconds(op, estimator())) == pytest.approx(28.6085, rel=0.01)
+
+
+# Matmuls of three steps on an H100 (benchmarks/results/kernels.md): batch, m, n, k; alignment of the rows; microseconds.
+MEASURED = [
+    ((1, 16384, 50257, 768), (16, 2, 2), 6378),
+    ((1, 16384, 768, 50257), (2, 2, 16), 7392),
+    ((1, 768, 50257, 16384), (16, 2, 2), 4641),
+    ((1, 32768, 30522, 768), (16, 4, 4), 4046),
+    ((1, 32768, 768, 30522), (4, 4, 16), 6608),
+    ((1, 768, 30522, 32768), (16, 4, 4), 2769),
+    ((1, 8192, 32000, 2048), (16, 16, 16), 1354),
+    ((1, 16384, 3072, 768), (16, 16, 16), 104.3),
+    ((64, 2048, 2048, 128), (16, 16, 16), 219.9),
+]
+
+
+@pytest.mark.parametrize(("sizes", "aligned", "measured_us"), MEASURED)
+def test_matmuls_take_what_was_measured(
+    sizes: tuple[int, int, int, int], aligned: tuple[int, int, int], measured_us: float
+) -> None:
+    batch, m, n, k = sizes
+    gemm = Gemm(batch, m, n, k, "bfloat16", "bfloat16", aligned)
+    op = Op("gemm", 0, (0, 1), (2,), 2.0 * batch * (m * k + k * n), 2.0 * batch * m * n, gemm=gemm)
+    assert microseconds(op_seconds(op, HOST, H100)) == pytest.approx(measured_us, rel=0.3)
+    lost_s = dict(bounds(op, H100)).get(UNALIGNED, 0.0)
+    assert (lost_s > 0.4 * op_seconds(op, HOST, H100)) == (min(aligned) < 16)
 
 
 # Fitted: XLA's figure, and how far the fit may be off.

@@ -607,6 +607,41 @@ def test_xla_counts_the_operand_of_two_results_at_different_positions_twice() ->
     assert op.flops == 2 * 2 * ROWS * 256  # a multiply and an add, each in the time of a multiply-add
 
 
+def test_a_transpose_of_dims_of_one_element_copies_nothing() -> None:
+    def step(x: Any) -> Any:
+        return jnp.tanh(jnp.transpose(x * 2.0, (3, 0, 1, 2)))
+
+    (op,) = built(step, array(16, 32, 64, 1)).ops
+    assert op.read_bytes == op.written_bytes == 16 * 32 * 64 * 4
+
+
+def _attention(mask: str) -> Callable[..., Any]:
+    def step(q: Any, k: Any, v: Any, allowed: Any) -> Any:
+        def loss(q: Any, k: Any, v: Any) -> Any:
+            scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+            tokens = scores.shape[-1]
+            if mask == "causal":
+                scores = jnp.where(jnp.arange(tokens)[:, None] >= jnp.arange(tokens), scores, -1e30)
+            elif mask == "array":
+                scores = jnp.where(allowed, scores, -1e30)
+            elif mask == "padding":
+                scores = jnp.where(allowed[: q.shape[0], None, None, :], scores, -1e30)
+            weights = jax.nn.softmax(scores, -1).astype(jnp.bfloat16)
+            return jnp.einsum("bnts,bsnh->btnh", weights, v).astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    return step
+
+
+@pytest.mark.parametrize(("mask", "scattered"), [("none", 0), ("padding", 0), ("causal", 2), ("array", 3)])
+def test_softmax_kernels_have_scattered_rows_where_xla_tiles_so(mask: str, scattered: int) -> None:
+    """XLA's tiles for these programs were read from what it compiles for an H100: [16, 1, 1, 1024] against [1, 1, 16, 1024]."""
+    heads = array(16, 1024, 12, 64, dtype=jnp.bfloat16)
+    ops = built(_attention(mask), heads, heads, heads, array(1024, 1024, dtype=jnp.bool_)).ops
+    assert sum(op.scattered_rows for op in ops) == scattered
+
+
 def test_a_broadcast_operand_is_read_again_out_of_a_cache() -> None:
     (op,) = built(lambda x, b: x + b, array(8192, 1024), array(1024)).ops
     assert op.read_bytes == 4 * (8192 * 1024 + 1024)

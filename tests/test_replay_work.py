@@ -8,7 +8,7 @@ import pytest
 
 import autopar
 from autopar.xla_compiler.hlo_text import parse_module
-from autopar.xla_replay.fused_work import FusedWork, fused_work
+from autopar.xla_replay.fused_work import FusedWork, fused_work, has_scattered_rows
 from autopar.xla_replay.library_calls import (
     Attention,
     Convolution,
@@ -191,6 +191,42 @@ def test_a_batched_matmul_with_transposed_operands() -> None:
         " lhs_contracting_dims={1}, rhs_batch_dims={0}, rhs_contracting_dims={2}\n}\n"
     )
     assert dot_gemm(module.main, module.main.root) == Gemm(8, 256, 512, 64, "bf16", "bf16", "f32")
+
+
+def test_an_algorithm_decides_the_units_and_odd_rows_the_alignment() -> None:
+    module = parse_module(
+        "HloModule m\n\nENTRY %main (a: f32[8,50257], b: f32[16,50257]) -> f32[8,16] {\n"
+        "  %a = f32[8,50257]{1,0} parameter(0)\n  %b = f32[16,50257]{1,0} parameter(1)\n"
+        "  ROOT %dot = f32[8,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1},"
+        " algorithm=dot_bf16_bf16_f32\n}\n"
+    )
+    found = dot_gemm(module.main, module.main.root)
+    assert found == Gemm(1, 8, 16, 50257, "f32", "f32", "f32", "bf16", (4, 4, 16))
+    assert found.flops == 2 * 8 * 16 * 50257
+
+
+@pytest.mark.parametrize(
+    ("tile", "broadcast", "scattered"),
+    [
+        ("16,1,1,1024", "2,3", True),
+        ("1,1,16,1024", "2,3", False),
+        ("16,1,1,1024", "0,2,3", False),
+        ("8,1,2,1024", "2,3", False),
+    ],
+)
+def test_rows_are_scattered_where_a_tile_shares_a_mask(tile: str, broadcast: str, scattered: bool) -> None:
+    sizes = ",".join(f'"{size}"' for size in tile.split(","))
+    mask = ",".join({"0": "16", "2": "1024", "3": "1024"}[dim] for dim in broadcast.split(","))
+    shape = "f32[16,12,1024,1024]"
+    module = parse_module(
+        f"HloModule m\n\n%fused (p: {shape}, m: f32[{mask}]) -> {shape} {{\n  %p = {shape}{{3,2,1,0}} parameter(0)\n"
+        f"  %m = f32[{mask}] parameter(1)\n  %all = {shape}{{3,2,1,0}} broadcast(%m), dimensions={{{broadcast}}}\n"
+        f"  ROOT %sum = {shape}{{3,2,1,0}} add(%p, %all)\n}}\n\nENTRY %main (a: {shape}, b: f32[{mask}]) -> {shape} {{\n"
+        f"  %a = {shape}{{3,2,1,0}} parameter(0)\n  %b = f32[{mask}] parameter(1)\n"
+        f"  ROOT %fusion = {shape}{{3,2,1,0}} fusion(%a, %b), kind=kCustom, calls=%fused, backend_config="
+        f'{{"fusion_backend_config":{{"block_level_fusion_config":{{"output_tiles":[{{"sizes":[{sizes}]}}]}},"kind":"__triton"}}}}\n}}\n'
+    )
+    assert has_scattered_rows(module.main.root, module.computations["fused"]) == scattered
 
 
 def test_cublas_reads_its_configuration() -> None:

@@ -12,6 +12,7 @@ In: an `Op`, the mesh, a hardware profile. Out: seconds.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from autopar.cost.collectives import collective_time
 from autopar.hardware.profile import HardwareProfile
@@ -21,6 +22,8 @@ from autopar.ir.mesh import MeshShape
 
 #: Bytes of an element of a GEMM's operands and results.
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int32": 4, "int8": 1, "uint8": 1}
+#: The limit of a kernel whose rows are not aligned, beside that of the same kernel if they were.
+UNALIGNED = "unaligned rows"
 #: Bytes that a thread loads at once from a row that is aligned to as many.
 ALIGNED_BYTES = 16
 #: How many times longer loads of rows take that are aligned to fewer bytes. 2 and 4: measured on an H100
@@ -54,9 +57,18 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
 
 
 def bounds(op: Op, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
-    """The limits of a kernel, with seconds each: its busiest unit, and its launches."""
-    unit, seconds = max(_by_unit(op, profile).items(), key=lambda one: one[1])
-    return (unit, seconds), ("kernel launches", op.num_launches * (profile.kernel_launch_s + profile.kernel_gap_s))
+    """The limits of a kernel, with seconds each: its busiest unit, its launches, and what rows that are not aligned add."""
+    unit, seconds = _busiest(op, profile)
+    launches = "kernel launches", op.num_launches * (profile.kernel_launch_s + profile.kernel_gap_s)
+    if op.gemm is None or min(op.gemm.aligned_bytes) >= ALIGNED_BYTES:
+        return (unit, seconds), launches
+    aligned = replace(op, gemm=replace(op.gemm, aligned_bytes=(ALIGNED_BYTES,) * 3))
+    unit, usual = _busiest(aligned, profile)
+    return (unit, usual), (UNALIGNED, seconds - usual), launches
+
+
+def _busiest(op: Op, profile: HardwareProfile) -> tuple[str, float]:
+    return max(_by_unit(op, profile).items(), key=lambda one: one[1])
 
 
 def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:

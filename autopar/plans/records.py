@@ -141,7 +141,7 @@ class Efficiency:
         ideal_s: seconds of these at the peak rate of all devices.
         num_examples, num_tokens: size of the batch; 0 if unknown.
         bound_s: seconds of a device's step by bottleneck: matrix units, vector units, memory bandwidth, kernel
-            launches, exposed communication.
+            launches, exposed communication; and what rows of matmuls add that are not aligned.
     """
 
     model_flops: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from autopar.cost.kernel_time import ALIGNED_BYTES, UNALIGNED
 from autopar.ir.graph import Phase
 from autopar.pipeline.plan import AnyPlan
 from autopar.plans.plan import Plan
@@ -18,6 +19,8 @@ from autopar.system.units import human_flops, human_number, human_seconds
 
 #: The number of replicated operations that a summary names; the notes name all.
 MAX_NAMED = 4
+#: The least share of the step that a summary says is lost.
+_WORTH_A_WORD = 0.01
 #: The names of a plan's two step times in every report, and their descriptions.
 PREDICTED, SIMULATED = "predicted step time", "XLA's estimate, simulated"
 PREDICTED_TEXT = "by the planner's own model of the device: the expected wall-clock time"
@@ -151,7 +154,15 @@ def efficiency_text(plan: AnyPlan) -> str:
         parts.append(f"{human_number(efficiency.num_examples / step_s)} examples/s")
     if efficiency.bound_s:
         bound, seconds = max(efficiency.bound_s.items(), key=lambda one: one[1])
-        parts.append(f"main bottleneck: {bound} ({share_text(seconds, sum(efficiency.bound_s.values()))} of the time)")
+        whole_s = sum(efficiency.bound_s.values())
+        parts.append(f"main bottleneck: {bound} ({share_text(seconds, whole_s)} of the time)")
+        lost_s = efficiency.bound_s.get(UNALIGNED, 0.0)
+        if lost_s > _WORTH_A_WORD * whole_s:
+            parts.append(
+                f"{share_text(lost_s, whole_s)} of the time lost on matmuls over rows that are not aligned to {ALIGNED_BYTES}"
+                f" bytes: pad their dims to a multiple of {ALIGNED_BYTES // 2} bfloat16 elements, as a vocabulary of 50,257 to"
+                " 50,264"
+            )
     return "; ".join(parts)
 
 

@@ -117,21 +117,27 @@ def _with_a_copy(plan: Plan, trace: Trace) -> jax.stages.Lowered:
     )
 
 
-def saved(folder: Path, profile: str | None, name: str, num: int) -> tuple[Plan, dict[str, Any] | None, str]:
+def saved(
+    folder: Path, profile: str | None, name: str, num: int, version: str | None = None
+) -> tuple[Plan, dict[str, Any] | None, str]:
     """The plan, XLA's estimate, and the card of both: the card of `profile`, or the first one with a plan.
+
+    Args:
+        version: that of JAX, such as `0.12`; by default this one's.
 
     Raises:
         FileNotFoundError: there is no plan for this version of JAX.
     """
-    version = folder / f"jax-{jax_version()}"
-    cards = sorted(one.name for one in version.iterdir()) if version.is_dir() else []
+    version = version or jax_version()
+    of_version = folder / f"jax-{version}"
+    cards = sorted(one.name for one in of_version.iterdir()) if of_version.is_dir() else []
     for card in [profile] if profile in cards else cards:
-        path = _path(folder, card, name, num)
+        path = of_version / card / f"{name}-{num}.json.gz"
         if path.exists():
             found = _read(path)
             return Plan.from_json(found["plan"]), found["xla"], card
     raise FileNotFoundError(
-        f"no plan of {name} on {num} under JAX {jax_version()} in {folder}: run `python -m benchmarks.gpu prepare` under it"
+        f"no plan of {name} on {num} under JAX {version} in {folder}: run `python -m benchmarks.gpu prepare` under it"
     )
 
 

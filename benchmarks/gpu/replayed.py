@@ -2,7 +2,7 @@
 
 A measured step is stored with its compiled program (`benchmarks/gpu/programs.py`), and its kernels are aligned with the
 program's instructions (`benchmarks/gpu/aligned.py`). `autopar.xla_replay` then prices the same instructions from the
-device's rates. No GPU is needed. *Measured* is the mean of the profiled runs. An error is replayed over measured, less 1.
+device's rates. No GPU is needed. *Predicted* is the step time of the plan in `benchmarks/gpu/plans`. *Measured* is the mean of the profiled runs. An error is replayed over measured, less 1.
 A layer's instructions differ only in their numbers: those count as one operation.
 
 Some rates of `h100-sxm` are fitted to the first steps of GPT-2, BERT and LLaMA 1B (`cost_models/replay/h100-sxm.toml`
@@ -25,6 +25,7 @@ from autopar.xla_replay.program import replay_module
 from autopar.xla_replay.replay import OperationTime
 from benchmarks.gpu import programs
 from benchmarks.gpu.aligned import Aligned, AlignmentError, align, is_memory
+from benchmarks.gpu.prepared import FOLDER, saved
 from benchmarks.proof_summary import table
 
 Row = dict[str, Any]
@@ -48,6 +49,7 @@ def rows_of(program: programs.Program) -> list[Row]:
         "date": host["date"],
         "driver": host["driver"].get("driver_version", ""),
         "jax": host["versions"]["jax"],
+        "predicted_ms": _predicted_ms(program),
     }
     module = parse_module(program.hlo)
     device = rates.load(load_profile(host["profile"] or _NEAREST).rates_name)
@@ -127,6 +129,16 @@ class _Sum:
             "TFLOP/s": 1e-12 * self.flops / self.measured_s if self.measured_s else None,
             "TB/s": 1e-12 * self.num_bytes / self.measured_s if self.measured_s else None,
         }
+
+
+def _predicted_ms(program: programs.Program) -> float | None:
+    """What the plan that is prepared for this step now predicts, which may be newer than the measurement."""
+    version = ".".join(program.host["versions"]["jax"].split(".")[:2])
+    try:
+        plan, _, _ = saved(FOLDER, program.host["profile"], program.model, 1, version)
+    except FileNotFoundError:
+        return None
+    return 1e3 * plan.prediction.step_time_s
 
 
 def _kernel(one: Aligned) -> str:
