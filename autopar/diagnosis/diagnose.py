@@ -166,7 +166,7 @@ class _Diagnosing:
             tried = self.plans.plan(pins | to)
             compiled = self.compiling.planned(tried) if constrained else self.compiling.resharded(tried)
             after, extras = self.compiling.cost(tried, compiled)
-            if after.predicted_s >= cost.predicted_s:  # it gains only together with the next
+            if not _gains(cost, after):  # only together with the next
                 continue
             tensors = tensor_changes(to, pins, tried.inputs)
             text = "change the sharding of " + ", ".join(groups)
@@ -195,6 +195,13 @@ class _Diagnosing:
             " as `autopar.parallelize(step, plan=diagnosis.changed)` does. Where it matters:"
         )
         return _change("constraints", text, before, after, places=places(plan, origins_of(rows)))
+
+
+def _gains(before: Cost, after: Cost) -> bool:
+    """Whether a change makes the predicted step faster, and the replayed one no slower."""
+    if before.replayed_s is not None and after.replayed_s is not None and after.replayed_s > before.replayed_s:
+        return False
+    return after.predicted_s < before.predicted_s
 
 
 def _change(
