@@ -68,6 +68,18 @@ class Calibration:
         found = self.fit_of(group)
         return 1 / found.seconds_per[term] if found and found.seconds_per[term] > 0 else None
 
+    def matmul_rate(self, dtype: str) -> float | None:
+        """FLOP/s of matmuls: the fitted rate, and no more than the fastest one reaches, since large ones are slower than the
+        fit to all sizes extrapolates: under load a power limit lowers the clock."""
+        group = f"matmul {dtype}"
+        fitted = self.rate(group, "flops")
+        reached = (one.counts["flops"] / one.seconds for one in self.samples if one.group == group)
+        return None if fitted is None else min(fitted, max(reached, default=fitted))
+
+    def vector_rate(self) -> float | None:
+        """FLOP/s outside matrix units, in the sharding rules' counts; None on a GPU, whose rate is that of instructions."""
+        return None if self.base.platform == "gpu" else self.rate("memory", "flops")
+
 
 def fit_all(samples: Sequence[Sample]) -> tuple[Fit, ...]:
     """Fit each group of samples, and the link that most collectives share, where there are enough samples."""
@@ -117,10 +129,10 @@ def profile_table(calibration: Calibration, name: str) -> dict[str, Any]:
 
 def _compute(calibration: Calibration) -> dict[str, Any]:
     base = calibration.base
-    rates = {dtype: calibration.rate(f"matmul {dtype}", "flops") for dtype in MATRIX_DTYPES}
+    rates = {dtype: calibration.matmul_rate(dtype) for dtype in MATRIX_DTYPES}
     launch = calibration.fit_of("kernel launch")
     block = _Block(calibration, "compute")
-    block.add("vector_flops_per_s", calibration.rate("memory", "flops"), base.vector_flops_per_s)
+    block.add("vector_flops_per_s", calibration.vector_rate(), base.vector_flops_per_s)
     # The fitted rates are those that matmuls achieve, so the efficiency is 1.
     block.table["compute_efficiency"] = 1.0
     block.add("kernel_launch_s", launch and launch.seconds_per["kernels"], base.kernel_launch_s + base.kernel_gap_s)
@@ -135,8 +147,7 @@ def _compute(calibration: Calibration) -> dict[str, Any]:
 def _operations(calibration: Calibration) -> dict[str, Any]:
     """The base's FLOPs per element, scaled so that tanh counts as in the fit of the vector rate."""
     base, block = calibration.base, _Block(calibration, "operations")
-    is_fitted = calibration.rate("memory", "flops") is not None
-    scale = OPERATIONS["tanh"] / base.operations["tanh"] if is_fitted else 1.0
+    scale = OPERATIONS["tanh"] / base.operations["tanh"] if calibration.vector_rate() is not None else 1.0
     for name, count in base.operations.items():
         block.add(name, None, float(f"{count * scale:.4g}"))
     table = block.done([])
