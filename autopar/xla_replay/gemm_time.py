@@ -24,8 +24,9 @@ _TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
 #: Blocks that share the contracted dimension of one tile.
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
 _CANDIDATES = np.array([(rows, columns, split) for rows, columns in _TILES for split in _SPLITS], float).T
-#: Rows aligned to as many bytes are copied without registers; of others, blocks have room for smaller tiles alone.
-_ALIGNED_BYTES, _UNALIGNED_TILE = 16, 128 * 128
+#: Rows aligned to as many bytes are copied without registers; of others, blocks have room for tiles of 128 x 128 at most.
+_ALIGNED_BYTES = 16
+_UNALIGNED_CANDIDATES = _CANDIDATES[:, _CANDIDATES[0] * _CANDIDATES[1] <= 128 * 128]
 #: Elements of the contracted dimension in one slice.
 _SLICE = 64
 _PARTIAL_SUM_BYTES = 4
@@ -151,12 +152,7 @@ def gemm_seconds(
     lhs, rhs, out = element_bytes
     lhs_cost, rhs_cost, out_cost = (gemm.alignment_cost.get(one, 1.0) for one in aligned_bytes)
     batch, m, n, k = (dim[:, None] for dim in (batch, m, n, k))
-    candidates = (
-        _CANDIDATES
-        if min(aligned_bytes) >= _ALIGNED_BYTES
-        else _CANDIDATES[:, _CANDIDATES[0] * _CANDIDATES[1] <= _UNALIGNED_TILE]
-    )
-    rows, columns, split = candidates
+    rows, columns, split = _CANDIDATES if min(aligned_bytes) >= _ALIGNED_BYTES else _UNALIGNED_CANDIDATES
     tiles = batch * np.ceil(m / rows) * np.ceil(n / columns)
     waves = np.ceil(tiles * split / device.num_sms)
     sm_flops_per_s = gemm.peak_flops_per_s * gemm.efficiency / device.num_sms
