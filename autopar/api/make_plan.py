@@ -34,7 +34,7 @@ from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.search.plan_stages import StageRequest, plan_stages
 from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
-from autopar.planner.request import Metadata, PlanRequest, Progress, requested_profile
+from autopar.planner.request import Attention, Metadata, PlanRequest, Progress, requested_profile
 from autopar.plans.plan import Plan
 from autopar.solve.problem import Solver
 from autopar.system.units import human_seconds, parse_size
@@ -49,6 +49,7 @@ _OF_ONE_PROGRAM = {
     "like": None,
     "rematerialize": True,
     "dims_as_written": False,
+    "attention": "as_written",
     "dump": None,
 }
 
@@ -80,6 +81,7 @@ def plan(
     per_microbatch_statistics: bool = False,
     rematerialize: bool = True,
     dims_as_written: bool = False,
+    attention: Attention = "as_written",
     solver: Solver | None = None,
     time_limit_s: float = 60.0,
     progress: Progress | None = None,
@@ -130,6 +132,9 @@ def plan(
             step would not fit otherwise.
         dims_as_written: whether to keep every dim whole, so that each sharding is a `PartitionSpec` of a value in the
             step, as `export` needs it.
+        attention: `"auto"` lets a fused kernel replace attention that the step writes as softmax(QK^T)V, forward and backward, with
+            its masks and biases, where the step is predicted to be faster; results then differ by rounding. By default the step
+            runs as written.
         solver: by default `Ilp(time_limit_s)`, which proves optimality; where memory is short, within half a percent.
         time_limit_s: the solver's time limit in seconds per problem. There is one problem per mesh, and several where
             memory is short.
@@ -159,6 +164,7 @@ def plan(
         per_microbatch_statistics=per_microbatch_statistics,
         rematerialize=rematerialize,
         dims_as_written=dims_as_written,
+        attention=attention,
         solver=solver,
         time_limit_s=time_limit_s,
         progress=progress,

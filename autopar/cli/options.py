@@ -28,6 +28,7 @@ OF_PROGRAM = (
     "memory_budget",
     "no_rematerialize",
     "dims_as_written",
+    "attention",
     "pin",
     "num_microbatches",
     "per_microbatch_statistics",
@@ -91,6 +92,8 @@ def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = Fa
     group.add_argument("--no-rematerialize", action="store_true", help=about)
     about = "never split one dim into two, so that `autopar export` can write the plan"
     group.add_argument("--dims-as-written", action="store_true", help=about)
+    about = "auto: let a fused kernel replace softmax(QK^T)V where that is predicted to be faster (default: as written)"
+    group.add_argument("--attention", choices=("as_written", "auto"), help=about)
     about = 'gradient accumulation over N microbatches; "auto": the fastest number that fits'
     group.add_argument("--num-microbatches", type=microbatches, metavar="N", help=about)
     about = "allow microbatches where the batch feeds back (batch normalization): each has its own statistics"

@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "stages": "stages",
     "schedule": "schedule",
     "dims_as_written": "dims_as_written",
+    "attention": "attention",
     "all_devices": "all_devices",
 }
 

@@ -112,6 +112,11 @@ def _check_plan(plan: Plan, program: Program) -> None:
             f"the plan of `{name}` accumulates gradients over {plan.microbatches.count} microbatches, which an exported file"
             f" cannot express: plan with `num_microbatches=1`, {run}"
         )
+    if plan.attention_kernel is not None:
+        raise ExportError(
+            f"the plan of `{name}` runs attention in a fused kernel, and an exported file runs the step as written: plan with"
+            f' `attention="as_written"`, call `jax.nn.dot_product_attention(implementation="cudnn")` in the model, {run}'
+        )
     if plan.rematerialized:
         raise ExportError(
             f"the plan of `{name}` rematerializes values in the backward pass at {len(plan.rematerialized)} places, which an"

@@ -148,6 +148,8 @@ def options_of(saved: Plan) -> dict[str, Any]:
     pins = {tensor.path: tensor.sharding for tensor in saved.inputs if tensor.pinned}
     options: dict[str, Any] = {"mesh": saved.mesh, "hardware": saved.hardware, "pin": pins}
     options |= {"memory_budget_bytes": saved.memory_budget_bytes, "dims_as_written": saved.dims_as_written}
+    if saved.attention_kernel is not None:
+        options["attention"] = "auto"
     if saved.microbatches is not None:
         options["num_microbatches"] = saved.microbatches.count
         options["per_microbatch_statistics"] = saved.microbatches.own_statistics

@@ -53,18 +53,22 @@ def op_seconds(op: Op, mesh: MeshShape, profile: HardwareProfile) -> float:
         return 0.0
     if op.kind == "collective":
         return collective_time(op.collective, op.payload_bytes, op.axes, mesh, profile)
-    return sum(seconds for _, seconds in bounds(op, profile))
+    return _busiest(op, profile)[1] + _launch_seconds(op, profile)
 
 
 def bounds(op: Op, profile: HardwareProfile) -> tuple[tuple[str, float], ...]:
     """The limits of a kernel, with seconds each: its busiest unit, its launches, and what rows that are not aligned add."""
     unit, seconds = _busiest(op, profile)
-    launches = "kernel launches", op.num_launches * (profile.kernel_launch_s + profile.kernel_gap_s)
+    launches = "kernel launches", _launch_seconds(op, profile)
     if op.gemm is None or min(op.gemm.aligned_bytes) >= ALIGNED_BYTES:
         return (unit, seconds), launches
     aligned = replace(op, gemm=replace(op.gemm, aligned_bytes=(ALIGNED_BYTES,) * 3))
     unit, usual = _busiest(aligned, profile)
     return (unit, usual), (UNALIGNED, seconds - usual), launches
+
+
+def _launch_seconds(op: Op, profile: HardwareProfile) -> float:
+    return op.num_launches * (profile.kernel_launch_s + profile.kernel_gap_s)
 
 
 def _busiest(op: Op, profile: HardwareProfile) -> tuple[str, float]:
@@ -84,7 +88,7 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
     traffic = op.read_bytes / reading + op.written_bytes / writing
     if op.gemm is not None and op.kind == "gemm":
         return {"matrix units": _gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
-    matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops)
+    matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops) / op.matrix_efficiency
     if op.kind == "convolution":
         if op.gemm is not None:
             matrix_s = max(matrix_s, _gemm_seconds(op.gemm, profile))

@@ -71,7 +71,8 @@ def compute_time(load: Load, strategies: Sequence[Strategy], mesh: MeshShape, pr
     for work in load.works:
         outside, inside = work.by_unit
         seconds = outside / profile.vector_flops_per_s
-        seconds = max(seconds, sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside))
+        inside_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in inside)
+        seconds = max(seconds, inside_s / work.matrix_efficiency)
         arithmetic += points(work.factors) * work.repeat * seconds
         for factors in work.stored:  # written once and read once
             traffic += 2.0 * work.repeat * work.itemsize * points(factors)

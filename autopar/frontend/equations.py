@@ -79,6 +79,21 @@ class Equation:
         return self.piece or self.source.primitive.name
 
     @property
+    def stacks(self) -> bool:
+        """Whether it is the piece of a loop that stacks the outputs of all iterations."""
+        return self.piece == "exit_stack"
+
+    @property
+    def takes_slice(self) -> bool:
+        """Whether it is the piece of a loop that takes one element of a stack in each iteration."""
+        return self.piece == "enter_slice"
+
+    @property
+    def takes_constant(self) -> bool:
+        """Whether it is the piece of a loop that takes the same value in each iteration."""
+        return self.piece == "enter_const"
+
+    @property
     def params_text(self) -> str:
         """Its parameters as text; equal parameters have equal texts."""
         return repr(sorted(self.source.params.items(), key=lambda item: item[0]))

@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.frontend.accumulators import sums_of
 from autopar.frontend.equations import Equation, Region
-from autopar.frontend.kernel_flops import WORK, counted_work
+from autopar.frontend.kernel_flops import EFFICIENCY, WORK, counted_work, kernel_efficiency
 from autopar.frontend.kernel_loops import LOOPS, loops_of
 from autopar.frontend.trace import Trace
 from autopar.frontend.user_shardings import constraint_params, shard_map_params
@@ -72,7 +72,7 @@ def _loops(trace: Trace) -> tuple[Loop, ...]:
 
 def _loop(trace: Trace, region: Region) -> Loop:
     trip_count = float(region.source.params.get("length", UNKNOWN_TRIP_COUNT))
-    stacks = tuple(n for n in range(*region.exit) if trace.equations[n].piece == "exit_stack")
+    stacks = tuple(n for n in range(*region.exit) if trace.equations[n].stacks)
     carries = region.carries(trace.equations)
     return Loop(region.enter[0], region.exit[0], trip_count, carries, stacks, sums_of(trace, region))
 
@@ -100,7 +100,7 @@ def node_params(equation: Any) -> dict[str, Any]:
         return constraint_params(equation)
     if name == "shard_map":
         return shard_map_params(equation)
-    derived = {WORK: counted_work(equation), LOOPS: loops_of(equation)}
+    derived = {WORK: counted_work(equation), EFFICIENCY: kernel_efficiency(equation), LOOPS: loops_of(equation)}
     params = plain_params(name, equation.params)
     return params | {key: value for key, value in derived.items() if value is not None}
 

@@ -26,6 +26,8 @@ CountedWork = tuple[float, tuple[tuple[str, float], ...]]
 
 #: The parameter of a node that holds its work. It follows from the other parameters, so the fingerprint omits it.
 WORK = "work"
+#: The parameter that holds the share of a large matmul's rate which a kernel reaches; omitted for the same reason.
+EFFICIENCY = "efficiency"
 
 #: The number of grid positions to sample along each axis that the kernel reads.
 _SAMPLES = 8
@@ -37,6 +39,17 @@ def counted_work(equation: Any) -> CountedWork | None:
     try:
         return None if counter is None else counter(equation)
     except (AttributeError, IndexError, KeyError, ValueError):
+        return None
+
+
+def kernel_efficiency(equation: Any) -> float | None:
+    """The share of a large matmul's rate that a kernel's matmuls reach; None for an operation whose work is not counted."""
+    name = equation.primitive.name
+    if name not in _COUNTERS:
+        return None
+    try:
+        return _attention_efficiency(equation) if name in _ATTENTION else _PALLAS_EFFICIENCY
+    except (AttributeError, IndexError, KeyError):
         return None
 
 
@@ -89,6 +102,29 @@ def _attention(equation: Any, *, scores: int, values: int) -> CountedWork:
         pairs = num_queries * num_keys
     flops = 2.0 * query[0] * query[heads] * pairs * (scores * query[3] + values * value[3])
     return 0.0, ((equation.invars[0].aval.dtype.name, flops),)
+
+
+#: The shares of a large matmul's rate that cuDNN's attention reaches on long sequences, by features of a head; forward: with a
+#: causal mask, backward: the same. Measured on an H100 at 64 and 128 features (benchmarks/results/gpu.md); fewer features: in
+#: proportion, because the softmax takes the same time for fewer products.
+_SHARES = {"fwd": {64: 0.39, 128: 0.6}, "bwd": {64: 0.38, 128: 0.56}}
+#: The number of keys at which half of it is reached, and how much faster it is without a mask, whose edge is computed in full; by
+#: the figures of FlashAttention-3 (arXiv 2407.08608).
+_RAMP = {"fwd": 110, "bwd": 350}
+_WITHOUT_MASK = 1 / 0.87
+#: The same share for a Pallas kernel: Triton's attention, 395 of 790 TFLOP/s on an H100 by the same figures.
+_PALLAS_EFFICIENCY = 0.5
+
+
+def _attention_efficiency(equation: Any) -> float:
+    params, (query, key) = equation.params, (variable.aval.shape for variable in equation.invars[:2])
+    direction = "bwd" if "bwd" in equation.primitive.name else "fwd"
+    features, keys = query[3], key[2 if params["layout"] == HEADS_FIRST else 1]
+    shares = _SHARES[direction]
+    share = float(np.interp(features, list(shares), list(shares.values()))) * min(1.0, features / min(shares))
+    mask = params.get("mask_type")
+    is_masked = "CAUSAL" in str(getattr(mask, "name", mask)) or bool(params.get("sliding_window_length"))
+    return share * keys / (keys + _RAMP[direction]) * (1.0 if is_masked else _WITHOUT_MASK)
 
 
 #: cuDNN attention's code for the layout [batch, heads, tokens, dim] instead of [batch, tokens, heads, dim].
@@ -306,10 +342,13 @@ def flops_of(equation: Any) -> tuple[str, float]:
 
 
 _FORWARD, _BACKWARD = partial(_attention, scores=1, values=1), partial(_attention, scores=3, values=2)
-_COUNTERS: Mapping[str, Callable[[Any], CountedWork]] = {
-    "pallas_call": _pallas,
+_ATTENTION = {
     "dot_product_attention_fwd_wrapper": _FORWARD,
     "dot_product_attention_bwd_wrapper": _BACKWARD,
     "dot_product_attention_fp8_fwd_wrapper": _FORWARD,
     "dot_product_attention_fp8_bwd_wrapper": _BACKWARD,
+}
+_COUNTERS: Mapping[str, Callable[[Any], CountedWork]] = {
+    "pallas_call": _pallas,
+    **_ATTENTION,
 }

@@ -71,6 +71,7 @@ class Op:
         flops: arithmetic outside matrix units, weighted by the instructions per element of each primitive;
             `counted_flops` is that of XLA's cost analysis.
         matrix_flops: arithmetic inside matrix units by operand dtype; for a GEMM see `gemm`.
+        matrix_efficiency: share of a large matmul's rate that it reaches.
         num_nodes: number of the graph's nodes that are fused in it.
         gemm: shape of a GEMM.
         collective: kind of a collective, as in `cost.collectives.KINDS`.
@@ -104,6 +105,7 @@ class Op:
     num_launches: int = 1
     spared_bytes: float = 0.0
     matrix_flops: tuple[tuple[str, float], ...] = ()
+    matrix_efficiency: float = 1.0
     overwrites: tuple[int, ...] = ()
     recounted_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     counted_flops: float = 0.0

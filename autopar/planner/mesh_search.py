@@ -104,6 +104,7 @@ def search_meshes(
         notes=(*_fewer(program, best.plan, ends.values(), available), *best.plan.notes),
         pins={path: str(spec) for path, spec in (request.pin or {}).items()},
         dims_as_written=request.dims_as_written,
+        attention_kernel=program.attention_kernel,
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
     )

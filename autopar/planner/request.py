@@ -29,6 +29,9 @@ Progress = Callable[[str, float], None]
 #: The effect of sharding metadata on a step's arguments.
 Metadata = Literal["pin", "hint", "ignore"]
 
+#: What becomes of attention that a step writes as softmax(QK^T)V: it stays, or a fused kernel may replace it.
+Attention = Literal["as_written", "auto"]
+
 #: Fields that are not part of the key in the plan cache. `meshes` and `profile` describe the devices, `LayoutHints` describes
 #: `like` and the metadata; the other fields change no plan.
 _NOT_IN_KEY = frozenset(
@@ -61,6 +64,7 @@ class PlanRequest:
     per_microbatch_statistics: bool = False
     rematerialize: bool = True
     dims_as_written: bool = False
+    attention: Attention = "as_written"
     any_that_fits: bool = False
     held: Mapping[int, TensorSharding] = field(default_factory=dict)
     solver: Solver | None = None

@@ -94,6 +94,7 @@ class Plan:
         efficiency: inputs of MFU and throughput; None in plans from older files.
         trace, memory: timeline of a step; None in plans from files of version 1.
         dims_as_written: option of the request not to view dims as two.
+        attention_kernel: the fused kernel that replaces attention; None if the step runs as written.
         in_tree, out_tree: JAX tree structures of arguments and results; absent from files.
     """
 
@@ -127,6 +128,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     pins: dict[str, str] = field(default_factory=dict)
     dims_as_written: bool = False
+    attention_kernel: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)

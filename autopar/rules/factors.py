@@ -71,6 +71,7 @@ class Rule:
         flops_per_point: floating-point operations per point of the iteration space of all factors.
         matrix_flops_per_point: further operations, on matrix units, by the dtype of their operands. For a primitive
             that is one matmul (`Traits.contraction`), `flops_per_point` are on matrix units too.
+        matrix_efficiency: the share of a large matmul's rate that these reach.
         pinned: factors that the program itself splits, with their mesh axes (none: the factor stays whole).
         manual: factors that XLA's partitioner does not split, or not well. Where one of them is split, each device runs
             its own part of the node (`runtime/manual/table.py`), and the axes must divide all split dims.
@@ -89,6 +90,7 @@ class Rule:
     pointwise: bool = False
     flops_per_point: float = 1.0
     matrix_flops_per_point: tuple[tuple[str, float], ...] = ()
+    matrix_efficiency: float = 1.0
     pinned: tuple[tuple[int, tuple[str, ...]], ...] = ()
     manual: frozenset[int] = frozenset()
     halos: tuple[Halo, ...] = ()
@@ -130,6 +132,7 @@ def build_rule(
     pointwise: bool = False,
     flops_per_point: float = 1.0,
     matrix_flops_per_point: tuple[tuple[str, float], ...] = (),
+    matrix_efficiency: float = 1.0,
     manual: Collection[Name] = (),
     windows: Mapping[tuple[int, int], Window] | None = None,
     sent: Sequence[Sent] = (),
@@ -171,6 +174,7 @@ def build_rule(
         pointwise=pointwise,
         flops_per_point=flops_per_point,
         matrix_flops_per_point=matrix_flops_per_point,
+        matrix_efficiency=matrix_efficiency,
         manual=frozenset(index[name] for name in manual if name in index),
         halos=tuple(Halo(o, d, named[o][d][0], window) for (o, d), window in windows.items() if named[o][d]),
         exchanges=tuple(

@@ -66,6 +66,7 @@ class Work:
         stored: intermediate tensors that XLA writes and reads again, by the factors they span, with `itemsize` bytes
             per element.
         matrix_flops_per_point: further operations on matrix units, by dtype.
+        matrix_efficiency: the share of a large matmul's rate that these reach.
     """
 
     factors: tuple[int, ...]
@@ -76,6 +77,7 @@ class Work:
     stored: tuple[tuple[int, ...], ...] = ()
     itemsize: float = 0.0
     matrix_flops_per_point: tuple[tuple[str, float], ...] = ()
+    matrix_efficiency: float = 1.0
 
     @property
     def by_unit(self) -> tuple[float, tuple[tuple[str, float], ...]]:
@@ -360,6 +362,7 @@ def _build(
                 stored,
                 first.itemsize,
                 rule.matrix_flops_per_point,
+                rule.matrix_efficiency,
             )
         )
     settled = {(d.value, d.dims) for d in defines if not d.pending}

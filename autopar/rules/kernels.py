@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from autopar.rules.factors import Rule, build_rule
-from autopar.rules.node_view import NodeView, counted
+from autopar.rules.node_view import NodeView, counted, matrix_efficiency
 from autopar.rules.traits import Traits
 
 #: The kernels whose loops are known, if devices can share them. Read-only.
@@ -37,6 +37,7 @@ def kernel_rule(view: NodeView) -> Rule | None:
         sizes=sizes,
         flops_per_point=flops / points,
         matrix_flops_per_point=tuple((dtype, each / points) for dtype, each in inside),
+        matrix_efficiency=matrix_efficiency(view),
         manual=loops["shared"],
         sums=loops["sums"],
     )

@@ -20,7 +20,7 @@ from autopar.rules.factors import Rule
 from autopar.rules.indexing import INDEXING, INDEXING_TRAITS
 from autopar.rules.kernels import KERNEL_TRAITS, kernel_rule
 from autopar.rules.linear_algebra import LINEAR_ALGEBRA, LINEAR_ALGEBRA_TRAITS
-from autopar.rules.node_view import NodeView, RuleFunction, counted, of_each_node
+from autopar.rules.node_view import NodeView, RuleFunction, counted, matrix_efficiency, of_each_node
 from autopar.rules.pooling import POOLING, POOLING_TRAITS
 from autopar.rules.reduction import REDUCTION, REDUCTION_TRAITS
 from autopar.rules.shape import SHAPE, SHAPE_TRAITS
@@ -82,6 +82,7 @@ def unknown_rule(view: NodeView) -> Rule:
         results=tuple(((),) * len(shape) for shape in view.result_shapes),
         flops_per_point=flops,
         matrix_flops_per_point=inside,
+        matrix_efficiency=matrix_efficiency(view),
     )
 
 

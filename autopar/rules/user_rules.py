@@ -16,7 +16,7 @@ from typing import Any, get_args
 from autopar.errors import RuleError
 from autopar.rules.factors import DimNames, Name, Reduction, Rule, build_rule
 from autopar.rules.kernels import KERNEL_TRAITS
-from autopar.rules.node_view import NodeView, counted
+from autopar.rules.node_view import NodeView, counted, matrix_efficiency
 from autopar.rules.traits import PLAIN, Traits
 
 _TOKEN = re.compile(r"\s*(->|[A-Za-z_]\w*|[.,()]|\S)")
@@ -137,6 +137,7 @@ def registered_rule(view: NodeView) -> Rule | None:
         reduction=registered.reduction,
         flops_per_point=flops * scale,
         matrix_flops_per_point=tuple((dtype, each * scale) for dtype, each in inside),
+        matrix_efficiency=matrix_efficiency(view),
         manual=sizes if registered.local is not None else (),
     )
 

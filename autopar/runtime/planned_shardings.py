@@ -115,7 +115,7 @@ class PlannedShardings:
         if not equation.results:
             return value
         value = jax_compat.as_typed(value, self.trace.avals[equation.results[0]])
-        if equation.piece == "exit_stack":  # the stack of all iterations has another rank
+        if equation.stacks:  # the stack of all iterations has another rank
             return value
         (position,) = equation.results
         return self._constrain(position, value, self.at_definition.get(position, ())[-1:])

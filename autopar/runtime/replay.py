@@ -286,7 +286,7 @@ class Part:
             return shardings.as_carried(n, value)
         (position,) = equation.results
         path = shardings.at_definition.get(position, ())
-        if equation.piece != "enter_slice":
+        if not equation.takes_slice:
             return shardings.defined(position, value, path)
         each = (jax.lax.index_in_dim(value, i, keepdims=False) for i in range(value.shape[0]))
         return tuple(shardings.defined(position, one, path) for one in each)

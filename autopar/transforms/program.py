@@ -17,7 +17,7 @@ import jax
 from autopar.frontend.call import Call, opened
 from autopar.frontend.carried_state import carried_arguments, carried_leaves, donated_leaves
 from autopar.frontend.from_jaxpr import graph_of
-from autopar.frontend.kernel_flops import WORK
+from autopar.frontend.kernel_flops import EFFICIENCY, WORK
 from autopar.frontend.kernel_loops import LOOPS
 from autopar.frontend.sharding_metadata import Annotation
 from autopar.frontend.step import Step
@@ -29,9 +29,28 @@ from autopar.jax_interop.compat import shape_struct
 from autopar.plans.plan import Plan
 from autopar.plans.records import ProgramSignature, RematSegment
 from autopar.system.gc_pause import seldom_collect
+from autopar.transforms.attention.cones import find_cones
+from autopar.transforms.attention.formula import Formula, formula_of
+from autopar.transforms.attention.rewrite import with_kernels
+from autopar.transforms.attention.sections import Sections
 from autopar.transforms.microbatch.rewrite import split_batch
 from autopar.transforms.remat.rewrite import recompute
 from autopar.transforms.split_dims.rewrite import factor_dims
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A step with attention by a fused kernel.
+
+    Args:
+        program: the step; None if the kernel can replace nothing.
+        count: the number of attentions that it replaces.
+        reasons: why the kernel cannot replace others, with their number.
+    """
+
+    program: Program | None
+    count: int
+    reasons: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +66,8 @@ class Program:
         recomputed: the rematerialized segments of the trace.
         before: the same step without rematerialization, if the trace has any.
         annotations: the sharding in the metadata of each argument, by input path.
+        attention_kernel: the fused kernel that replaces attention in this step; None if it is as the user wrote it.
+        fused: the same step with a fused kernel, by the kernel's name, as far as built.
     """
 
     trace: Trace
@@ -62,6 +83,8 @@ class Program:
     recomputed: tuple[RematSegment, ...] = ()
     before: Program | None = None
     annotations: Mapping[str, Annotation] = field(default_factory=dict, compare=False, repr=False)
+    attention_kernel: str | None = None
+    fused: dict[str, Fused] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def forms(self) -> tuple[Program, ...]:
@@ -76,6 +99,9 @@ class Program:
 
     def of(self, plan: Plan) -> Program:
         """This step in the form that a plan was made for, with the plan's microbatches and rematerialized segments."""
+        if plan.attention_kernel != self.attention_kernel and plan.attention_kernel is not None:
+            fused = self.with_attention(plan.attention_kernel).program
+            return self.as_traced if fused is None else fused.of(plan)
         agains, split = tuple(one.segment for one in plan.rematerialized), plan.microbatches
         if (self.signature.fingerprint, self.recomputed) == (plan.program.fingerprint, agains):
             return self
@@ -87,6 +113,28 @@ class Program:
         if form is None:  # the plan is of another program; the caller refuses it
             return first
         return replace(recomputing(form, agains), before=first) if agains else form
+
+    def attention(self) -> Sequence[Formula]:
+        """The attention that this step, as traced, writes as softmax(QK^T)V."""
+        traced = self.as_traced
+        sections = Sections((traced.whole or traced).trace)
+        found = (formula_of(sections, cone) for cone in find_cones(sections))
+        return [formula for formula in found if formula is not None]
+
+    def with_attention(self, kernel: str) -> Fused:
+        """This step, as traced, with attention by a fused kernel."""
+        traced = self.as_traced
+        if kernel not in traced.fused:
+            whole = traced.whole or traced
+            made = with_kernels(whole.trace, kernel)
+            program = None
+            if made.formulas:
+                program = program_of_trace(made.trace, whole.graph.carried, traced.carried_arguments, traced.donated)
+                about = {"annotations": traced.annotations, "attention_kernel": kernel}
+                within = None if program.whole is None else replace(program.whole, **about)
+                program = replace(program, whole=within, **about)
+            traced.fused[kernel] = Fused(program, len(made.formulas), made.reasons)
+        return traced.fused[kernel]
 
     def in_microbatches(self, count: int, *, own_statistics: bool = False) -> Program:
         """This step, as traced, with its batch split into `count` microbatches.
@@ -102,6 +150,7 @@ class Program:
             trace = split_batch(whole.trace, whole.graph, count, own_statistics=own_statistics)
             program = program_of_trace(trace, whole.graph.carried, traced.carried_arguments, traced.donated)
             about = {"num_microbatches": count, "own_statistics": own_statistics, "unsplit": traced}
+            about["attention_kernel"] = traced.attention_kernel
             within = None if program.whole is None else replace(program.whole, **about)
             traced.split[key] = replace(program, whole=within, **about)
         return traced.split[key]
@@ -192,7 +241,7 @@ def _signature(traced: Trace, graph: Graph) -> ProgramSignature:
     digest = hashlib.sha256()
     for node in graph.nodes:
         shapes = [graph.values[v].shape for v in node.results]
-        params = sorted((name, value) for name, value in node.params.items() if name not in (WORK, LOOPS))
+        params = sorted((name, value) for name, value in node.params.items() if name not in (WORK, EFFICIENCY, LOOPS))
         what = (node.primitive, node.operands, node.results, shapes, params, node.repeat)
         digest.update(repr(what).encode())
     return ProgramSignature(

@@ -258,6 +258,7 @@ class _Builder:
             counted_flops=analyzed.flops,
             scattered_rows=self.work is not None and self.work.has_scattered_rows(kernel, self.values),
             matrix_flops=one.matrix_flops,
+            matrix_efficiency=one.matrix_efficiency,
             num_nodes=len(kernel.members),
             gemm=one.gemm or one.convolution,
             dtype=one.dtype,

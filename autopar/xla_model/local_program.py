@@ -32,6 +32,7 @@ class Instruction:
         rows: whether it is a row reduction: over the innermost dims only.
         columns: for a column reduction, the number of elements it keeps minor to the reduced dims; else 0.
         matrix_flops: FLOPs inside matrix units, by dtype; a matmul has `gemm` instead.
+        matrix_efficiency: share of a large matmul's rate that these reach.
         convolution: the GEMM that a convolution is, whose operands cuDNN gathers from the images.
     """
 
@@ -48,6 +49,7 @@ class Instruction:
     columns: float = 0.0
     gemm: Gemm | None = None
     matrix_flops: tuple[tuple[str, float], ...] = ()
+    matrix_efficiency: float = 1.0
     convolution: Gemm | None = None
     collective: str = ""
     axes: tuple[str, ...] = ()

@@ -141,6 +141,7 @@ class _Partitioner:
             num_bytes,
             flops=flops,
             matrix_flops=matrix_flops,
+            matrix_efficiency=node.params.get("efficiency", 1.0),
             convolution=_convolution(node, shapes, matrix_flops, infos[0].dtype) if matrix_flops else None,
             reduces=points / max(elements, 1.0),
             rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,

@@ -197,7 +197,7 @@ class _Cutting:
                 self.free.update(enter.results)
         self._add(self.loop.sections[0], "body")
         for piece in self.loop.exit:
-            if piece.piece == "exit_stack":
+            if piece.stacks:
                 s = self._stage_of(piece)
                 self.stages[s].stacks.append(piece)
                 self.stage.update(dict.fromkeys(piece.results, s))

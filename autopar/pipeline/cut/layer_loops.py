@@ -106,9 +106,9 @@ def _seeds(trace: Trace, region: Region) -> Iterator[tuple[int, Place]]:
     """The values that a loop takes slices of, and those that it stacks."""
     for n in (*range(*region.enter), *range(*region.exit)):
         equation = trace.equations[n]
-        if equation.piece == "enter_slice" and isinstance(equation.operands[0], int):
+        if equation.takes_slice and isinstance(equation.operands[0], int):
             yield equation.operands[0], Place(0)
-        elif equation.piece == "exit_stack":
+        elif equation.stacks:
             yield equation.results[0], Place(0)
 
 

@@ -89,7 +89,7 @@ class Layout:
         self.gives_inside: dict[int, int] = {}
         self.enters: list[int] = []  # pieces that bring the stage's own values into the loop
         self.carries: dict[int, int] = {}  # input piece -> output piece
-        self.stacks = [n for n in range(*loop.exit) if equations[n].piece == "exit_stack"]
+        self.stacks = [n for n in range(*loop.exit) if equations[n].stacks]
         leaving = iter([n for n in range(*loop.exit) if equations[n].piece == "exit_carry"])
         for n in range(*loop.enter):
             operand = equations[n].operands[0]
@@ -190,7 +190,7 @@ class _Taking:
         for n in layout.enters:
             equation = self.equations[n]
             (value,) = equation.results
-            kind: SlotKind = "carry" if n in layout.carries else "each" if equation.piece == "enter_slice" else "once"
+            kind: SlotKind = "carry" if n in layout.carries else "each" if equation.takes_slice else "once"
             self.slot_of[value] = Slot(kind, value)
         self.slot_of.update({v: Slot("each", v) for v in layout.takes_inside.values()})
         self._inside()

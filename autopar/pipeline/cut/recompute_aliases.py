@@ -59,7 +59,7 @@ class _Names:
                     if piece.piece == "enter_carry":
                         carries.append(about)
                         about = ("carry", len(carries))
-                    elif piece.piece == "enter_const":
+                    elif piece.takes_constant:
                         about = ("const", about)
                     self._give(piece.results, about)
                 self.read(item.sections[0])

@@ -207,7 +207,7 @@ class _Unstacking:
         enter: list[Equation] = []
         for piece in nest.enter:
             (atom,) = piece.operands
-            is_slice = piece.piece == "enter_slice"
+            is_slice = piece.takes_slice
             if is_slice and isinstance(atom, int):
                 operand = self.values.part_at(atom, Place(0), self.bounds.index(bounds))
             else:
@@ -220,7 +220,7 @@ class _Unstacking:
         last: list[Atom] = []
         for piece in nest.exit:
             (value,) = piece.results
-            aval, is_stack = self.trace.avals[value], piece.piece == "exit_stack"
+            aval, is_stack = self.trace.avals[value], piece.stacks
             if is_stack:
                 aval = aval.update(shape=(bounds[1] - bounds[0], *aval.shape[1:]))
             result, repeat = self.builder.new(aval, self.trace.repeats[value]), share if is_stack else 1.0

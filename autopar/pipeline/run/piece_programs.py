@@ -285,7 +285,7 @@ class StagePieces:
         planned = {v: t.sharding for v, t in zip(self.layout.trace.inputs, self.stage.plan.inputs, strict=True)}
         for n in self.layout.enters:
             operand, (inner,) = equations[n].operands[0], equations[n].results
-            if equations[n].piece != "enter_const" or not isinstance(operand, int) or operand not in inputs:
+            if not equations[n].takes_constant or not isinstance(operand, int) or operand not in inputs:
                 continue
             path = (*replay.shardings.at_operand.get((n, 0), ()), *replay.shardings.at_definition.get(inner, ()))
             if inner not in replay.shardings.barriers and all(sharding == planned[operand] for sharding in path):
@@ -329,7 +329,7 @@ class StagePieces:
                 else:
                     slot = self._leaves_as(start)
                     value = jnp.sum(accumulators[slot], axis=0) if slot in accumulators else values[slot]
-                    part.define(start, jnp.stack(value) if equations[start].piece == "exit_stack" else value)
+                    part.define(start, jnp.stack(value) if equations[start].stacks else value)
             gives: list[Any] = []
             for slot, count in zip(program.gives, program.counts[1], strict=True):
                 value = out[slot.value] if slot.value in out else part.value(slot.value)

@@ -256,12 +256,12 @@ class _Rewriting:
     def _given(self, forward: Region, backward: Region) -> dict[int, int]:
         """Values of the forward body that the backward body has too: stacked values, and inputs of both loops."""
         equations = self.trace.equations
-        stacked = {p.results[0]: v for p in equations[slice(*forward.exit)] if p.piece == "exit_stack" for v in p.reads}
+        stacked = {p.results[0]: v for p in equations[slice(*forward.exit)] if p.stacks for v in p.reads}
         given = {(p.piece, v): p.results[0] for p in equations[slice(*forward.enter)] for v in p.reads}
         here: dict[int, int] = {}
         for piece in equations[slice(*backward.enter)]:
             for operand in piece.reads:
-                if piece.piece == "enter_slice" and operand in stacked:
+                if piece.takes_slice and operand in stacked:
                     here[stacked[operand]] = piece.results[0]
                 elif piece.piece in ("enter_slice", "enter_const") and (piece.piece, operand) in given:
                     here[given[piece.piece, operand]] = piece.results[0]

@@ -87,14 +87,12 @@ def _loops(trace: Trace, repeat: float) -> Iterator[Site]:
         if equations[forward.enter[0]].phase == "backward":
             continue
         stacked = {
-            equations[n].results[0]: equations[n].operands[0]
-            for n in range(*forward.exit)
-            if equations[n].piece == "exit_stack"
+            equations[n].results[0]: equations[n].operands[0] for n in range(*forward.exit) if equations[n].stacks
         }
         for backward in scans:
             if backward.enter[0] < forward.exit[1] or _length(backward) != _length(forward):
                 continue
-            entering = [equations[n] for n in range(*backward.enter) if equations[n].piece == "enter_slice"]
+            entering = [equations[n] for n in range(*backward.enter) if equations[n].takes_slice]
             taken = [stacked[v] for piece in entering for v in piece.reads if v in stacked]
             if taken and equations[backward.enter[0]].phase == "backward":
                 yield _loop(trace, forward, backward, [v for v in taken if isinstance(v, int)], repeat)
