@@ -1,7 +1,7 @@
 """Count the communication and the kernels of attention whose sequence is sharded over `n` devices.
 
 In: the shape of the whole attention, a method of `METHODS`, `n`, the mask, the direction.
-Out: collectives and kernel calls of one device, all devices alike; why a method does not apply.
+Out: collectives and kernel calls of a device, the same on every device; why a method does not apply.
 
 - `ring`: keys and values travel around a ring, one block per step, while the kernel runs on the previous block. In the
   backward pass their gradients follow them.
