@@ -92,6 +92,10 @@ class RuleError(AutoparError):
     """A user's sharding rule that cannot be parsed or does not fit its operation."""
 
 
+class AttentionError(AutoparError):
+    """Attention that cannot run with its sequence sharded as requested."""
+
+
 class CollectiveError(AutoparError):
     """A user's collective that cannot be registered, priced or run, or that a plan names but is not registered."""
 
