@@ -387,7 +387,7 @@ def test_the_equations_of_a_step_with_cudnn_attention(method: str, layout: str) 
 
     def local(q: Any, k: Any, v: Any, d_out: Any) -> Any:
         unused = [jnp.zeros(0, q.dtype)] * 7
-        run = partial(primitive.run, method=method, axes=("s",))
+        run = partial(primitive.run, method=method, axes=("s",), kernel=CUDNN)
         out, lse = run(forward.params, [q, k, v, *unused])
         return out, *run(backward.params, [q, k, v, *unused, lse, out, d_out])
 
@@ -423,7 +423,7 @@ def test_what_the_methods_do_not_compute_is_refused(changed: dict[str, Any], rea
     params = plain | {"mask_type": cudnn.MaskType.NO_MASK, "scale": SCALE, "is_training": True} | changed
     args = [*operands(8)[:3], jnp.zeros(0), jnp.zeros(lengths), *[jnp.zeros(0)] * 5]
     with pytest.raises(AttentionError, match=f"attention with {reason} cannot run .*: shard its batch or heads"):
-        primitive.run(params, args, method="ring", axes=("s",))
+        primitive.run(params, args, method="ring", axes=("s",), kernel=CUDNN)
 
 
 # -- compiled for GPUs that are not here ---------------------------------------------------------

@@ -70,9 +70,9 @@ def test_cudnn_attention_is_planned_without_cudnn() -> None:
 @pytest.mark.parametrize(
     ("key", "bias", "forward", "backward"),
     [
-        (K, None, "a=8 b=8", "a=8 b=8"),
-        (Q, None, "a=8 b=16", "a=8 b=16"),
-        (ONE_HEAD, None, "a=8 b=16", "a=8 b=16"),  # the gradient of the only head is a sum over query heads
+        (K, None, "a=8 b=8 d=256", "a=8 b=8 d=256"),  # d: tokens, shared by context parallelism
+        (Q, None, "a=8 b=16 c=256", "a=8 b=16 c=256"),
+        (ONE_HEAD, None, "a=8 b=16 c=256", "a=8 b=16 c=256"),  # the gradient of the only head is a sum over query heads
         (K, array(8, 16, 256, 256), "a=8 b=8", "a=8 b=8"),
         (K, array(1, 16, 256, 256), "a=8 b=8", "a=8 b=8"),  # the gradient of the bias is a sum over the batch
         (K, array(8, 1, 256, 256, dtype=bool), "a=8 b=8", "a=8 b=8"),

@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from autopar.ir.sharding_changes import Change
+
 METHODS = ("ring", "ulysses", "gathered")
 
 _FLOAT32_BYTES, _INT32_BYTES = 4, 4
@@ -78,12 +80,14 @@ class Sent:
         num_bytes: payload of each, by the convention of `cost.collectives`; XLA merges the arrays of one step.
         num_times: executions one after the other.
         is_hidden: whether each runs while a kernel call does.
+        is_after: whether it brings results to their places, after the last kernel call.
     """
 
-    kind: str
+    kind: Change
     num_bytes: float
     num_times: int = 1
     is_hidden: bool = False
+    is_after: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +184,10 @@ def collectives(
         queries, after = queries + keys + segments, after + keys * is_backward
     else:
         found = (Sent("all-gather", n * (keys + segments)),)
-        found += (Sent("reduce-scatter", n * keys),) if is_backward else ()
-    return (*_zigzag(queries, n), *found, *_zigzag(after, n)) if is_causal else found
+        found += (Sent("reduce-scatter", n * keys, is_after=True),) if is_backward else ()
+    if not is_causal:
+        return found
+    return (*_zigzag(queries, n), *found, *(replace(one, is_after=True) for one in _zigzag(after, n)))
 
 
 def sent_bytes(
@@ -256,4 +262,6 @@ def _ulysses(shape: AttentionShape, num_devices: int, *, is_backward: bool) -> t
     arrays = [query, *keys, out, lse, out, query, *keys] if is_backward else [query, *keys, out, lse]
     ids = shape.query_segment_bytes + shape.key_segment_bytes
     gathered = (Sent("all-gather", ids),) if ids else ()
-    return (*(Sent("all-to-all", size) for size in arrays), *gathered)
+    num_after = 3 if is_backward else 2
+    before = (Sent("all-to-all", size) for size in arrays[:-num_after])
+    return (*before, *gathered, *(Sent("all-to-all", size, is_after=True) for size in arrays[-num_after:]))

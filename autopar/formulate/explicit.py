@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.cost.context_method import Context, context_of
 from autopar.formulate.formulation import Formulation
 from autopar.formulate.group_communication import sent_by
 from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram, Extend, HaloSlice, Operation
@@ -66,6 +67,9 @@ class _Builder:
         """Record the shardings of a group's results and the group's own communications."""
         for define in group.defines:
             self.sharding[define.value] = strategy.sharding(define.dims, define.pending)
+        context = context_of(group, strategy, self.graph, self.f.mesh, self.f.profile)
+        if context is not None:
+            self._add_context(index, context)
         for op in sent_by(group, strategy, self.graph, self.f.mesh):
             if isinstance(op, Communicate):
                 self.after[op.node].append(replace(op, decisions=(index,)))
@@ -84,6 +88,16 @@ class _Builder:
                 )
                 known = self.halo_slices.setdefault(halo_slice, new)  # XLA sends it once for all users
                 self.halo_slices[halo_slice] = replace(known, decisions=(*known.decisions, index))
+
+    def _add_context(self, index: int, context: Context) -> None:
+        """Record the collectives of an attention whose tokens are split."""
+        node = self.graph.nodes[context.node]
+        for sent in context.sent:
+            times = node.repeat * sent.num_times
+            one = Communicate(
+                sent.kind, "context", context.node, node.results[0], None, context.axes, sent.num_bytes, times
+            )
+            self.after[context.node].append(replace(one, decisions=(index,)))
 
     # -- operations --------------------------------------------------------------------------
 

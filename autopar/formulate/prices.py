@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cost.collectives import collective_time
+from autopar.cost.context_method import context_of
 from autopar.cost.halo import extension_time
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.roofline import Load, compute_time, load_of
@@ -93,6 +94,9 @@ class Prices:
             if not sends_itself(group, self._graph):
                 continue
             for s, strategy in enumerate(strategies):
+                context = context_of(group, strategy, self._graph, self._mesh, self._profile)
+                if context is not None:
+                    costs[node][s] += self._graph.nodes[context.node].repeat * context.added_s
                 for op in sent_by(group, strategy, self._graph, self._mesh):
                     sent.append((node, s, op))
                     for halo_slice in op.slices if isinstance(op, Extend) else ():

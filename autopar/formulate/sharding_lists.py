@@ -12,8 +12,9 @@ import numpy as np
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
-from autopar.rules.factors import DimFactors, Factor
+from autopar.rules.factors import ContextLoop, DimFactors, Factor
 from autopar.rules.grouping import Group
+from autopar.rules.halo_window import Window
 from autopar.rules.strategies import Strategy, enumerate_strategies
 
 Shardings = tuple[TensorSharding, ...]  # one per strategy of a decision
@@ -32,7 +33,10 @@ class ShardingLists:
     def strategies(self, group: Group) -> tuple[Strategy, ...]:
         """All strategies of a group."""
         manual = group.region.manual if group.region else frozenset()
-        windows = group.windows()
+        windows: dict[int, Sequence[Window | ContextLoop]] = {**group.windows()}
+        context = group.region.context if group.region else None
+        if context is not None:
+            windows[context.factor] = [context]
         windowed = tuple((factor, tuple(found)) for factor, found in windows.items())
         key = (group.factors, group.even, group.fixed, manual, group.pinned, windowed)
         if key not in self._strategies:

@@ -231,6 +231,7 @@ def _values(
 
 # -- cuDNN attention -----------------------------------------------------------------------------
 
+_TOKENS = "tokens"
 _QUERY, _KEY, _VALUE, _BIAS, _LENGTHS, _OFFSETS, _TABLES = 0, 1, 2, 3, (4, 5), (6, 7), (8, 9)
 
 
@@ -276,7 +277,48 @@ def _attention(equation: Any, *, backward: bool) -> KernelLoops | None:
     shared = [name for name in ("batch", "heads") if sizes.get(name, 1) > 1]
     if num_groups == 1 and "group" in sizes:
         shared.append("group")
-    return _loops(sizes, tuple(operands), tuple(results), shared) if shared else None
+    found = _loops(sizes, tuple(operands), tuple(results), shared) if shared else None
+    tokens = 3 - heads
+    if found is None or shapes[_QUERY][tokens] != shapes[_KEY][tokens] or needs_whole_sequence(params, shapes):
+        return found
+    return _with_tokens(found, tokens, shapes[_QUERY][tokens], params, backward)
+
+
+def _with_tokens(loops: KernelLoops, dim: int, size: int, params: Mapping[str, Any], backward: bool) -> KernelLoops:
+    """The loops of an attention with the loop over its tokens, which is the same for queries and for keys."""
+
+    def along(term: tuple[tuple[str, ...], ...], at: int) -> tuple[tuple[str, ...], ...]:
+        return (*term[:at], (_TOKENS,), *term[at + 1 :])
+
+    operands, results = list(loops["operands"]), list(loops["results"])
+    for i in (_QUERY, _KEY, _VALUE, *((11, 12) if backward else ())):
+        operands[i] = along(operands[i], dim)
+    if backward:
+        operands[10] = along(operands[10], 2)
+        results = [along(term, dim) for term in results[:3]]
+    else:
+        results = [along(results[0], dim), *(along(term, 2) for term in results[1:])]
+    sizes, shared = {**loops["sizes"], _TOKENS: size}, (*loops["shared"], _TOKENS)
+    context = {"loop": _TOKENS, "is_causal": params["mask_type"].name == "CAUSAL", "is_backward": backward}
+    return {**_loops(sizes, tuple(operands), results, shared), "context": context}
+
+
+def needs_whole_sequence(params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """What an attention has that no method of context parallelism computes; None if its tokens can be split.
+
+    Args:
+        shapes: those of its operands.
+    """
+    mask = params["mask_type"].name
+    needs = {
+        "a bias": params["variadic_args"][0],
+        "dropout": params["dropout_rate"] > 0,
+        "a sliding window": params["sliding_window_length"] is not None,
+        "a function of the scores": params.get("score_mod") is not None,
+        "sequence lengths or pages": any(map(math.prod, shapes[_LENGTHS[0] : _TABLES[1] + 1])),
+        f"the mask {mask}": mask not in ("NO_MASK", "CAUSAL"),
+    }
+    return next((name for name, is_needed in needs.items() if is_needed), None)
 
 
 _FINDERS = {

@@ -20,7 +20,7 @@ from autopar.ir.sharding_changes import Change
 #: The cause of a communication. `reshard`: a node reads a value in another sharding than its producer's. `halo`: a node
 #: reads beyond its part of a value. `region`: a node runs as a manual region and combines the results of its parts.
 #: `reduction`: a reduction to a few elements is resolved at its producer. `program`: the user's program communicates.
-Cause = Literal["reshard", "halo", "region", "reduction", "program"]
+Cause = Literal["reshard", "halo", "region", "context", "reduction", "program"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ class ExplicitProgram:
         """The communications that belong to each node itself rather than to the resharding of its operands."""
         found: dict[int, list[Communicate]] = defaultdict(list)
         for op in self.communications:
-            if op.cause in ("region", "reduction", "program"):
+            if op.cause in ("region", "context", "reduction", "program"):
                 found[op.node].append(op)
         return {node: tuple(ops) for node, ops in found.items()}
 

@@ -50,7 +50,9 @@ def check_explicit(program: ExplicitProgram, graph: Graph) -> None:
             )
             continue
         read = [op.operand] if isinstance(op, Communicate) else op.operands
-        if not (isinstance(op, Communicate) and op.cause == "region"):  # a region's communication follows its node
+        if not (
+            isinstance(op, Communicate) and op.cause in ("region", "context")
+        ):  # a region's communication follows its node
             assert {array for array in read if array is not None} <= defined, f"{op} reads too early"
         if isinstance(op, Communicate):
             made = [] if op.result is None else [op.result]

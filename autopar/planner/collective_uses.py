@@ -16,10 +16,10 @@ from autopar.ir.graph import Node, Phase
 from autopar.plans.records import CollectiveUse
 
 #: The order of a plan's collectives: resharding by flow, then the collectives of groups by decision, then the program's own.
-_ORDER = {"reshard": 0, "region": 1, "reduction": 1, "halo": 1, "program": 2}
-_WITHIN = {"region": 0, "reduction": 1, "halo": 2}
+_ORDER = {"reshard": 0, "region": 1, "context": 1, "reduction": 1, "halo": 1, "program": 2}
+_WITHIN = {"region": 0, "context": 0, "reduction": 1, "halo": 2}
 #: Causes whose collectives XLA combines with others, although a node waits for each.
-_COMBINED = ("region", "program")
+_COMBINED = ("region", "context", "program")
 
 
 def collective_uses(
@@ -91,6 +91,8 @@ class _Causes:
             name = f"`{self.input_path[value]}`" if producer is None else f"the result of `{producer.primitive}`"
             return f"exchange the halo of {name}"
         primitive = self.graph.nodes[op.node].primitive
+        if op.cause == "context":
+            return f"share the tokens of `{primitive}`"
         if op.cause == "reduction":
             return f"reduce the partial {op.reduction} of `{primitive}`"
         return (

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.cost.context_method import context_of
 from autopar.formulate.decisions import Decision as Choice
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation
@@ -261,6 +262,7 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
         region = group.region
         if region is not None and is_manual(group, strategy):
             node, made = f.graph.nodes[region.node], zip(region.results, group.defines, strict=True)
+            context = context_of(group, strategy, f.graph, f.mesh, f.profile)
             yield ManualRegion(
                 node=region.node,
                 primitive=node.primitive,
@@ -268,6 +270,7 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
                 operands=tuple(strategy.sharding(dims) for dims in region.operands),
                 results=tuple(strategy.sharding(dims, define.pending) for dims, define in made),
                 reduction=group.defines[0].reduction,
+                method=None if context is None else context.method,
             )
 
 

@@ -326,6 +326,7 @@ class ManualRegion:
         primitive, path: its primitive and module path.
         operands, results: their shardings; a literal has that of a scalar. A result may be unreduced.
         reduction: operator that combines the terms of an unreduced result.
+        method: method of context parallelism, if it is an attention whose tokens are split (`cost.context_parallel`).
     """
 
     node: int
@@ -334,6 +335,7 @@ class ManualRegion:
     operands: tuple[TensorSharding, ...]
     results: tuple[TensorSharding, ...]
     reduction: Literal["sum", "max", "min", "prod", "and", "or"] = "sum"
+    method: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,28 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
+class ContextLoop:
+    """The loop over the tokens of queries and of keys of an attention. Where it is split, devices exchange keys and values by a method
+    of context parallelism.
+
+    Args:
+        factor: the loop.
+        size: the number of tokens.
+        is_causal: whether a query sees no later key. Then devices compute chunks in zigzag order, two each.
+        is_backward: whether the node computes the gradients.
+    """
+
+    factor: int
+    size: int
+    is_causal: bool
+    is_backward: bool
+
+    def local(self, parts: int) -> bool:
+        """Whether it can be split into this number of parts."""
+        return self.size % (parts * (2 if self.is_causal else 1)) == 0
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """How one node may be split.
 
@@ -78,6 +100,7 @@ class Rule:
         halos: dims of operands that the loop reads beyond its own part. They are split as the loop is; their sizes may
             differ from the factor's.
         exchanges: the node's all-gathers, in addition to the halos.
+        context: the loop over tokens, if the node is an attention whose tokens may be split.
         sums: by result, the factors of other results that it is a sum over: where one is split, each device has one term.
             Empty if there are none.
         stored: intermediate tensors of the first operand's dtype that XLA writes to memory and reads again, by the
@@ -95,6 +118,7 @@ class Rule:
     manual: frozenset[int] = frozenset()
     halos: tuple[Halo, ...] = ()
     exchanges: tuple[Exchange, ...] = ()
+    context: ContextLoop | None = None
     sums: tuple[tuple[int, ...], ...] = ()
     stored: tuple[tuple[int, ...], ...] = ()
 

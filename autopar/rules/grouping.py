@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.graph import Graph
-from autopar.rules.factors import DimFactors, Exchange, Factor, Reduction, Rule
+from autopar.rules.factors import ContextLoop, DimFactors, Exchange, Factor, Reduction, Rule
 from autopar.rules.halo_window import Halo, Window
 from autopar.rules.table import traits_of
 
@@ -94,6 +94,7 @@ class Region:
 
     Args:
         manual: the node runs as a manual region if one of these factors is split.
+        context: the loop over the tokens of an attention.
     """
 
     node: int
@@ -102,6 +103,7 @@ class Region:
     results: tuple[DimFactors, ...]
     exchanges: tuple[Exchange, ...]
     halos: tuple[Halo, ...]
+    context: ContextLoop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -453,6 +455,7 @@ def _region(node: int, rule: Rule, local: Callable[[int, DimFactors], DimFactors
         tuple(local(node, dims) for dims in rule.results),
         tuple(replace(one, factor=class_of(one.factor), dims=local(node, one.dims)) for one in rule.exchanges),
         tuple(replace(halo, factor=class_of(halo.factor)) for halo in rule.halos),
+        None if rule.context is None else replace(rule.context, factor=class_of(rule.context.factor)),
     )
 
 

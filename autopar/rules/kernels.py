@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
-from autopar.rules.factors import Rule, build_rule
+from autopar.rules.factors import ContextLoop, Rule, build_rule
 from autopar.rules.node_view import NodeView, counted, matrix_efficiency
 from autopar.rules.traits import Traits
 
@@ -27,9 +28,10 @@ def kernel_rule(view: NodeView) -> Rule | None:
     if loops is None:
         return None
     sizes = loops["sizes"]
+    names = [name for name, size in sizes.items() if size > 1]
     points = math.prod(sizes.values())
     flops, inside = counted(view)
-    return build_rule(
+    rule = build_rule(
         loops["operands"],
         loops["results"],
         view.operand_shapes,
@@ -41,3 +43,9 @@ def kernel_rule(view: NodeView) -> Rule | None:
         manual=loops["shared"],
         sums=loops["sums"],
     )
+    context = loops.get("context")
+    if context is None:
+        return rule
+    tokens = names.index(context["loop"])
+    loop = ContextLoop(tokens, sizes[context["loop"]], context["is_causal"], context["is_backward"])
+    return replace(rule, context=loop)

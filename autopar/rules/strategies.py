@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
-from autopar.rules.factors import DimFactors, Factor
+from autopar.rules.factors import ContextLoop, DimFactors, Factor
 from autopar.rules.halo_window import Window
 
 #: A factor whose size the axes do not divide may still be split if padding adds at most this fraction, 1 / UNEVEN_WASTE
@@ -40,7 +40,7 @@ def enumerate_strategies(
     even: Collection[int] = (),
     fixed: Collection[int] = (),
     manual: Collection[int] = (),
-    windows: Mapping[int, Sequence[Window]] | None = None,
+    windows: Mapping[int, Sequence[Window | ContextLoop]] | None = None,
     pinned: Sequence[tuple[int, tuple[str, ...]]] = (),
 ) -> tuple[Strategy, ...]:
     """Enumerate all strategies: each mesh axis splits at most one factor. Axes of size 1 split none.
@@ -52,7 +52,7 @@ def enumerate_strategies(
         fixed: factors that may not be split.
         manual: factors of a manual region: where one of them is split, all factors are split into equal parts.
         windows: by factor, how its loop reads dims of operands; a factor is split only if each device's neighbours have all
-            elements that it reads.
+            elements that it reads, or if its chunks can be shared.
         pinned: factors that the program itself splits, with their axes.
     """
     windows = windows or {}

@@ -7,16 +7,20 @@ that a node itself needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.collectives import collective
+from autopar.cost.context_method import Context, context_of
 from autopar.ir.explicit_program import Array, Cause, Communicate, Extend, HaloSlice
 from autopar.ir.graph import Node
 from autopar.ir.sharding import TensorSharding
 from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction
 from autopar.xla_model.partition_builder import PartitionBuilder
+
+#: The most moves of keys around a ring that the program has one by one; more are put together.
+_MOST_MOVES = 8
 
 
 class Communications:
@@ -118,6 +122,66 @@ class Communications:
             one.payload_bytes, one.combinable = size, False
             sent.append(self.b.add(one))
         return sent
+
+    def context(self, n: int) -> Context | None:
+        """How devices share the tokens of a node; None if it is no attention whose tokens are split."""
+        sent = next(self._collectives_of(n, "context"), None)
+        if sent is None:
+            return None
+        f, (decision,) = self.b.f, sent.decisions
+        group = f.groups[f.decisions[decision].group]
+        strategy = f.decisions[decision].strategies[self.b.explicit.choices[decision]]
+        return context_of(group, strategy, f.graph, f.mesh, f.profile)
+
+    def context_parallel(self, kernel: Instruction, context: Context) -> int:
+        """Add an attention whose tokens are split: its collectives, and the calls of its kernel between them. Moves of keys around
+        a ring depend on each other, and each call on the move before it, so that they overlap.
+
+        Args:
+            kernel: the whole kernel of one device, which is not added yet.
+
+        Returns:
+            The instruction of the results.
+        """
+        profile = self.b.f.profile
+        operands = dict(kernel.operands)
+        for one in context.sent:
+            if not one.is_hidden and not one.is_after:
+                for _ in range(one.num_times):
+                    operands[self._sent(kernel, one.kind, one.num_bytes, context, kernel.operands)] = 1.0
+        hidden = [one for one in context.sent if one.is_hidden]
+        moves = min(_MOST_MOVES, sum(one.num_times for one in hidden))
+        num_bytes = sum(one.num_bytes * one.num_times for one in hidden) / max(1, moves)
+        rate = profile.matrix_rate(kernel.dtype) * kernel.matrix_efficiency
+        traffic_flops = (
+            context.memory_bytes / profile.memory_bytes_per_s * rate
+        )  # the time of merges, as that of matmuls
+        flops = ((kernel.dtype, (context.flops + traffic_flops) / (1 + moves)),)
+        at = self.b.add(replace(kernel, operands=operands, matrix_flops=flops))
+        source = operands
+        for _ in range(moves):
+            source = {self._sent(kernel, hidden[0].kind, num_bytes, context, source): 1.0}
+            at = self.b.add(replace(kernel, operands={**kernel.operands, **source, at: 1.0}, matrix_flops=flops))
+        for one in context.sent:
+            for _ in range(one.num_times if one.is_after else 0):
+                at = self._sent(kernel, one.kind, one.num_bytes, context, {at: 1.0}, kernel.num_bytes)
+        return at
+
+    def _sent(
+        self,
+        kernel: Instruction,
+        kind: str,
+        payload: float,
+        context: Context,
+        operands: Mapping[int, float],
+        num_bytes: float | None = None,
+    ) -> int:
+        """Add a collective of an attention."""
+        result = payload if num_bytes is None else num_bytes
+        elements = kernel.elements * result / max(kernel.num_bytes, 1.0)
+        one = Instruction("collective", kernel.node, kernel.value, kind, dict(operands), elements, result)
+        one.collective, one.axes, one.payload_bytes, one.dtype = kind, context.axes, payload, kernel.dtype
+        return self.b.add(one)
 
     def combine_partial_results(self, n: int, at: int) -> int:
         """Gather the devices' partial results of a node, and add the instruction that combines them."""

@@ -149,7 +149,11 @@ class _Partitioner:
             gemm=gemm,
             dtype=infos[0].dtype if infos else "float32",
         )
-        at = self._once(node, tuple(at for at, _ in operands), instruction)
+        context = self.sent.context(n)
+        if context is not None:
+            at = self.sent.context_parallel(instruction, context)
+        else:
+            at = self._once(node, tuple(at for at, _ in operands), instruction)
         self.b.program.nodes[at].append(n)
         at = self.sent.combine_partial_results(n, at)
         for value in node.results:

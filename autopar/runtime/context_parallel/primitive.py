@@ -7,7 +7,6 @@ pages, dropout, sliding window, or function of the scores.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,30 +15,13 @@ import jax.numpy as jnp
 
 from autopar.errors import AttentionError
 from autopar.frontend.kernel_flops import HEADS_FIRST
-from autopar.runtime.context_parallel.kernels import CUDNN, Kernel
+from autopar.frontend.kernel_loops import needs_whole_sequence
+from autopar.runtime.context_parallel.kernels import Kernel
 from autopar.runtime.context_parallel.methods import backward, forward
 
 #: Operands of the forward pass: query, key, value, bias, then sequence lengths, packed offsets and page tables, empty where
 #: unused. The backward pass has log-sum-exp, output and gradient of the output after them.
-_NUM_FORWARD, _FIRST_LENGTHS = 10, 4
-
-
-def unsupported(params: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]) -> str | None:
-    """What an equation needs that no method computes; None if all can run it.
-
-    Args:
-        shapes: those of its operands.
-    """
-    mask = params["mask_type"].name
-    needs = {
-        "a bias": params["variadic_args"][0],
-        "dropout": params["dropout_rate"] > 0,
-        "a sliding window": params["sliding_window_length"] is not None,
-        "a function of the scores": params.get("score_mod") is not None,
-        "sequence lengths or pages": any(map(math.prod, shapes[_FIRST_LENGTHS:_NUM_FORWARD])),
-        f"the mask {mask}": mask not in ("NO_MASK", "CAUSAL"),
-    }
-    return next((name for name, is_needed in needs.items() if is_needed), None)
+_NUM_FORWARD = 10
 
 
 def run(
@@ -48,7 +30,7 @@ def run(
     *,
     method: str,
     axes: tuple[str, ...],
-    kernel: Kernel = CUDNN,
+    kernel: Kernel,
 ) -> Sequence[jax.Array]:
     """The results of an equation of the forward or of the backward pass.
 
@@ -58,7 +40,7 @@ def run(
     Raises:
         AttentionError: the equation has what the methods do not compute, or a shape that this method cannot shard.
     """
-    if reason := unsupported(params, list(map(jnp.shape, operands))):
+    if reason := needs_whole_sequence(params, list(map(jnp.shape, operands))):
         raise AttentionError(f"attention with {reason} cannot run with its sequence sharded: shard its batch or heads")
     heads_first = params["layout"] == HEADS_FIRST
 
@@ -66,6 +48,10 @@ def run(
         return jnp.swapaxes(x, 1, 2) if heads_first else x
 
     is_causal = params["mask_type"].name == "CAUSAL"
+    if (
+        len(operands) > _NUM_FORWARD
+    ):  # XLA would merge moves of the backward pass with those of the forward pass, and keep the blocks
+        operands = jax.lax.optimization_barrier(tuple(operands))
     query, key, value = map(turned, operands[:3])
     if len(operands) == _NUM_FORWARD:
         out, lse = forward(method, kernel, query, key, value, axes=axes, scale=params["scale"], is_causal=is_causal)

@@ -11,8 +11,11 @@ from typing import Any
 
 import jax
 
+from autopar.frontend.kernel_flops import HEADS_FIRST
 from autopar.frontend.kernel_loops import LOOPS, KernelLoops, part_params
 from autopar.rules.user_rules import called, no_local
+from autopar.runtime.context_parallel.kernels import CUDNN
+from autopar.runtime.context_parallel.primitive import run as run_context_parallel
 from autopar.runtime.manual.part import Part, num_parts
 
 
@@ -27,6 +30,15 @@ def pallas(part: Part, *operands: Any) -> Sequence[Any]:
     ]
     shapes = [jax.numpy.shape(operand) for operand in operands]
     return part.bind(operands, **part_params(part.params, loops, part.view.result_shapes, shapes, results))
+
+
+def attention(part: Part, *operands: Any) -> Sequence[Any]:
+    """cuDNN attention on this device's batch and heads, and by a method of context parallelism on its tokens."""
+    if part.method is None:
+        return part.bind(operands)
+    dim = 2 if part.params["layout"] == HEADS_FIRST else 1
+    axes = part.operands[0].dims[dim]
+    return run_context_parallel(part.params, operands, method=part.method, axes=axes, kernel=CUDNN)
 
 
 def _fits(loops: KernelLoops, part: Part) -> bool:

@@ -27,6 +27,7 @@ class Part:
         operands: the shardings of the operands.
         results: the shardings of the results; an unreduced local result is one term of the sum.
         bind: the primitive itself on local operands, with changed parameters by name.
+        method: the method of context parallelism of an attention whose tokens are split.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Part:
     operands: tuple[TensorSharding, ...]
     results: tuple[TensorSharding, ...]
     bind: Callable[..., Sequence[Any]]
+    method: str | None = None
 
 
 #: A function from a part and local operands to local results.

@@ -54,7 +54,7 @@ def run_region(
     view = NodeView(name, node_params(equation), *shapes)
     function = local_function(view)
     bind = partial(jax_compat.bind, equation)
-    part = Part(name, equation.params, view, region.operands, region.results, bind)
+    part = Part(name, equation.params, view, region.operands, region.results, bind, region.method)
     scattered = [
         _scattered(result, target) if target is not None and region.reduction == "sum" else result
         for result, target in zip(region.results, targets, strict=True)

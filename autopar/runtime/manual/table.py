@@ -14,7 +14,7 @@ from typing import Any
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import RULES, TRAITS
 from autopar.rules.user_rules import called, no_local, registered_local
-from autopar.runtime.manual.kernels import pallas
+from autopar.runtime.manual.kernels import attention, pallas
 from autopar.runtime.manual.part import LocalFunction, Part
 from autopar.runtime.manual.ragged_dot import ragged_dot_general
 from autopar.runtime.manual.scans import cumulative
@@ -48,7 +48,7 @@ LOCAL: Mapping[str, LocalFunction] = MappingProxyType(
 
 #: Kernels whose loops devices share, unless the user registers a function for them. Read-only.
 KERNELS: Mapping[str, LocalFunction] = MappingProxyType(
-    {"pallas_call": pallas, **dict.fromkeys((name for name, one in TRAITS.items() if one.partitioned), _batch)}
+    {"pallas_call": pallas, **dict.fromkeys((name for name, one in TRAITS.items() if one.partitioned), attention)}
 )
 
 

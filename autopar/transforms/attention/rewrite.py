@@ -274,8 +274,9 @@ class _Rewriting:
         self._name(site, gradients, self.builder.inline(like, part, [*values, d_out]))
 
     def _values(self, site: _Site, place: int) -> list[Atom]:
-        values: list[int] = [self.inside.get((place, value), value) for value in site.inputs[place]]
-        return [self.new.get(value, value) for value in values]
+        values = (value for value in site.inputs[place] if value is not None)
+        inside = (self.inside.get((place, value), value) for value in values)
+        return [self.new.get(value, value) for value in inside]
 
     def _name(self, site: _Site, matmuls: Sequence[int], made: Sequence[Atom]) -> None:
         for n, atom in zip(matmuls, made, strict=True):
