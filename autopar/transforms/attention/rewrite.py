@@ -93,7 +93,7 @@ class _Site:
     call: Call
     forward: int
     backward: int | None
-    inputs: Mapping[int, tuple[Any, ...]]
+    inputs: Mapping[int, tuple[int, ...]]
     d_out: int | None
     given: Mapping[int, set[int]]
     results: list[Atom] = field(default_factory=list)
@@ -122,11 +122,11 @@ class _Site:
         if not all(_may_enter(sections, value, place) for place in places for value in given[place]):
             raise _MaskElsewhereError("its mask is not available where the kernel runs")
         inputs = {
-            place: tuple(v if v in given[place] else _at(sections, v, place) for v in (*operands, *parts))
+            place: tuple(v if v in given[place] else _read_at(sections, v, place) for v in (*operands, *parts))
             for place in places
         }
         call = call_of(formula, sources, parts, kernel)
-        d_out = None if backward is None else _at(sections, sources["d_out"][0], backward)
+        d_out = None if backward is None else _read_at(sections, sources["d_out"][0], backward)
         across = backward is not None and sections.section_of(forward) != sections.section_of(backward)
         return cls(formula, call, forward, backward, inputs, d_out, given, is_across=across)
 
@@ -151,6 +151,12 @@ def _at(sections: Sections, origin: int, place: int) -> int | None:
     found = sections.here(origin, sections.section_of(place))
     made = None if found is None else sections.trace.producers.get(found)
     return None if found is None or (made is not None and made >= place) else found
+
+
+def _read_at(sections: Sections, origin: int, place: int) -> int:
+    found = _at(sections, origin, place)
+    assert found is not None
+    return found
 
 
 def _may_enter(sections: Sections, value: int, place: int) -> bool:
@@ -274,9 +280,11 @@ class _Rewriting:
         self._name(site, gradients, self.builder.inline(like, part, [*values, d_out]))
 
     def _values(self, site: _Site, place: int) -> list[Atom]:
-        values = (value for value in site.inputs[place] if value is not None)
-        inside = (self.inside.get((place, value), value) for value in values)
-        return [self.new.get(value, value) for value in inside]
+        found: list[Atom] = []
+        for value in site.inputs[place]:
+            inside = self.inside.get((place, value), value)
+            found.append(self.new.get(inside, inside))
+        return found
 
     def _name(self, site: _Site, matmuls: Sequence[int], made: Sequence[Atom]) -> None:
         for n, atom in zip(matmuls, made, strict=True):
