@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.attention.long_context import CASES
 from benchmarks.gpu.programs import path_of, stored
 from benchmarks.held_out.draw import NUM_MODELS
 from benchmarks.held_out.tuned import tuned
@@ -92,7 +93,16 @@ _REPLAYED = ("absent_gpus.py", "compile_cache.py", "replay/llama.py", "replay/pu
 _RATES = tuple(f"replay/{name}.toml" for name in ("h100-96gb", "h100-96gb-nvl-peak", "h200-pytorch"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
-    "attention": Benchmark(("cudnn", "pallas"), VIRTUAL_DEVICES, sources=(), module="attention.kernels"),
+    "attention": Benchmark(
+        ("cudnn", "pallas", *CASES),
+        VIRTUAL_DEVICES,
+        sources=(),
+        module="attention.parts",
+        sources_of={
+            **dict.fromkeys(("cudnn", "pallas"), ("attention/kernels.py",)),
+            **dict.fromkeys(CASES, ("attention/long_context.py", "zoo/llama3.py", "zoo/training.py")),
+        },
+    ),
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "first_start": Benchmark(("unet",), VIRTUAL_DEVICES, sources=("zoo/diffusion.py", "zoo/training.py")),
     "held_out": Benchmark(
