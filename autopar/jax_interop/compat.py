@@ -50,6 +50,13 @@ _OVER_ROWS: dict[str, Callable[..., Any]] = {
     "pmin": lambda value, axes: jax.lax.reduce_min(value, axes),
 }
 
+#: The option of XLA's GPU compiler that runs all-gathers of loops one iteration ahead, and the value that enables it.
+PIPELINED_ALL_GATHERS: tuple[str, int] = (
+    ("xla_gpu_pipeline_all_gather", 2)
+    if jax.__version_info__ >= (0, 11, 1)
+    else ("xla_gpu_enable_pipelined_all_gather", True)
+)
+
 _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
 
 
