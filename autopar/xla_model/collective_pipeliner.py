@@ -27,8 +27,8 @@ def pipeline_gathers(program: DeviceProgram, graph: Graph) -> DeviceProgram:
     ops, buffers = list(program.ops), list(program.buffers)
     loops, inner = list[LoopSpan](), set[int]()
     for loop in program.loops:
-        nodes = set(range(loop.start, loop.stop))
-        own = [i for i, op in enumerate(ops) if op.node in nodes - inner]
+        nodes = set(range(loop.start, loop.stop)) - inner
+        own = [i for i, op in enumerate(ops) if op.node in nodes]
         inner |= nodes
         moved = _moved([ops[i] for i in own], graph) if loop.count > 1 else _Moved((), ())
         if not moved.gathered:
