@@ -22,7 +22,7 @@ from autopar.report.explain_program import program_json
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program, program_of
 from autopar.xla_compiler.compiler import Compiler
-from autopar.xla_model.collective_pipeliner import gathered_bytes, pipeline_gathers
+from autopar.xla_model.collective_pipeliner import gathered_bytes
 from tests.planned import plan_and_candidate
 
 LAYERS, WIDTH, ROWS = 8, 2048, 16_384

@@ -115,7 +115,7 @@ def _with_prefetched_gathers(plan: Candidate, budget: float, to_beat: float) -> 
     f, device, exposed = plan.formulation, plan.parts.device, plan.parts.prediction.exposed_s
     gathers_s = sum(seconds for kind, seconds in exposed.items() if collective(kind).change == "all-gather")
     is_open = device.loops and _on_gpus(plan) and not plan.parts.prefetched_gathers
-    if not is_open or gathers_s <= _WORTH * plan.step_time_s or lower_bound_s(plan) >= to_beat:
+    if not is_open or gathers_s <= _LEAST_GAIN_OF_PREFETCH * plan.step_time_s or lower_bound_s(plan) >= to_beat:
         return plan
     program = pipeline_gathers(device, f.graph)
     shared = math.ceil(gathered_bytes(program))
