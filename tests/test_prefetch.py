@@ -176,6 +176,24 @@ def test_gathers_of_activations_stay() -> None:
     assert not forward.prefetched
 
 
+def test_the_inner_of_two_loops_prefetches() -> None:
+    def groups(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def group(y: jax.Array, w: Any) -> tuple[jax.Array, None]:
+            return jax.lax.scan(lambda y, w: (jax.checkpoint(mlp, prevent_cse=False)(y, w), None), y, w)[0], None
+
+        def loss_fn(params: Any) -> jax.Array:
+            return (jax.lax.scan(group, x, params)[0].astype(jnp.float32) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params, x = arguments("mlp")
+    stacks = jax.tree.map(lambda one: jax.ShapeDtypeStruct((2, 4, *one.shape[1:]), one.dtype), params)
+    program = program_of(groups, (stacks, x), carry=None, donate=None)
+    _, made = plan_and_candidate(program, **OPTIONS)
+    assert [len(loop.prefetched) for loop in made.parts.device.loops] == [2, 0, 2, 0]
+
+
 def test_results_are_those_of_plain_jit() -> None:
     rng = np.random.default_rng(0)
     args = jax.tree.map(lambda s: jnp.asarray(rng.normal(size=s.shape) / 8, s.dtype), arguments("mlp", 32, 64))
