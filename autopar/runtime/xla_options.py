@@ -14,7 +14,7 @@ _MERGED = ("all_gather", "all_reduce", "reduce_scatter")
 
 def compiler_options(plan: Plan) -> dict[str, int]:
     """The compiler options of a plan for GPUs; empty if XLA's defaults suffice."""
-    options = dict([PIPELINED_ALL_GATHERS] if plan.prefetched_gathers else [])
+    options = dict(PIPELINED_ALL_GATHERS) if plan.prefetched_gathers else {}
     if plan.combine_threshold_bytes is not None:
         options |= {f"xla_gpu_{kind}_combine_threshold_bytes": plan.combine_threshold_bytes for kind in _MERGED}
     return options
