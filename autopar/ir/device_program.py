@@ -78,6 +78,7 @@ class Op:
         axes: mesh axes of a collective.
         payload_bytes: payload of a collective, by the convention of `cost.collectives`.
         combinable: whether XLA merges it with others of its kind.
+        pipelined: whether it is a collective that runs one iteration of a loop ahead.
         unpriced: whether XLA's estimator counts it as free (a Triton normalisation, a copy, a sort).
         num_blocks: number of thread blocks if too few to fill the device; 0 otherwise.
         num_launches: number of kernels that it runs as.
@@ -99,6 +100,7 @@ class Op:
     axes: tuple[str, ...] = ()
     payload_bytes: float = 0.0
     combinable: bool = False
+    pipelined: bool = False
     unpriced: bool = False
     broadcast_bytes: float = 0.0
     num_blocks: float = 0.0
@@ -114,11 +116,19 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class LoopSpan:
-    """A loop with its trip count `count`: it runs the operations of the graph's nodes [start, stop)."""
+    """A loop with its trip count `count`: it runs the operations of the graph's nodes [start, stop).
+
+    Args:
+        first: operations before the loop that gather the weights of the first iteration, if each iteration gathers those
+            of the next.
+        prefetched: per array that an iteration gathers for the next, its buffer, and that of the loop's state.
+    """
 
     start: int
     stop: int
     count: float
+    first: tuple[Op, ...] = ()
+    prefetched: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

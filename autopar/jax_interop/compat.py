@@ -50,6 +50,15 @@ _OVER_ROWS: dict[str, Callable[..., Any]] = {
     "pmin": lambda value, axes: jax.lax.reduce_min(value, axes),
 }
 
+#: Options of XLA's GPU compiler that run all-gathers of loops one iteration ahead.
+PIPELINED_ALL_GATHERS: dict[str, int] = (
+    {"xla_gpu_pipeline_all_gather": 2}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {"xla_gpu_enable_pipelined_all_gather": True}
+)
+if (0, 11) <= jax.__version_info__ < (0, 12):  # whose XLA else ends the gather before the first kernel, for a copy
+    PIPELINED_ALL_GATHERS["xla_gpu_copy_insertion_use_region_analysis"] = True
+
 _LIBRARY_FOLDERS = tuple({sysconfig.get_paths()["purelib"], sysconfig.get_paths()["platlib"]})
 
 

@@ -69,6 +69,11 @@ class Assembled:
         """The program of one device."""
         return self.simulation.program
 
+    @property
+    def prefetched_gathers(self) -> int:
+        """The number of all-gathers in scans that run one iteration ahead."""
+        return sum(len(loop.prefetched) for loop in self.device.loops)
+
 
 def assemble(
     f: Formulation, choices: Sequence[int], pins: dict[int, TensorSharding], *, figures_only: bool = False

@@ -67,6 +67,7 @@ def plan_of(
         microbatches=microbatches_of(candidate.program, mesh, parts.constraints),
         rematerialized=candidate.rematerialized,
         combine_threshold_bytes=parts.combine_threshold_bytes,
+        prefetched_gathers=parts.prefetched_gathers,
         early_reductions=with_place_names(graph, parts.early_reductions),
         unfused_reductions=unfused_reductions_of(graph, parts.device),
         replicated=_replicated(graph, parts.device, unknown, mesh, own_rates),

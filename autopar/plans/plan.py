@@ -86,6 +86,7 @@ class Plan:
         donated: positions of donated inputs.
         combine_threshold_bytes: combine threshold for XLA's GPU compiler, in bytes of results per kind of collective; None for
             XLA's default.
+        prefetched_gathers: number of all-gathers in scans for which XLA's GPU compiler runs one iteration ahead.
         early_reductions: barriers that make reductions start early.
         unfused_reductions: reductions that get their own kernels.
         replicated: operations without a sharding rule, which every device runs whole, longest first; empty on one device.
@@ -117,6 +118,7 @@ class Plan:
     microbatches: Microbatches | None = None
     rematerialized: tuple[Rematerialization, ...] = ()
     combine_threshold_bytes: int | None = None
+    prefetched_gathers: int = 0
     early_reductions: tuple[EarlyReduction, ...] = ()
     unfused_reductions: tuple[UnfusedReduction, ...] = ()
     replicated: tuple[Replicated, ...] = ()
@@ -207,6 +209,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
+        if not self.prefetched_gathers:  # a field that most plans do not need, newer than version 7
+            del body["prefetched_gathers"]
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
     @classmethod

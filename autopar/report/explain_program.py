@@ -159,6 +159,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "outcome": asdict(plan.outcome),
         "microbatches": asdict(plan.microbatches) if plan.microbatches else None,
         "combine_threshold_bytes": plan.combine_threshold_bytes,
+        "prefetched_gathers": plan.prefetched_gathers,
         "early_reductions": sum(len(one.values) for one in plan.early_reductions),
         "unfused_reductions": len(plan.unfused_reductions),
         "replicated": [asdict(one) for one in plan.replicated],
@@ -221,7 +222,7 @@ def _head(plan: Plan) -> list[RenderableType]:
         *_microbatches(plan),
         *(("Remat", text) for text in _rematerialized(plan)),
         *(("Combined", text) for text in _combined(plan)),
-        *(("Overlap", text) for text in _early_reductions(plan)),
+        *(("Overlap", text) for text in (*_prefetched(plan), *_early_reductions(plan))),
         *(("Fusion", text) for text in _unfused(plan)),
         *(("Pinned", f"{path} = {spec}") for path, spec in plan.pins.items()),
     ]
@@ -272,6 +273,17 @@ def _combined(plan: Plan) -> list[str]:
     if plan.combine_threshold_bytes is None:
         return []
     return [f"XLA combines collectives of a kind up to {human_bytes(plan.combine_threshold_bytes)}, for better overlap"]
+
+
+def _prefetched(plan: Plan) -> list[str]:
+    """The number of all-gathers that run one iteration ahead."""
+    if not plan.prefetched_gathers:
+        return []
+    gathers = "all-gather runs" if plan.prefetched_gathers == 1 else "all-gathers run"
+    return [
+        f"{plan.prefetched_gathers} {gathers} one iteration of a scan ahead: weights of the next layer are gathered during"
+        " this one"
+    ]
 
 
 def _early_reductions(plan: Plan) -> list[str]:

@@ -50,7 +50,7 @@ class CollectiveCombiner:
         """The operations after combining, in topological order that otherwise keeps the program's.
 
         The combiner visits collectives in a post-order walk from the outputs. It combines those of one kind over the
-        same axes (and of one dtype, for reductions) until their results would exceed the threshold or one depends on
+        same axes (and of one dtype, for reductions; pipelined ones by themselves) until their results would exceed the threshold or one depends on
         another. The combined collective takes the position of its last member.
 
         Args:
@@ -88,7 +88,7 @@ class CollectiveCombiner:
 
     def at_most_merged(self) -> list[Op]:
         """The fewest collectives that any threshold could yield, dependencies aside."""
-        by_key: dict[tuple[str, tuple[str, ...], str], list[Op]] = {}
+        by_key: dict[tuple[str, tuple[str, ...], str, bool], list[Op]] = {}
         for i in self._mergeable:
             by_key.setdefault(self._keys[i], []).append(self.program.ops[i])
         alone = [op for op in self.program.ops if op.kind == "collective" and not op.combinable]
@@ -152,8 +152,8 @@ def _in_order(
     return tuple(tasks)
 
 
-def _merge_key(op: Op) -> tuple[str, tuple[str, ...], str]:
-    return op.collective, op.axes, op.dtype if collective(op.collective).is_sum else ""
+def _merge_key(op: Op) -> tuple[str, tuple[str, ...], str, bool]:
+    return op.collective, op.axes, op.dtype if collective(op.collective).is_sum else "", op.pipelined
 
 
 def _result_bytes(op: Op, mesh: MeshShape) -> float:

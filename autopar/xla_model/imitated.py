@@ -65,6 +65,11 @@ PASSES: tuple[Pass, ...] = (
         (f"{_GPU}/multi_output_fusion.cc", "xla/service/gpu/gpu_fusible.cc"),
     ),
     Pass("buffer assignment", ("buffer_assignment",), ("xla/service/buffer_assignment.cc",)),
+    Pass(
+        "collective pipeliner",
+        ("collective_pipeliner",),
+        ("xla/service/collective_pipeliner.cc", "xla/service/copy_insertion.cc"),
+    ),
     Pass("collective combiners", ("collective_combiner",), (f"{_GPU}/collectives/all_reduce_combiner.cc",)),
     Pass(
         "latency hiding scheduler",

@@ -17,9 +17,10 @@ from typing import overload
 
 from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import HardwareProfile
-from autopar.ir.device_program import DeviceProgram, Op, peak_of_temporaries
+from autopar.ir.device_program import DeviceProgram, LoopSpan, Op, peak_of_temporaries
 from autopar.ir.mesh import MeshShape
 from autopar.xla_model.collective_combiner import CollectiveCombiner, Task
+from autopar.xla_model.collective_pipeliner import elided_copies
 from autopar.xla_model.latency_estimator import estimated_seconds
 from autopar.xla_model.latency_hiding_scheduler import (
     IN_FLIGHT,
@@ -48,15 +49,15 @@ class Simulation:
         self.program, self._mesh, self._profile = program, mesh, profile
         self._estimator = profile.xla_estimator
         self._seconds: dict[bool, dict[int, float]] = {False: {}, True: {}}
-        ops, self._bodies = list(program.ops), list[tuple[int, float, CollectiveCombiner]]()
+        ops, self._bodies = list(program.ops), list[tuple[LoopSpan, CollectiveCombiner]]()
         for loop in program.loops:
             inside = [i for i, op in enumerate(ops) if loop.start <= op.node < loop.stop]
             if not inside:
                 continue
             body, skipped, last = [ops[i] for i in inside], set(inside), inside[-1]
-            self._bodies.append((loop.start, loop.count, CollectiveCombiner(replace(program, ops=tuple(body)), mesh)))
+            self._bodies.append((loop, CollectiveCombiner(replace(program, ops=tuple(body)), mesh)))
             before = [op for i, op in enumerate(ops[:last]) if i not in skipped]
-            ops = [*before, _loop_op(body, loop.start), *ops[last + 1 :]]
+            ops = [*before, *loop.first, _loop_op(body, loop.start), *ops[last + 1 :]]
         self._whole = CollectiveCombiner(replace(program, ops=tuple(ops)) if self._bodies else program, mesh)
         self._schedules: dict[tuple[int, float], _Schedule] = {}
 
@@ -100,7 +101,7 @@ class Simulation:
         """
         kernels = sum(self._own(op) for op in self.program.ops if op.kind != "collective")
         collectives = 0.0
-        for merging in (self._whole, *(body for _, _, body in self._bodies)):
+        for merging in (self._whole, *(body for _, body in self._bodies)):
             for op in merging.at_most_merged():
                 at_once = IN_FLIGHT[resource_of(op, self._mesh, self._profile)]
                 collectives += op_seconds(op, self._mesh, self._profile) / at_once
@@ -110,12 +111,19 @@ class Simulation:
         """The timeline of the step without the peak of its temporaries."""
         limit = self._profile.combine_threshold_bytes if combine_threshold_bytes is None else combine_threshold_bytes
         done: dict[int, _Body] = {}
-        for start, count, body in self._bodies:
-            done[start] = _Body(_held_throughout(self._timed(body, limit, done, estimated=estimated)), count)
+        for loop, body in self._bodies:
+            ran = self._timed(body, limit, done, estimated=estimated, prefetched=loop.prefetched)
+            done[loop.start] = _Body(_held_throughout(ran), loop.count)
         return self._timed(self._whole, limit, done, estimated=estimated)
 
     def _timed(
-        self, merging: CollectiveCombiner, combine_threshold_bytes: float, done: Mapping[int, _Body], *, estimated: bool
+        self,
+        merging: CollectiveCombiner,
+        combine_threshold_bytes: float,
+        done: Mapping[int, _Body],
+        *,
+        estimated: bool,
+        prefetched: Sequence[tuple[int, int]] = (),
     ) -> Timeline:
         """Run the schedule, and expand each loop to all iterations of its scheduled body. Nothing overlaps with a loop,
         which XLA's scheduler takes for one short operation."""
@@ -125,6 +133,8 @@ class Simulation:
             return _expand_loops(_sequential([task.op for task in tasks], seconds), done)
         one = self._schedule(merging, combine_threshold_bytes)
         prices = self._prices(one.nodes, one.tasks, estimated=estimated)
+        for copy in elided_copies(one.nodes, one.tasks, one.order, prefetched):
+            prices.costs[copy] = 0.0
         slowdown = 0.0 if estimated else self._profile.kernel_slowdown
         return _expand_loops(timed(one.nodes, prices, one.order, one.tasks, slowdown), done)
 
