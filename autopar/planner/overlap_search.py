@@ -100,7 +100,8 @@ def lower_bound_s(plan: Candidate) -> float:
 
 
 def with_best_overlap(plan: Candidate, budget: float, to_beat: float = math.inf) -> Candidate:
-    """The same plan with the best combine threshold and early reductions; a plan within the budget stays within it."""
+    """The same plan with prefetched gathers, the best combine threshold and early reductions; a plan within the budget stays
+    within it."""
     prefetching = _with_prefetched_gathers(plan, budget, to_beat)
     return _with_early_reductions(_with_best_threshold(prefetching, budget, to_beat), budget, to_beat)
 
