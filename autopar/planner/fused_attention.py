@@ -1,6 +1,6 @@
 """Choose between attention as a step writes it and a fused kernel, and tell the user what was chosen and why.
 
-In: the plans of both forms of a step; or one plan of the step as written. Out: notes for the user.
+In: a traced step, a request. Out: the forms of the step to plan, and notes for the user.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from autopar.hardware.profile import HardwareProfile
+from autopar.planner.request import PlanRequest
 from autopar.plans.plan import Plan
 from autopar.system.units import human_seconds
 from autopar.transforms.attention.formula import Formula
-from autopar.transforms.program import Fused, Program
+from autopar.transforms.program import Program
 
 #: Fused attention kernels in words.
 KERNEL_NAMES = {"cudnn": "cuDNN's flash attention"}
@@ -30,17 +31,31 @@ def fused_attention(profile: HardwareProfile) -> str | None:
     return "cudnn" if target.get("cuda_compute_capability", {}).get("major", 0) >= 8 else None
 
 
-def attention_notes(kernel: str | None, fused: Fused | None, plans: Sequence[Plan], best: Plan) -> Iterator[str]:
+def forms_to_plan(program: Program, request: PlanRequest) -> list[Program]:
+    """The step as written, and with a fused kernel if the request allows one and there is attention that it can replace."""
+    kernel = fused_attention(request.profile)
+    if request.attention == "as_written" or kernel is None:
+        return [program]
+    fused = program.with_attention(kernel).program
+    return [program] if fused is None else [program, fused]
+
+
+def attention_notes(program: Program, request: PlanRequest, plans: Sequence[Plan], best: Plan) -> Iterator[str]:
     """What became of the attention that a fused kernel may replace.
 
     Args:
-        kernel: its name; None if the devices have none.
-        plans: the plans of the step as written and with the kernel, as far as they fit.
+        plans: the plans of the forms that fit.
         best: the chosen one.
     """
-    if kernel is None or fused is None:
+    kernel = fused_attention(request.profile)
+    if request.attention == "as_written":
+        if kernel is not None:
+            yield from _gain(program, best, kernel, request.profile)
+        return
+    if kernel is None:
         yield "attention runs as written: these devices have no fused attention kernel that autopar knows"
         return
+    fused = program.with_attention(kernel)
     for reason, count in sorted(fused.reasons.items()):
         yield f"{_places(count)} of attention run as written: {reason}"
     if fused.program is None:
@@ -57,11 +72,8 @@ def attention_notes(kernel: str | None, fused: Fused | None, plans: Sequence[Pla
     yield f"attention runs in {what}, so that results differ by rounding: {other}"
 
 
-def gain_note(program: Program, plan: Plan, profile: HardwareProfile) -> Iterator[str]:
+def _gain(program: Program, plan: Plan, kernel: str, profile: HardwareProfile) -> Iterator[str]:
     """What a fused kernel would save in a step that runs as written, estimated from the sizes of its scores."""
-    kernel = fused_attention(profile)
-    if kernel is None:
-        return
     formulas = [one for one in program.attention() if _is_half(one)]
     saved_s = sum(_saved_s(one, plan.num_devices, profile) for one in formulas)
     step_s = plan.prediction.step_time_s

@@ -22,7 +22,7 @@ from __future__ import annotations
 from autopar.errors import BudgetError, MicrobatchError, PinError, TimeLimitError
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.dump import dump, make_folder
-from autopar.planner.fused_attention import attention_notes, fused_attention, gain_note
+from autopar.planner.fused_attention import attention_notes, forms_to_plan
 from autopar.planner.layout_hints import LayoutHints, layout_hints
 from autopar.planner.mesh_search import Found, search_meshes
 from autopar.planner.microbatch_count import MicrobatchSearch
@@ -48,34 +48,23 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
     folder = None if request.dump is None else make_folder(request.dump)
     plan = entry.read() if folder is None else None
     if plan is None:
-        found = _plan_fastest(program, request, hints)
+        plan_one, found = (_plan_if_no_slower if hints.is_hint else _plan_with), list[Found]()
+        forms, failure = forms_to_plan(program, request), None
+        for form in forms:
+            try:
+                found.append(plan_one(form, request, hints))
+            except BudgetError as error:  # another form may fit
+                failure = error
+        if not found:
+            assert failure is not None
+            raise failure
+        best = min(found, key=lambda one: one.plan.prediction.step_time_s)
+        best = best.with_notes(*attention_notes(program, request, [one.plan for one in found], best.plan))
         if folder is not None:
-            dump(folder, request, found)
-        plan = found.plan
+            dump(folder, request, best)
+        plan = best.plan
         entry.keep(plan)
     return plan
-
-
-def _plan_fastest(program: Program, request: PlanRequest, hints: LayoutHints) -> Found:
-    """The fastest plan of the step as written, and with attention by a fused kernel where the request allows it."""
-    plan_one = _plan_if_no_slower if hints.is_hint else _plan_with
-    if request.attention == "as_written":
-        written = plan_one(program, request, hints)
-        return written.with_notes(*gain_note(program, written.plan, request.profile))
-    kernel = fused_attention(request.profile)
-    fused = None if kernel is None else program.with_attention(kernel)
-    found: list[Found] = []
-    failure: BudgetError | None = None
-    for one in (program, *((fused.program,) if fused is not None and fused.program is not None else ())):
-        try:
-            found.append(plan_one(one, request, hints))
-        except BudgetError as error:  # the other form may fit
-            failure = error
-    if not found:
-        assert failure is not None
-        raise failure
-    best = min(found, key=lambda one: one.plan.prediction.step_time_s)
-    return best.with_notes(*attention_notes(kernel, fused, [one.plan for one in found], best.plan))
 
 
 def _plan_with(program: Program, request: PlanRequest, hints: LayoutHints) -> Found:

@@ -75,6 +75,8 @@ def sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
 #: `tests/plan_files/`.
 MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is, sixth_to_seventh)
 VERSION = len(MIGRATIONS) + 1
+#: Fields newer than version 7 that most plans do not need. A file has them only where they are set.
+_NEWER = ("prefetched_gathers", "attention_kernel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +211,11 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
-        if not self.prefetched_gathers:  # a field that most plans do not need, newer than version 7
-            del body["prefetched_gathers"]
+        for name in [name for name in _NEWER if not body[name]]:
+            del body[name]
+        for region in body["regions"]:
+            if region.get("method", "") is None:  # equal regions share one object
+                del region["method"]
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
     @classmethod

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.frontend.equations import Atom, Equation, Item, Nest, items_of
 from autopar.frontend.trace import Trace
