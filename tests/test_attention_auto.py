@@ -97,6 +97,19 @@ def jax_attention(**options: Any) -> Step:
     return lambda q, k, v, *more: jax.nn.dot_product_attention(q, k, v, *more, **options)
 
 
+def alibi(q: Any, k: Any, v: Any) -> Any:
+    """A bias by distance, with one slope per head."""
+    distance = jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T)[None, :])
+    slopes = 2.0 ** -jnp.arange(1, N + 1)
+    return jax.nn.dot_product_attention(q, k, v, bias=-(slopes[:, None, None] * distance)[None])
+
+
+def packed(q: Any, k: Any, v: Any, segments: Any) -> Any:
+    """Several sequences in one: a token sees the earlier ones of its own."""
+    mask = segments[:, None, :, None] == segments[:, None, None, :]
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True)
+
+
 TOKENS = jnp.asarray(RNG.integers(1, 9, (B, T))).at[1, 40:].set(0)
 LENGTHS = jnp.asarray([64, 40, 13, 64])
 FORMS: dict[str, tuple[Step, tuple[Any, ...]]] = {
@@ -116,6 +129,8 @@ FORMS: dict[str, tuple[Step, tuple[Any, ...]]] = {
         (of_heads(N), of_heads(N), of_heads(N), (TOKENS > 0)[:, None, None, :]),
     ),
     "flax": (masked, (of_heads(N), of_heads(N), of_heads(N), TOKENS)),
+    "alibi": (alibi, (of_heads(N), of_heads(N), of_heads(N))),
+    "packed": (packed, (of_heads(N), of_heads(N), of_heads(N), TOKENS // 3)),
     "by hand": (by_hand, (of_heads(N), of_heads(2), of_heads(2))),
     "vmapped": (jax.vmap(jax.vmap(of_one_example)), (normal(B, N, T, H), normal(B, N, T, H), normal(B, N, T, H))),
     "heads first": (
@@ -164,6 +179,42 @@ def test_layers(remat: bool, scan: bool) -> None:
     step = decoder(jax_attention(is_causal=True), remat=remat, scan=scan)
     count = (1 if scan else 3) * (2 if remat else 1)
     check(step, 0.1 * normal(3, 4, 32, N, H), normal(B, T, 32), count=count)
+
+
+@pytest.mark.usefixtures("exact")
+def test_pairs_of_layers_in_a_loop() -> None:
+    """Local and global layers in turn, as in many models."""
+
+    def pair(x: Any, w: Any) -> tuple[Any, None]:
+        for i, causal in enumerate((True, False)):
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, one[i]) for one in w[:3])
+            mixed = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+            x = x + jnp.einsum("btnh,dnh->btd", mixed, w[3][i])
+        return x, None
+
+    step = jax.value_and_grad(lambda w, x: jnp.sum(jax.lax.scan(pair, x, w)[0] ** 2), argnums=(0, 1))
+    w = tuple(0.1 * normal(3, 2, 32, N, H) for _ in range(4))
+    check(step, w, normal(B, T, 32), count=2)
+
+
+@pytest.mark.usefixtures("exact")
+def test_microbatches() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            q, k, v = (jnp.einsum("btd,dnh->btnh", x, one) for one in w)
+            return jnp.mean(jnp.sin(jax.nn.dot_product_attention(q, k, v, is_causal=True)))
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, b: a - b, w, gradient), value
+
+    args = (tuple(normal(32, N, H) for _ in range(3)), normal(8, T, 32))
+    program = program_of(step, args, carry=("w",), donate=()).with_attention("cudnn").program
+    assert program is not None
+    plan = plan_program(program, PlanRequest(mesh="data=2,model=4", hardware="h100-sxm", num_microbatches=2))
+    assert plan.num_microbatches == 2 and plan.attention_kernel == "cudnn"
+    made, expected = autopar.parallelize(step, plan=plan, carry=("w",))(*args), jax.jit(step)(*args)
+    for one, other in zip(jax.tree.leaves(made), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.usefixtures("exact")
