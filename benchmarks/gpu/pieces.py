@@ -47,6 +47,7 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
     {
         "calibration": Piece("calibration", "calibration", None, 90.0),
         **{f"train/{name}": Piece("train", "train", name, 100.0) for name in MODELS},
+        "attention/kernels": Piece("attention", "attention", None, 60.0),
         **{
             f"inference/{part}": Piece("serve", part, None, seconds)
             for part, seconds in {"attention": 60.0, "decode": 180.0, "prefill": 90.0, "host": 60.0}.items()

@@ -165,6 +165,10 @@ def _inference(by_part: dict[str, Record]) -> list[str]:
     return _tables("Inference", by_part)
 
 
+def _attention(by_part: dict[str, Record]) -> list[str]:
+    return _tables("Attention: errors against float32, as norms, and seconds of both passes", by_part)
+
+
 def _search(by_kind: dict[str, Record]) -> list[str]:
     rows: list[dict[str, Any]] = []
     for kind, one in by_kind.items():
@@ -201,6 +205,7 @@ def _against(row: Record, first: Record) -> str:
 #: Prefix of a piece's name -> the function that renders its records.
 _PARTS: dict[str, Callable[[dict[str, Record]], list[str]]] = {
     "train": _train,
+    "attention": _attention,
     "inference": _inference,
     "search": _search,
     "several": _several,
