@@ -59,7 +59,7 @@ def measure(program: str) -> list[dict[str, Any]]:
             "predicted_s": plan.prediction.step_time_s,
             "replayed_s": replay.step_time_s if replay is not None else None,
             "peak_GB": memory.predicted / 1e9,
-            "compiled_GB": memory.compiled / 1e9,
+            "compiled_GB": (memory.compiled or 0.0) / 1e9,
             "planned_cpu_s": seconds,
             "tokens_per_s_and_gpu": tokens / num_gpus / plan.prediction.step_time_s,
             "torchtitan": PUBLISHED.get(tokens, ""),
