@@ -52,6 +52,7 @@ def test_tokens_of_few_heads_travel_around_a_ring(causal: bool) -> None:
     assert all(region.operands[0].dims[1] == ("data",) for region in plan.regions)
     assert plan.replicated == ()
     assert any("share the tokens" in use.cause for use in plan.collectives)
+    assert "attention" in plan.strategy and "`data`" in plan.strategy
 
 
 def test_heads_are_split_where_there_are_enough() -> None:

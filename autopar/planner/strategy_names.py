@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.cost.context_method import context_of
 from autopar.formulate.formulation import Formulation
 from autopar.ir.sharding import TensorSharding
 from autopar.plans.records import Role, TensorPlan
@@ -60,10 +61,25 @@ def strategy_text(f: Formulation, choices: Sequence[int], inputs: Sequence[Tenso
         ("tensor parallel", [axis for axis in work.axes("tensor") if axis not in megatron]),
         ("expert parallel", work.axes("expert")),
         ("context parallel", work.axes("context")),
+        *_methods(f, choices),
         ("parameters sharded", [axis for axis in parameters if axis not in fsdp]),
         ("optimizer state sharded", [axis for axis in optimizer if axis not in (*fsdp, *zero1)]),
     )
     return ", ".join(phrases) or "replicated"
+
+
+def _methods(f: Formulation, choices: Sequence[int]) -> Iterator[tuple[str, list[str]]]:
+    """The methods by which devices share the tokens of attention, each with its axes."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for decision, chosen in zip(f.decisions, choices, strict=True):
+        group = f.groups[decision.group] if decision.kind == "group" else None
+        if group is None or group.region is None or group.region.context is None:
+            continue
+        context = context_of(group, decision.strategies[chosen], f.graph, f.mesh, f.profile)
+        if context is not None:
+            found[context.method] += [axis for axis in context.axes if axis not in found[context.method]]
+    names = {"ring": "ring attention", "ulysses": "Ulysses attention", "gathered": "attention to gathered keys"}
+    yield from ((names[method], axes) for method, axes in found.items())
 
 
 class _Work:
