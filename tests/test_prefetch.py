@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from on_absent_gpus import compiled
 
 import autopar
+from autopar.hardware.profile import load
 from autopar.jax_interop.compat import PIPELINED_ALL_GATHERS
 from autopar.planner import overlap_search
 from autopar.planner.candidate import Candidate
@@ -113,6 +114,14 @@ def test_weights_of_a_layer_may_share_a_gather() -> None:
     assert thresholds == [None, layer_bytes("gated")]
 
 
+def test_scans_without_prefetch_have_the_best_threshold(both: tuple[str, Plan, Plan]) -> None:
+    """The plan without prefetch merges its collectives by a threshold that is predicted to be faster, or by XLA's own."""
+    _, _, plain = both
+    profile = load("h100-sxm")
+    allowed = {None, *(round(share * profile.combine_threshold_bytes) for share in (1 / 4, 1 / 2, 2, 4))}
+    assert plain.combine_threshold_bytes in allowed
+
+
 def test_the_plan_says_so(both: tuple[str, Plan, Plan]) -> None:
     _, plan, plain = both
     number = plan.prefetched_gathers
@@ -129,7 +138,7 @@ def test_files_of_plans_without_prefetch_do_not_have_the_field(both: tuple[str, 
     assert "prefetched_gathers" not in written
     assert Plan.from_json(written).prefetched_gathers == 0
     assert compiler_options(replace(plan, combine_threshold_bytes=None)) == PIPELINED_ALL_GATHERS
-    assert compiler_options(plain) == {}
+    assert compiler_options(replace(plain, combine_threshold_bytes=None)) == {}
 
 
 def test_no_memory_for_the_next_layer(both: tuple[str, Plan, Plan]) -> None:

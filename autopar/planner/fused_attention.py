@@ -1,4 +1,4 @@
-"""Choose between attention as a step writes it and a fused kernel, and tell the user what was chosen and why.
+"""Choose between attention as a step writes it and a fused kernel, and report the choice.
 
 In: a traced step, a request. Out: the forms of the step to plan, and notes for the user.
 """

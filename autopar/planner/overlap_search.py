@@ -48,7 +48,12 @@ _LEAST_GAIN_OF_PREFETCH = 0.02
 def is_worth_hiding(plan: Candidate, to_beat: float = math.inf) -> bool:
     """Whether XLA overlaps kernels and collectives of the plan, enough communication is exposed, and the plan could become
     faster than `to_beat` seconds."""
-    if not _overlaps(plan) or (1 - _MOST_SAVED) * plan.step_time_s >= to_beat:
+    return _overlaps(plan) and _is_exposed(plan, to_beat)
+
+
+def _is_exposed(plan: Candidate, to_beat: float) -> bool:
+    """Whether enough communication is exposed, and the plan could become faster than `to_beat` seconds."""
+    if (1 - _MOST_SAVED) * plan.step_time_s >= to_beat:
         return False
     exposed_s = sum(plan.parts.prediction.exposed_s.values())
     return exposed_s > _WORTH * plan.step_time_s and lower_bound_s(plan) < to_beat
@@ -129,7 +134,10 @@ def _with_prefetched_gathers(plan: Candidate, budget: float, to_beat: float) -> 
 
 def _with_best_threshold(plan: Candidate, budget: float, to_beat: float) -> Candidate:
     """The same plan with the best combine threshold."""
-    if not is_worth_hiding(plan, to_beat) or not plan.parts.device.ops:
+    is_open = (
+        plan.parts.device.ops and not plan.parts.prefetched_gathers
+    )  # these share one threshold with the weights of a layer
+    if not is_open or not _on_gpus(plan) or not _is_exposed(plan, to_beat):
         return plan
     thresholds = [round(share * plan.formulation.profile.combine_threshold_bytes) for share in _THRESHOLDS]
     return _best(plan, budget, [(threshold, plan.parts.simulation, ()) for threshold in thresholds])

@@ -65,14 +65,14 @@ def _moved(body: Sequence[Op], graph: Graph) -> _Moved:
     }
     entering -= {b for op in body if op.kind != "border" for b in op.writes}
     sliced = {b for op in body if _enters(op, graph, "enter_slice") for b in op.writes} & entering
-    known, makers = entering, dict[int, Op]()
+    known, producers = entering, dict[int, Op]()
     for op in body:
         if op.reads and known.issuperset(op.reads) and (op.kind in _FORMATTING or op.collective == "all-gather"):
             known = known | set(op.writes)
-            makers |= dict.fromkeys(op.writes, op)
+            producers |= dict.fromkeys(op.writes, op)
             sliced |= set(op.writes) if sliced.intersection(op.reads) else set()
-    gathers = [op for op in dict.fromkeys(makers.values()) if op.collective and sliced.intersection(op.reads)]
-    chains = [_chain(op, makers) for op in gathers]
+    gathers = [op for op in dict.fromkeys(producers.values()) if op.collective and sliced.intersection(op.reads)]
+    chains = [_chain(op, producers) for op in gathers]
     while True:  # an operation with a user that stays cannot move
         ops = {id(op) for chain in chains for op in chain}
         read = {b for op in body if id(op) not in ops for b in op.reads}
@@ -88,11 +88,11 @@ def _enters(op: Op, graph: Graph, primitive: str) -> bool:
     return op.kind == "border" and graph.nodes[op.node].primitive == primitive
 
 
-def _chain(gather: Op, makers: Mapping[int, Op]) -> list[Op]:
+def _chain(gather: Op, producers: Mapping[int, Op]) -> list[Op]:
     """A gather and the operations that it depends on, in reverse order."""
     found = [gather]
     for op in found:
-        found += [makers[b] for b in op.reads if b in makers and makers[b] not in found]
+        found += [producers[b] for b in op.reads if b in producers and producers[b] not in found]
     return found
 
 

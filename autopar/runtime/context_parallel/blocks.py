@@ -87,7 +87,7 @@ class Attention:
         low, high = _split(so_far, 1)
         low = merged(low, _masked(first, is_lower))
         high = merged(merged(high, second), _masked(first, ~is_lower))
-        return _joined(low, high)
+        return _concatenated(low, high)
 
     def own_gradients(self, queries: Queries, keys: Keys) -> Gradients:
         """The terms of the gradients from the device's own block."""
@@ -138,20 +138,20 @@ def _split(tree: Any, dim: int) -> tuple[Any, Any]:
     return jax.tree.transpose(jax.tree.structure(tree), jax.tree.structure((0, 0)), halves)
 
 
-def _joined(low: Any, high: Any, dim: int = 1) -> Any:
+def _concatenated(low: Any, high: Any, dim: int = 1) -> Any:
     return jax.tree.map(lambda *halves: jnp.concatenate(halves, dim), low, high)
 
 
 def _query_pairs(tree: Any, is_lower: Any) -> Any:
     """The queries of both pairs, stacked along the batch."""
     low, high = _split(tree, 1)
-    return _joined(jax.tree.map(lambda a, b: jnp.where(is_lower, a, b), low, high), high, 0)
+    return _concatenated(jax.tree.map(lambda a, b: jnp.where(is_lower, a, b), low, high), high, 0)
 
 
 def _key_pairs(tree: Any, is_lower: Any) -> Any:
     """The keys of both pairs, stacked along the batch."""
     low, high = _split(tree, 1)
-    return _joined(jax.tree.map(lambda a, b: jnp.where(is_lower, a, b), low, high), low, 0)
+    return _concatenated(jax.tree.map(lambda a, b: jnp.where(is_lower, a, b), low, high), low, 0)
 
 
 def _of_queries(stacked: jax.Array, is_lower: Any) -> jax.Array:
