@@ -89,11 +89,14 @@ class ByHand:
         return rows
 
     def priced(self) -> list[Candidate]:
-        """Recipes on all GPUs, then on fewer as long as these may be faster."""
+        """Recipes on all GPUs, then on fewer as long as these may be faster, and on one GPU."""
         step, args = self.target()
         found, kept = list[Candidate](), set[tuple[str, int]]()
-        seen = set[str]()
-        for count in gpu_counts(self.num_gpus):
+        seen, counts = set[str](), gpu_counts(self.num_gpus)
+        is_slower = False
+        for count in counts:
+            if is_slower and count != counts[-1]:
+                continue
             here = []
             for recipe in recipes(count, args):
                 if count == self.num_gpus or recipe.kind not in seen or (recipe.kind, recipe.inner) in kept:
@@ -103,8 +106,7 @@ class ByHand:
             kept = {(one.recipe.kind, one.recipe.inner) for one in _best_of_kinds(ranked)[:_KINDS_KEPT]}
             best = min((one.price_s for one in found if one.fits), default=float("inf"))
             found += here
-            if min((one.price_s for one in here if one.fits), default=float("inf")) > _STOP * best:
-                break
+            is_slower |= min((one.price_s for one in here if one.fits), default=float("inf")) > _STOP * best
         return found
 
     def _price(self, recipe: Recipe, step: Any, args: Any) -> Candidate:
@@ -177,9 +179,12 @@ class ByHand:
 
 
 def chosen(candidates: Sequence[Candidate], num_gpus: int) -> list[Candidate]:
-    """The candidates to compile: the best grid of each kind on all GPUs, and the best four on any number."""
+    """The candidates to compile: the best grid of each kind on all GPUs, the best four on any number, and one GPU unless it is priced
+    far above the best. A price is a plan's, and XLA may run a recipe otherwise; one GPU it runs as it is."""
+    by_price = best_by_price(candidates)
+    alone = [one for one in by_price if one.recipe.num_gpus == 1 and one.price_s <= _STOP * by_price[0].price_s]
     on_all = sorted((one for one in candidates if one.recipe.num_gpus == num_gpus), key=lambda one: one.price_s)
-    return list(dict.fromkeys([*best_by_price(candidates)[:_NUM_COMPILED], *_best_of_kinds(on_all)]))
+    return list(dict.fromkeys([*by_price[:_NUM_COMPILED], *alone, *_best_of_kinds(on_all)]))
 
 
 def best_by_price(candidates: Sequence[Candidate]) -> list[Candidate]:
