@@ -338,3 +338,9 @@ def test_stages_and_exports_say_that_they_have_no_kernels() -> None:
         autopar.export(plan, step, *LONG)
     with pytest.raises(AutoparError, match="attention"):
         autopar.plan(step, *LONG, num_devices=8, hardware="h100-sxm", stages=2, attention="auto")
+
+
+@pytest.mark.parametrize("value", ["fused", True, None, 1])
+def test_other_values_of_the_option_are_refused(value: Any) -> None:
+    with pytest.raises(AutoparError, match=r'`attention` is .*: give "auto"'):
+        autopar.plan(jax_attention(), *LONG, mesh="8", hardware="h100-sxm", attention=value)

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 
@@ -194,6 +194,7 @@ def planning(
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
     count: int | Literal["auto"] = ("auto" if stages != 1 else 1) if num_microbatches is None else num_microbatches
     check_like(options.get("like"))
+    _check_attention(options.get("attention", "as_written"))
     _check_pin(options.get("pin"))
     options["memory_budget_bytes"] = _budget(options.get("memory_budget_bytes"))
     options["num_microbatches"] = count
@@ -219,6 +220,14 @@ def planning(
         progress=one.progress,
     )
     return functools.partial(_plan_in_stages, staged=staged, one=one)
+
+
+def _check_attention(attention: object) -> None:
+    """Raise OptionError for a value that `attention` does not have."""
+    if attention not in get_args(Attention):
+        raise OptionError(
+            f'`attention` is {attention!r}: give "auto" to let a fused kernel replace softmax(QK^T)V, or "as_written"'
+        )
 
 
 def plan_program(program: Program, **options: Any) -> AnyPlan:
