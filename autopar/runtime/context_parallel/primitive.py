@@ -48,12 +48,11 @@ def run(
         return jnp.swapaxes(x, 1, 2) if heads_first else x
 
     is_causal = params["mask_type"].name == "CAUSAL"
-    if (
-        len(operands) > _NUM_FORWARD
-    ):  # XLA would merge moves of the backward pass with those of the forward pass, and keep the blocks
+    is_backward = len(operands) > _NUM_FORWARD
+    if is_backward:  # XLA would merge moves with those of the forward pass, and keep the blocks
         operands = jax.lax.optimization_barrier(tuple(operands))
     query, key, value = map(turned, operands[:3])
-    if len(operands) == _NUM_FORWARD:
+    if not is_backward:
         out, lse = forward(method, kernel, query, key, value, axes=axes, scale=params["scale"], is_causal=is_causal)
         return [turned(out), lse] if params["is_training"] else [turned(out)]
     lse, out, d_out = operands[_NUM_FORWARD:]
