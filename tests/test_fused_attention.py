@@ -283,6 +283,15 @@ def test_a_step_with_pallas_attention_equals_the_unsharded_step(mesh: str, num_m
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_one_absent_gpu_runs_cudnn_attention(absent_gpus: Any) -> None:
+    """JAX cannot lower cuDNN's attention outside a manual region without devices."""
+    step, args = with_gradients(cudnn_attention(is_causal=True)), (Q, K, K)
+    plan = planned(step, args, "data=1")
+    program = program_of(step, args, carry=None, donate=None)
+    text = compiled_for_gpus(absent_gpus, plan, program, *args).hlo_text
+    assert text.count("__cudnn$fmhaSoftmax") >= 2
+
+
 @pytest.mark.parametrize("kind", ["cudnn", "pallas"])
 def test_each_of_eight_gpus_runs_an_eighth(kind: str, absent_gpus: Any) -> None:
     """XLA compiles the kernels for absent H100s on local shapes, between no collectives."""

@@ -105,7 +105,8 @@ class Replay:
             paths = [self.shardings.at_definition.get(position, ()) for position in equation.results]
             targets = [path[-1] if path else None for path in paths]
             return run_region(self.manual[n], equation.source, operands, self.mesh, targets)
-        if traits_of(equation.primitive).partitioned and self.mesh.size > 1:
+        # Without devices JAX cannot lower such a primitive even for one.
+        if traits_of(equation.primitive).partitioned and (self.mesh.size > 1 or isinstance(self.mesh, AbstractMesh)):
             return run_region(
                 whole_region(n, equation), equation.source, operands, self.mesh, [None] * len(equation.results)
             )

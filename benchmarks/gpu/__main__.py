@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from benchmarks.gpu import records
-from benchmarks.gpu.pieces import PIECES
+from benchmarks.gpu.pieces import PIECES, selected
 from benchmarks.gpu.prepared import FOLDER, MOST_BYTES, SEVERAL, num_bytes, prepare
 from benchmarks.gpu.runner import PieceError, Run
 
@@ -55,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
     about = "measure (the default), prepare or report"
     parser.add_argument("command", nargs="?", default="measure", choices=("measure", "prepare", "report"), help=about)
     parser.add_argument(
-        "--only", default="", metavar="TEXT", help=f"pieces whose name has this in it: {', '.join(PIECES)}"
+        "--only",
+        default="",
+        metavar="TEXT",
+        help=f"pieces with this in their name, or with one of several parts, in this order (A,B): {', '.join(PIECES)}",
     )
     parser.add_argument(
         "--minutes", type=_minutes, default=float("inf"), metavar="N", help="how long, about (default: all)"
@@ -80,7 +83,7 @@ def _minutes(text: str) -> float:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    if not any(arguments.only in name for name in PIECES):
+    if not selected(arguments.only):
         print(f"no piece has {arguments.only!r} in its name; there are {', '.join(PIECES)}", file=sys.stderr)
         return 2
     if arguments.dry:

@@ -5,8 +5,8 @@ its kernels and their seconds.
 
 XLA launches kernels in the order of its schedule. A fusion launches one kernel, after memory operations where it needs
 them. The kernel has the fusion's name up to the number behind it, because identical fusions share one kernel. A library
-call launches kernels with the library's names: one, with a memory operation before it and split-K reductions after it
-where it needs them. A loop of known trip count launches its body's kernels once per iteration.
+call launches kernels with the library's names: one, with kernels that prepare it before it and kernels that finish it
+after it, such as a memory operation and a split-K reduction. A loop of known trip count launches its body's kernels once per iteration.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _FREE = frozenset(
     ["parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "add-dependency"]
 )
 _MEMORY = re.compile(r"mem(cpy|set)", re.I)
-#: Kernels that finish the library call before them.
-_REDUCES = re.compile(r"split_?k|reduce", re.I)
+#: Kernels that prepare the kernel after them, and kernels that finish the library call before them.
+_PREPARES = re.compile(rf"{_MEMORY.pattern}|init_device_workspace|compute_dot_do_o", re.I)
+_FINISHES = re.compile(r"reduce|execute_split_k|convert_dq", re.I)
 
 
 class AlignmentError(Exception):
@@ -51,14 +52,18 @@ def align(module: Module, kernels: Sequence[Kernel]) -> list[Aligned]:
     stems = {stem(name) for name, _ in kernels}
     fusions = {stem(one.name) for one in launching if one.opcode == "fusion"} & stems
     found: list[Aligned] = []
-    calls: list[Instruction] = []  # library calls, and fusions that are one, before the next fusion
+    calls: list[Instruction] = []  # library calls, and fusions around one, before the next fusion
     at = 0
     for one in launching:
         if one.opcode != "fusion" or stem(one.name) not in fusions:
             calls.append(one)
             continue
         end = _next(kernels, at, fusions)
-        if end == len(kernels) or stem(kernels[end][0]) != stem(one.name):
+        matches = end < len(kernels) and stem(kernels[end][0]) == stem(one.name)
+        if not matches and at < end < len(kernels):  # a fusion around a sort launches the library's kernels
+            calls.append(one)
+            continue
+        if not matches:
             name = "the end" if end == len(kernels) else kernels[end][0]
             raise AlignmentError(f"kernel {end} of {len(kernels)} is {name!r}, not that of {one.name!r}")
         own = end
@@ -117,7 +122,7 @@ def _of_calls(calls: Sequence[Instruction], kernels: Sequence[Kernel]) -> list[A
     """The kernels between two fusions, one group for each library call."""
     groups: list[list[Kernel]] = []
     for name, seconds in kernels:
-        continues = bool(groups) and (is_memory(groups[-1][-1][0]) or bool(_REDUCES.search(name)))
+        continues = bool(groups) and bool(_PREPARES.search(groups[-1][-1][0]) or _FINISHES.search(name))
         if not continues:
             groups.append([])
         groups[-1].append((name, seconds))

@@ -7,12 +7,14 @@ GPU, so that each kernel call and each merge by log-sum-exp is the one that devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 
 from autopar.runtime.context_parallel.kernels import BLOCKWISE, CUDNN, Kernel
 from autopar.runtime.context_parallel.methods import backward, forward
@@ -88,6 +90,8 @@ def _on_parts(
     scale = arrays[0].shape[-1] ** -0.5
     given: dict[str, Any] = {"axes": ("parts",), "scale": scale, "is_causal": is_causal}
 
+    kernel = replace(kernel, forward=_parts_first(kernel.forward), backward=_parts_first(kernel.backward))
+
     def of_part(query: Any, key: Any, value: Any, d_out: Any) -> Any:
         out, lse = forward(method, kernel, query, key, value, **given)
         return (out, *backward(method, kernel, query, key, value, out, lse, d_out, **given))
@@ -95,6 +99,23 @@ def _on_parts(
     parts = [jnp.stack(jnp.split(one, num_parts, axis=1)) for one in arrays]
     results = jax.vmap(of_part, axis_name="parts")(*parts)
     return tuple(jnp.concatenate(list(one), axis=1) for one in results)
+
+
+def _parts_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a kernel with the mapped axis moved to the front, where JAX's rule for cuDNN's attention wants it."""
+
+    def run(*arrays: jax.Array, **options: Any) -> Any:
+        call = custom_vmap(partial(function, **options))
+        call.def_vmap(lambda _, is_mapped, *given: _mapped(partial(function, **options), is_mapped, given))
+        return call(*arrays)
+
+    return run
+
+
+def _mapped(function: Callable[..., Any], is_mapped: Sequence[bool], given: Sequence[jax.Array]) -> tuple[Any, Any]:
+    """Map over the arrays that have the axis; the results, and that all of them have it."""
+    found = jax.vmap(function, [0 if one else None for one in is_mapped])(*given)
+    return found, jax.tree.map(lambda _: True, found)
 
 
 def _error(one: jax.Array, exact: jax.Array) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
+from typing import Any
 
 from benchmarks.gpu import transformer
 from benchmarks.gpu.resnet import resnet
@@ -70,6 +71,22 @@ MODELS: Mapping[str, Mapping[str, Maker]] = MappingProxyType(
             "tiny": lambda times: diffusion.unet((8, 16), 1, 4 * times, 8),
         },
         "llama_1b_rematerialized": _language(replace(_LLAMA_1B, rematerialized=True)),
+        "gpt2_fused": _language(_GPT2),
+        "llama_1b_fused": _language(_LLAMA_1B),
+        "bert_fused": _language(_BERT, transformer.masked),
+    }
+)
+#: name -> options of `autopar.plan`.
+OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {name: {"attention": "auto"} for name in MODELS if name.endswith("_fused")}
+)
+#: name -> the same step at full size as a user would write it for plain `jit`: with cuDNN's attention where the plan may
+#: replace attention by it.
+BY_HAND: Mapping[str, Maker] = MappingProxyType(
+    {
+        "gpt2_fused": _language(replace(_GPT2, attention="cudnn"))["full"],
+        "llama_1b_fused": _language(replace(_LLAMA_1B, attention="cudnn"))["full"],
+        "bert_fused": _language(replace(_BERT, attention="cudnn"), transformer.masked)["full"],
     }
 )
 #: Models that are also measured on several GPUs, against hand-written shardings.

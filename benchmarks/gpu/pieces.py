@@ -56,3 +56,12 @@ PIECES: Mapping[str, Piece] = MappingProxyType(
         **{f"several/{name}": Piece("several", "several", name, 240.0, least_devices=2) for name in ON_SEVERAL},
     }
 )
+
+
+def selected(only: str) -> list[str]:
+    """The pieces with a part of `only` in their name, in the order of the parts, which commas separate.
+
+    >>> selected("search/exact,calib")
+    ['search/exact', 'calibration']
+    """
+    return list(dict.fromkeys(name for part in only.split(",") for name in PIECES if part.strip() in name))

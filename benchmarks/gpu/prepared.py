@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.xla_options import compiler_options
 from autopar.xla_compiler.compiler import Compiler
-from benchmarks.gpu.models import MODELS, ON_SEVERAL
+from benchmarks.gpu.models import MODELS, ON_SEVERAL, OPTIONS
 from benchmarks.zoo.training import Training
 
 FOLDER = Path(__file__).parent / "plans"
@@ -70,13 +70,13 @@ def prepare(
         report(f"{card}: {name} on {num}")
         path.parent.mkdir(parents=True, exist_ok=True)
         training = MODELS[name][scale](num)
-        plan = _planned(training, card, num) if kept is None else Plan.from_json(kept["plan"])
+        plan = _planned(training, card, num, OPTIONS.get(name, {})) if kept is None else Plan.from_json(kept["plan"])
         _write(path, {"plan": plan.to_json(), "xla": _estimate(training, plan, card) if lacks_estimate else None})
 
 
-def _planned(training: Training, card: str, num: int) -> Plan:
+def _planned(training: Training, card: str, num: int, options: Mapping[str, Any]) -> Plan:
     step, args = training.target
-    plan = autopar.plan(step, *args, num_devices=num, all_devices=True, hardware=card, cache=False)
+    plan = autopar.plan(step, *args, num_devices=num, all_devices=True, hardware=card, cache=False, **options)
     assert isinstance(plan, Plan)
     return plan
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.gpu import records
 from benchmarks.gpu.child import HOST, MARK
-from benchmarks.gpu.pieces import LIMIT_S, PIECES
+from benchmarks.gpu.pieces import LIMIT_S, PIECES, selected
 from benchmarks.gpu.setting import Record
 from benchmarks.machine import ROOT
 
@@ -58,7 +58,7 @@ class Run:
     _stopped: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
 
     def measure(self, only: str, again: bool, seconds: float) -> list[str]:
-        """Measure the pieces whose name contains `only`, within this many seconds.
+        """Measure the pieces that `only` selects, within this many seconds.
 
         Returns:
             The names of the pieces that failed.
@@ -96,7 +96,7 @@ class Run:
 
     def _pending(self, host: Record, only: str, again: bool) -> Sequence[str]:
         """The pieces still to measure, in order; those that failed, or were measured in part, come last."""
-        wanted = [name for name, piece in PIECES.items() if only in name and piece.least_devices <= host["num_devices"]]
+        wanted = [name for name in selected(only) if PIECES[name].least_devices <= host["num_devices"]]
         blank = {name: self._blank(name, host) for name in wanted}
         kept = [] if again else records.read(self.results)
         done = {records.key(record) for record in kept if "found" in record and "partial" not in record}

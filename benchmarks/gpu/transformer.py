@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -32,6 +32,7 @@ class Sizes:
         num_experts: experts per layer; 0 for a dense feed-forward.
         rematerialized: whether each layer is rematerialized in the backward pass.
         scanned: whether the layers are in a scan.
+        attention: `xla` or `cudnn`, the implementation that the model asks for.
     """
 
     hidden: int
@@ -48,6 +49,7 @@ class Sizes:
     num_experts: int = 0
     rematerialized: bool = False
     scanned: bool = False
+    attention: Literal["xla", "cudnn"] = "xla"
 
 
 class _Attention(nn.Module):
@@ -65,7 +67,7 @@ class _Attention(nn.Module):
         q, k, v = heads("q_proj", sizes.heads), heads("k_proj", kv_heads), heads("v_proj", kv_heads)
         if sizes.is_llama:
             q, k = _rotated(q), _rotated(k)
-        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=sizes.causal, implementation="xla")
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=sizes.causal, implementation=sizes.attention)
         out = nn.Dense(sizes.hidden, use_bias=not sizes.is_llama, dtype=BF16, name="o_proj")
         return out(mixed.reshape(*x.shape[:2], -1))
 
