@@ -642,6 +642,41 @@ def test_softmax_kernels_have_scattered_rows_where_xla_tiles_so(mask: str, scatt
     assert sum(op.scattered_rows for op in ops) == scattered
 
 
+@pytest.mark.parametrize(("num_heads", "scattered"), [(4, 0), (3, 1)])
+def test_the_heads_of_a_group_are_adjacent_rows_that_share_a_mask(num_heads: int, scattered: int) -> None:
+    """XLA's tiles for the gradient of this softmax: [1, 1, 1, 4, 4096] for 4 heads, [2, 4, 1, 1, 2048] for 3."""
+    length = 4096 if num_heads == 4 else 2048
+    query = array(8, length, 4 * num_heads, 128, dtype=jnp.bfloat16)
+    key = array(8, length, 4, 128, dtype=jnp.bfloat16)
+    ops = built(_grouped_attention, query, key, key).ops
+    assert sum(op.scattered_rows for op in ops if op.fills_registers) == scattered
+    assert sum(op.fills_registers for op in ops) == 1
+
+
+def test_only_the_gradient_of_a_long_softmax_fills_the_registers() -> None:
+    for tokens, expected in ((1024, 1), (512, 0)):
+        heads = array(16, tokens, 12, 64, dtype=jnp.bfloat16)
+        ops = built(_attention("none"), heads, heads, heads, array(tokens, tokens, dtype=jnp.bool_)).ops
+        assert sum(op.fills_registers for op in ops) == expected
+
+
+def _grouped_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    def loss(*operands: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(*operands, is_causal=True, implementation="xla").astype(jnp.float32).sum()
+
+    return jax.value_and_grad(loss, (0, 1, 2))(q, k, v)
+
+
+def test_weights_of_grouped_heads_are_transposed_for_each_matmul_that_reads_another_order() -> None:
+    """XLA compiles two copies for an H100: keys before heads and queries for the output, heads before queries for values."""
+    query = array(8, 2048, 12, 128, dtype=jnp.bfloat16)
+    key = array(8, 2048, 4, 128, dtype=jnp.bfloat16)
+    size = 2 * 8 * 12 * 2048**2
+    ops = built(_grouped_attention, query, key, key).ops
+    copies = [op for op in ops if op.kind == "fusion" and op.read_bytes == op.written_bytes and op.read_bytes >= size]
+    assert sum(op.written_bytes for op in copies) == 2 * size
+
+
 def test_a_broadcast_operand_is_read_again_out_of_a_cache() -> None:
     (op,) = built(lambda x, b: x + b, array(8192, 1024), array(1024)).ops
     assert op.read_bytes == 4 * (8192 * 1024 + 1024)

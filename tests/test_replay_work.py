@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import autopar
-from autopar.xla_compiler.hlo_text import parse_module
-from autopar.xla_replay.fused_work import FusedWork, fused_work, has_scattered_rows
+from autopar.xla_compiler.hlo_text import Module, parse_module
+from autopar.xla_replay.fused_work import FusedWork, fills_registers, fused_work, has_scattered_rows
 from autopar.xla_replay.library_calls import (
     Attention,
     Convolution,
@@ -205,28 +206,67 @@ def test_an_algorithm_decides_the_units_and_odd_rows_the_alignment() -> None:
     assert found.flops == 2 * 8 * 16 * 50257
 
 
+#: A Triton kernel over two operands, with placeholders for the lines of its fusion, its shape and its tile.
+_TILED = """HloModule m
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %z = f32[] add(%x, %y)
+}
+
+%fused (p: SHAPE, q: SHAPE) -> SHAPE {
+  %p = SHAPE parameter(0)
+  %q = SHAPE parameter(1)
+BODY
+}
+
+ENTRY %main (a: SHAPE, b: SHAPE) -> SHAPE {
+  %a = SHAPE parameter(0)
+  %b = SHAPE parameter(1)
+  ROOT %fusion = SHAPE fusion(%a, %b), kind=kCustom, calls=%fused, backend_config={"fusion_backend_config":\
+{"block_level_fusion_config":{"output_tiles":[{"sizes":[TILE]}],"num_warps":"8"},"kind":"__triton"}}
+}
+"""
+_SUM_OF_ROWS = """  %t = SHAPE OPCODE(%p, %q)
+  %n = f32[] constant(0)
+  %r = f32[16,12,ROWS]{2,1,0} reduce(%t, %n), dimensions={3}, to_apply=%add
+  %all = SHAPE broadcast(%r), dimensions={0,1,2}
+"""
+#: The gradient of a softmax reads both operands again after the sum; a softmax under a mask reads what it sums.
+_GRADIENT = _SUM_OF_ROWS.replace("OPCODE", "multiply") + "  %s = SHAPE subtract(%p, %all)\n  ROOT %o = SHAPE multiply(%s, %q)"
+_SOFTMAX = _SUM_OF_ROWS.replace("OPCODE", "add") + "  ROOT %o = SHAPE divide(%t, %all)"
+
+
+def _tiled(body: str, tile: Sequence[int], rows: int, length: int) -> Module:
+    sizes = ",".join(f'"{size}"' for size in tile)
+    text = _TILED.replace("BODY", body).replace("TILE", sizes).replace("ROWS", str(rows))
+    return parse_module(text.replace("SHAPE", f"f32[16,12,{rows},{length}]{{3,2,1,0}}"))
+
+
 @pytest.mark.parametrize(
-    ("tile", "broadcast", "scattered"),
+    ("tile", "scattered"),
+    [((16, 1, 1, 1024), True), ((1, 1, 16, 1024), False), ((8, 1, 2, 1024), False), ((2, 8, 1, 1024), True)],
+)
+def test_rows_are_scattered_where_a_tile_takes_one_at_each_place(tile: Sequence[int], scattered: bool) -> None:
+    assert has_scattered_rows(_tiled(_GRADIENT, tile, 1024, 1024).main.root) == scattered
+
+
+@pytest.mark.parametrize(
+    ("body", "tile", "length", "fills"),
     [
-        ("16,1,1,1024", "2,3", True),
-        ("1,1,16,1024", "2,3", False),
-        ("16,1,1,1024", "0,2,3", False),
-        ("8,1,2,1024", "2,3", False),
+        (_GRADIENT, (16, 1, 1, 1024), 1024, True),
+        (_GRADIENT, (1, 1, 4, 4096), 4096, True),
+        (_GRADIENT, (1, 1, 16, 512), 512, False),
+        (_GRADIENT, (16, 1, 1, 197), 197, False),
+        (_SOFTMAX, (16, 1, 1, 1024), 1024, False),
     ],
 )
-def test_rows_are_scattered_where_a_tile_shares_a_mask(tile: str, broadcast: str, scattered: bool) -> None:
-    sizes = ",".join(f'"{size}"' for size in tile.split(","))
-    mask = ",".join({"0": "16", "2": "1024", "3": "1024"}[dim] for dim in broadcast.split(","))
-    shape = "f32[16,12,1024,1024]"
-    module = parse_module(
-        f"HloModule m\n\n%fused (p: {shape}, m: f32[{mask}]) -> {shape} {{\n  %p = {shape}{{3,2,1,0}} parameter(0)\n"
-        f"  %m = f32[{mask}] parameter(1)\n  %all = {shape}{{3,2,1,0}} broadcast(%m), dimensions={{{broadcast}}}\n"
-        f"  ROOT %sum = {shape}{{3,2,1,0}} add(%p, %all)\n}}\n\nENTRY %main (a: {shape}, b: f32[{mask}]) -> {shape} {{\n"
-        f"  %a = {shape}{{3,2,1,0}} parameter(0)\n  %b = f32[{mask}] parameter(1)\n"
-        f"  ROOT %fusion = {shape}{{3,2,1,0}} fusion(%a, %b), kind=kCustom, calls=%fused, backend_config="
-        f'{{"fusion_backend_config":{{"block_level_fusion_config":{{"output_tiles":[{{"sizes":[{sizes}]}}]}},"kind":"__triton"}}}}\n}}\n'
-    )
-    assert has_scattered_rows(module.main.root, module.computations["fused"]) == scattered
+def test_the_gradient_of_a_long_softmax_fills_the_registers(
+    body: str, tile: Sequence[int], length: int, fills: bool
+) -> None:
+    module = _tiled(body, tile, 1024, length)
+    assert fills_registers(module.main.root, module.computations["fused"]) == fills
 
 
 def test_cublas_reads_its_configuration() -> None:

@@ -35,8 +35,9 @@ _LOADS_OF_PRODUCTS = 0.84
 _UNALIGNED_TILE, _SLICE = 128, 64
 #: The same for the bytes of a result, in units of their time at the memory rate, less the aligned one.
 _UNALIGNED_STORES = 0.75
-#: The share of the memory rate at which scattered rows are read and written, by the same measurements.
-_SCATTERED_READS, _SCATTERED_WRITES = 0.8, 0.35
+#: The share of the memory rate that kernels reach with scattered rows, and with few threads for lack of registers, by the
+#: same measurements.
+_SCATTERED_ROWS, _FULL_REGISTERS = 0.84, 0.62
 #: Elements of the result in one core's output tile.
 _TILE = 128 * 128
 #: Most cores that share a tile.
@@ -82,10 +83,8 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
         estimator = profile.xla_estimator
         reading = min(memory, op.num_blocks * estimator.block_bytes_per_s)
         vector *= min(1.0, op.num_blocks / estimator.num_cores)
-    writing = memory
-    if op.scattered_rows:
-        reading, writing = reading * _SCATTERED_READS, writing * _SCATTERED_WRITES
-    traffic = op.read_bytes / reading + op.written_bytes / writing
+    traffic = op.read_bytes / reading + op.written_bytes / memory
+    traffic /= (_SCATTERED_ROWS if op.scattered_rows else 1.0) * (_FULL_REGISTERS if op.fills_registers else 1.0)
     if op.gemm is not None and op.kind == "gemm":
         return {"matrix units": _gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
     matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops) / op.matrix_efficiency

@@ -65,6 +65,7 @@ class Op:
         read_bytes, written_bytes: device memory traffic (a slice reads part of a buffer).
         reread_bytes, broadcast_bytes: repeated reads from a cache, of operands above and below a quarter of a MiB.
         scattered_rows: whether its thread blocks read and write one row in each of several places.
+        fills_registers: whether it holds so many values at once that a core runs few of its threads.
         recounted_bytes: further reads that XLA's cost analysis counts: from memory and from either cache.
         spared_bytes: untouched bytes of a buffer that it updates in place; XLA's estimator counts them as read and
             written.
@@ -112,6 +113,7 @@ class Op:
     recounted_bytes: tuple[float, float, float] = (0.0, 0.0, 0.0)
     counted_flops: float = 0.0
     scattered_rows: bool = False
+    fills_registers: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -257,6 +257,7 @@ class _Builder:
             flops=work.flops,
             counted_flops=analyzed.flops,
             scattered_rows=self.work is not None and self.work.has_scattered_rows(kernel, self.values),
+            fills_registers=self.work is not None and self.work.fills_registers(kernel, self.values),
             matrix_flops=one.matrix_flops,
             matrix_efficiency=one.matrix_efficiency,
             num_nodes=len(kernel.members),

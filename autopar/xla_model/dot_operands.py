@@ -1,4 +1,4 @@
-"""Prepare the operands of a matmul on one device: transpose batch dims outwards, mask padding, copy ragged groups.
+"""Prepare the operands of a matmul on one device: transpose dims into its order, mask padding, copy ragged groups.
 
 In: a `dot_general` or `ragged_dot_general` node and its operands. Out: the prepared operands; `Gemm`.
 """
@@ -24,7 +24,8 @@ class DotOperands:
 
     def __init__(self, builder: PartitionBuilder) -> None:
         self.b = builder
-        self.laid_out: dict[int, int] = {}
+        #: Position of an operand, and the order of its dims in memory -> the copy.
+        self.laid_out: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def prepared(
         self, n: int, node: Node, operands: list[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
@@ -33,18 +34,18 @@ class DotOperands:
         if node.primitive == "ragged_dot_general":
             return self._masked_rows(n, node, operands, shapes[0])
         if node.primitive == "dot_general":
-            operands = [(self._in_batch_order(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
+            operands = [(self._in_order(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
             return [(self._masked(n, node, i, at, shape), shape) for i, (at, shape) in enumerate(operands)]
         return operands
 
-    def _in_batch_order(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
-        """Transpose a matmul's operand so that its batch dims are outermost, once for all users."""
-        _, batch = node.params["dimension_numbers"]
-        dims = [dim for dim in batch[index] if shape[dim] != 1]
-        if dims == [dim for dim, size in enumerate(shape) if size != 1][: len(dims)]:
+    def _in_order(self, n: int, node: Node, index: int, at: int, shape: tuple[int, ...]) -> int:
+        """Transpose a matmul's operand to the order that the matmul reads, once for all that read the same order."""
+        order = _read_order(node, index, shape)
+        if order is None:
             return at
-        if at in self.laid_out:
-            return self.laid_out[at]
+        key = at, order
+        if key in self.laid_out:
+            return self.laid_out[key]
         # XLA assigns one layout to a chain of elementwise operations, so the copy goes where the chain is narrowest.
         chain, narrowest = [at], 0
         while (above := self._only_operand(chain[-1])) is not None:
@@ -52,17 +53,17 @@ class DotOperands:
             if self.b.program.instructions[above].num_bytes < self.b.program.instructions[chain[narrowest]].num_bytes:
                 narrowest = len(chain) - 1
         top = chain[narrowest]
-        if top not in self.laid_out:
+        if (top, order) not in self.laid_out:
             one = self.b.program.instructions[top]
-            self.laid_out[top] = self.b.add(
-                replace(one, kind="loop", node=n, primitive="transpose", operands={top: 1.0}, flops=0.0, gemm=None)
-            )
+            copy = replace(one, kind="loop", node=n, primitive="transpose", operands={top: 1.0}, flops=0.0, gemm=None)
+            copy.moves_rows = order[-1] != max(order)
+            self.laid_out[top, order] = self.b.add(copy)
         for below in reversed(chain[:narrowest]):
             one = self.b.program.instructions[below]
-            operands = {self.laid_out[top] if o == top else o: times for o, times in one.operands.items()}
-            self.laid_out[below] = self.b.add(replace(one, node=n, operands=operands))
+            operands = {self.laid_out[top, order] if o == top else o: times for o, times in one.operands.items()}
+            self.laid_out[below, order] = self.b.add(replace(one, node=n, operands=operands))
             top = below
-        return self.laid_out[at]
+        return self.laid_out[key]
 
     def _only_operand(self, at: int) -> int | None:
         """The one full-size operand of an elementwise operation whose other operands are scalars."""
@@ -136,6 +137,18 @@ class DotOperands:
         result = self.b.graph.values[node.results[0]].dtype
         aligned = _aligned_bytes(operands, shapes[0], (values[0].dtype, values[1].dtype, result))
         return Gemm(batch, m, n, k, values[0].dtype, result, aligned)
+
+
+def _read_order(node: Node, index: int, shape: Sequence[int]) -> tuple[int, ...] | None:
+    """The order in which XLA copies the dims of a matmul's operand before the matmul (DotDecomposer): batch dims, then
+    the remaining dims and the contracting dims, which the right operand has before the remaining ones. None if the matmul
+    reads the operand as it is: batch dims first, and the other two groups each in order, in either sequence.
+    """
+    contracting, batch = ([d for d in dims[index] if shape[d] != 1] for dims in node.params["dimension_numbers"])
+    kept = [d for d, size in enumerate(shape) if size != 1]
+    remaining = [d for d in kept if d not in (*contracting, *batch)]
+    left, right = [*batch, *remaining, *contracting], [*batch, *contracting, *remaining]
+    return None if kept in (left, right) else tuple(right if index else left)
 
 
 def _aligned_bytes(

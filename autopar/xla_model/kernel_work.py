@@ -7,6 +7,7 @@ position, a reduction's included; its scheduler works with that count.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,10 @@ _INSTRUCTIONS: Mapping[str, float] = {
 
 #: How much longer arithmetic must take than memory traffic for a tile's shared arithmetic to matter: XLA's count differs.
 _BOUND = 1.2
+#: Most elements and most rows of a tile, as XLA chooses them for normalisations (benchmarks/results/gpu/programs).
+_TILE_ELEMENTS, _TILE_ROWS = 128 * 128, 16
+#: Elements of a tile's operands with which it fills its core's registers: half of those of its 256 threads.
+_ELEMENTS_OF_REGISTERS = 256 * 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +93,55 @@ class KernelWork:
     def has_scattered_rows(self, kernel: Fused, values: Sequence[Value]) -> bool:
         """Whether a tile takes one row from each of several places in memory, instead of adjacent rows.
 
-        XLA prefers such tiles where something is the same at all these places, a causal mask above all: a tile then loads or
-        computes it once for all its rows. It does so if that takes less time by its cost model, where a kernel takes the
-        time of its arithmetic or of its memory traffic, whichever is longer.
+        A tile has a power of two of rows, so it does where the number of adjacent rows is odd. XLA prefers such tiles, too,
+        where something is the same at all these places, a causal mask above all: a tile then loads or computes it once for
+        all its rows. It does so if that takes less time by its cost model, where a kernel takes the time of its arithmetic
+        or of its memory traffic, whichever is longer. Where adjacent rows share the mask, as the heads of a group do,
+        it takes these.
         """
         if not kernel.tiled or self.estimator is None:
             return False
 
         def rows_of(at: int) -> tuple[int, ...]:
             value = self.instructions[at].value
-            return tuple(values[value].shape[-2:]) if value >= 0 else ()
+            return tuple(values[value].shape[-2:]) if value >= 0 and len(values[value].shape) > 1 else ()
 
+        touched = (*kernel.operands, *kernel.members)
         most = max(self.instructions[at].elements for at in kernel.members)
-        rows = {rows_of(at) for at in kernel.members if self.instructions[at].elements == most}
-
-        def is_shared(at: int) -> bool:
-            return self.instructions[at].elements < most and len(rows_of(at)) == 2 and rows_of(at) in rows
-
-        if any(map(is_shared, kernel.operands)):
+        rows = {of for at in touched if self.instructions[at].elements == most and (of := rows_of(at))}
+        if any(num % 2 and num * length < most for num, length in rows):
             return True
+        small = [at for at in touched if self.instructions[at].elements < most and rows_of(at) in rows]
+        small = [at for at in small if self.instructions[at].elements * rows_of(at)[1] != most]  # no results for each row
+        if not small or any(rows - {rows_of(at) for at in small}):
+            return False
         arithmetic_s = kernel.flops / self.estimator.scalar_flops_per_s
         moved = sum(self.instructions[at].num_bytes for at in (*kernel.operands, *kernel.roots))
         is_bound = arithmetic_s > _BOUND * moved / self.estimator.memory_bytes_per_s
-        return is_bound and any(map(is_shared, kernel.members))
+        return is_bound or any(at in kernel.operands for at in small)
+
+    def fills_registers(self, kernel: Fused, values: Sequence[Value]) -> bool:
+        """Whether what a tile holds while it reduces its rows takes so many registers that a core runs few of its threads:
+        the gradient of a softmax over long rows does."""
+        if not kernel.tiled:
+            return False
+        most = max(self.instructions[at].elements for at in kernel.members)
+        made = [self.instructions[at].value for at in kernel.members if self.instructions[at].elements == most]
+        length = next((values[value].shape[-1] for value in made if value >= 0 and values[value].shape), 1)
+        tile = min(_TILE_ELEMENTS, _TILE_ROWS * 2 ** math.ceil(math.log2(max(length, 1))))
+        reductions = [at for at in kernel.members if self.instructions[at].kind == "reduce"]
+        return any(tile * self._num_held(kernel, at, most) >= _ELEMENTS_OF_REGISTERS for at in reductions)
+
+    def _num_held(self, kernel: Fused, reduction: int, most: float) -> int:
+        """The number of whole values that are needed before a reduction and after it."""
+        after = {reduction}
+        held = set[int]()
+        for at in sorted(set(kernel.members)):
+            if at != reduction and after.intersection(self.instructions[at].operands):
+                after.add(at)
+                held.update(self.instructions[at].operands)
+        found = [self.instructions[at] for at in held - after]
+        return sum(one.elements == most and one.dtype != "bool" for one in found)
 
     def _counted(self, kernel: Fused, per_element: Callable[[Instruction], float], *, once: bool) -> Work:
         """Count from the results backwards.

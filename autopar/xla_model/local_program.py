@@ -30,6 +30,7 @@ class Instruction:
         flops: FLOPs of the whole result outside matrix units.
         reduces: elements that a reduction combines to one.
         rows: whether it is a row reduction: over the innermost dims only.
+        moves_rows: whether a transpose takes the elements of a row apart: its innermost dim changes.
         columns: for a column reduction, the number of elements it keeps minor to the reduced dims; else 0.
         matrix_flops: FLOPs inside matrix units, by dtype; a matmul has `gemm` instead.
         matrix_efficiency: share of a large matmul's rate that these reach.
@@ -46,6 +47,7 @@ class Instruction:
     flops: float = 0.0
     reduces: float = 1.0
     rows: bool = False
+    moves_rows: bool = False
     columns: float = 0.0
     gemm: Gemm | None = None
     matrix_flops: tuple[tuple[str, float], ...] = ()

@@ -101,8 +101,8 @@ class PriorityFusion:
         if consumer.kind == "inplace" and next(iter(consumer.operands)) == i:
             return False
         if self.kernels[i].tiled or self.kernels[j].tiled:
-            members = (*self.kernels[i].members, *self.kernels[j].members)
-            if not all(is_tiled(self.instructions[m].primitive) for m in members):
+            members = [self.instructions[m] for k in (i, j) for m in self.kernels[k].members]
+            if any(one.moves_rows or not is_tiled(one.primitive) for one in members):
                 return False
         elif self.kernels[i].reduces:  # XLA does not fuse a large reduction into its user
             return False

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.xla_compiler.hlo_collectives import KINDS
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module
-from autopar.xla_replay.fused_work import FusedWork, fused_work, has_scattered_rows, moves_contiguous_dim
+from autopar.xla_replay.fused_work import FusedWork, fills_registers, fused_work, has_scattered_rows, moves_contiguous_dim
 from autopar.xla_replay.gemm_time import gemm_s, peak_flops_per_s
 from autopar.xla_replay.kernel_time import (
     KernelWork,
@@ -94,7 +94,7 @@ class DevicePrices:
         work = fused_work(module, inner)
         notes: tuple[str, ...] = ()
         gemms = [dot_gemm(*dot) for dot in work.dots]
-        fused = self._fused_s(work, self._cached(computation, one, work), has_scattered_rows(one, inner))
+        fused = self._fused_s(work, self._cached(computation, one, work), self._tile_efficiency(one, inner, work))
         seconds, flops, dtype = sum(map(self._gemm, gemms)), sum(gemm.flops for gemm in gemms), "f32"
         for within, heavy in work.heavy:
             price = self._library(within, heavy, library_call(within, heavy))
@@ -104,7 +104,15 @@ class DevicePrices:
         kind = "gemm" if gemms else _fusion_kind(work)
         return self._kernel(kind, max(seconds, fused), flops, work.num_bytes, dtype, notes)
 
-    def _fused_s(self, work: FusedWork, cached: float = 0.0, scattered_rows: bool = False) -> float:
+    def _tile_efficiency(self, one: Instruction, inner: Computation, work: FusedWork) -> float:
+        """The share of the memory rate that the tile of a Triton kernel allows."""
+        if work.is_transpose or work.is_column_reduction or work.dots:
+            return 1.0
+        kernels = self.rates.kernels
+        scattered = kernels.scattered_rows_efficiency if has_scattered_rows(one) else 1.0
+        return scattered * (kernels.full_registers_efficiency if fills_registers(one, inner) else 1.0)
+
+    def _fused_s(self, work: FusedWork, cached: float = 0.0, tile_efficiency: float = 1.0) -> float:
         largest = max(work.read_bytes, default=0.0)
         return fusion_s(
             self.rates,
@@ -118,7 +126,7 @@ class DevicePrices:
                 transpose=work.is_transpose and not work.dots,  # a tile of an operand is loaded either way
                 column_reduction=work.is_column_reduction,
                 gather=work.is_gather,
-                scattered_rows=scattered_rows and not (work.is_transpose or work.is_column_reduction or work.dots),
+                tile_efficiency=tile_efficiency,
                 scatter_updates=work.scattered,
             ),
         )

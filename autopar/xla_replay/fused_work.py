@@ -47,6 +47,8 @@ _SECTOR_BYTES = 32
 #: The least that a GPU compares and swaps.
 _WORD_BYTES = 4
 _PARTIAL = frozenset(("slice", "dynamic-slice", "gather"))
+#: Registers of a thread that values of a Triton kernel's tile may take before few threads run: half of all.
+_MOST_REGISTERS = 128
 _WHOLE = frozenset(("dot", "convolution", "sort", "reduce-window", "select-and-scatter", "scan"))
 
 
@@ -244,27 +246,53 @@ def _shifts_of_rotation(computation: Computation, one: Instruction) -> tuple[str
     return tuple(shift.name for shift in shifts) if same else ()
 
 
-def has_scattered_rows(one: Instruction, inner: Computation) -> bool:
-    """Whether a tile of a Triton kernel takes one row from each of several places, for which it computes something once.
+def has_scattered_rows(one: Instruction) -> bool:
+    """Whether a tile of a Triton kernel takes one row from each of several places.
 
-    XLA chooses such tiles under a causal mask, which all heads and examples share. Tiles of scattered rows that share
-    nothing, where the number of adjacent rows is odd, have not been measured, nor those of a few adjacent rows.
+    XLA chooses such tiles under a causal mask, which all heads and examples share, and where the number of adjacent rows
+    is odd.
     """
-    tiles = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', one.attributes)
-    if tiles is None:
-        return False
-    sizes, dims = [int(size) for size in re.findall(r"\d+", tiles[1])], one.shape.leaves[0].dims
-    if len(sizes) != len(dims):
-        return False
+    sizes, dims = _tile(one), one.shape.leaves[0].dims
     whole = len(dims)  # the first of the dims that a row has as a whole; a reduced dim is not in the result
-    while whole and sizes[whole - 1] >= dims[whole - 1]:
+    while whole and len(sizes) == len(dims) and sizes[whole - 1] >= dims[whole - 1]:
         whole -= 1
-    if whole and sizes[whole - 1] > 1:
-        return False  # it takes adjacent rows at each place
-    scattered = {dim for dim, size in enumerate(sizes[: max(0, whole - 1)]) if size > 1}
-    broadcasts = (each for each in inner.instructions if each.opcode == "broadcast")
-    shared = (each for each in broadcasts if inner.shape_of(each.operands[0]).num_elements > 1)
-    return any(scattered.difference(each.numbers("dimensions")) for each in shared)
+    if len(sizes) != len(dims) or (whole and sizes[whole - 1] > 1):
+        return False  # no tile, or it takes adjacent rows at each place
+    return any(size > 1 for size in sizes[: max(0, whole - 1)])
+
+
+def fills_registers(one: Instruction, inner: Computation) -> bool:
+    """Whether what a Triton kernel's tile holds while it reduces rows takes half of the registers or more, so that few
+    threads run."""
+    threads = re.search(r'"num_warps":"(\d+)"', one.attributes)
+    if threads is None:
+        return False
+    per_thread = math.prod(_tile(one)) / (32 * int(threads[1]))
+    reductions = [each.name for each in inner.instructions if each.opcode == "reduce"]
+    return any(per_thread * _num_held(one, inner, name) >= _MOST_REGISTERS for name in reductions)
+
+
+def _num_held(one: Instruction, inner: Computation, reduction: str) -> int:
+    """The number of values of the result's size that are read before a reduction and after it."""
+    after, held = {reduction}, set[str]()
+    for each in inner.instructions:
+        names = [operand.name for operand in each.operands]
+        if after.intersection(names):
+            after.add(each.name)
+            held.update(names)
+    whole = [inner.by_name[name] for name in held - after if name in inner.by_name]
+    size = one.shape.leaves[0].num_elements
+    return sum(
+        each.shape.num_elements == size and each.shape.leaves[0].dtype != "pred" and each.opcode != "broadcast"
+        for each in whole
+    )
+
+
+def _tile(one: Instruction) -> list[int]:
+    """The sizes of the result's tile; none unless it is a Triton kernel."""
+    tile = re.search(r'"output_tiles":\[\{"sizes":\[([^\]]*)\]', one.attributes)
+    sizes = [int(size) for size in re.findall(r"\d+", tile[1])] if tile is not None else [0]
+    return [2 ** (size - 1).bit_length() for size in sizes]
 
 
 def moves_contiguous_dim(computation: Computation, one: Instruction) -> bool:

@@ -100,7 +100,7 @@ class KernelWork:
         transpose: whether it permutes dimensions, the innermost one included.
         column_reduction: whether it reduces a dimension other than the innermost one.
         gather: whether it reads rows by index.
-        scattered_rows: whether a block reads and writes one row in each of several places.
+        tile_efficiency: share of the memory rate that the tile of a Triton kernel allows.
         scatter_updates: elements that it adds or writes by index.
         passes: times that the bytes are read and written, for a sort.
     """
@@ -114,7 +114,7 @@ class KernelWork:
     transpose: bool = False
     column_reduction: bool = False
     gather: bool = False
-    scattered_rows: bool = False
+    tile_efficiency: float = 1.0
     scatter_updates: float = 0.0
     passes: float = 1.0
 
@@ -261,15 +261,14 @@ def _memory_s(rates: ReplayRates, work: KernelWork) -> float:
         kernels.transpose_efficiency if work.transpose else 1.0,
         kernels.column_reduction_efficiency if work.column_reduction else 1.0,
         kernels.gather_efficiency if work.gather else 1.0,
-        kernels.scattered_read_efficiency if work.scattered_rows else 1.0,
+        work.tile_efficiency,
     )
-    write = kernels.scattered_write_efficiency / kernels.scattered_read_efficiency if work.scattered_rows else 1.0
     hbm = min(device.hbm_bytes_per_s * device.hbm_efficiency, in_flight_bytes / device.hbm_latency_s) * pattern
     l2 = (
         min(device.l2_bytes_per_s, 2 * in_flight_bytes / device.hbm_latency_s) * pattern
     )  # an L2 hit takes half as long
     cached = min(work.cached_bytes, work.bytes_read)
-    return work.passes * ((work.bytes_read - cached + work.bytes_written / write) / hbm + cached / l2)
+    return work.passes * ((work.bytes_read - cached + work.bytes_written) / hbm + cached / l2)
 
 
 def _arithmetic_s(rates: ReplayRates, work: KernelWork) -> float:

@@ -112,8 +112,9 @@ class KernelRates:
         launch_s: duration on the device of a kernel that reads one element.
         gap_s: time between two dependent kernels on one stream.
         transpose_efficiency, column_reduction_efficiency, gather_efficiency: share of a copy's bandwidth.
-        scattered_read_efficiency, scattered_write_efficiency: the same of a Triton kernel whose tiles take one row from each
-            of several places in memory.
+        scattered_rows_efficiency: the same of a Triton kernel whose tiles take one row from each of several places in
+            memory.
+        full_registers_efficiency: the same where the operands of a tile take half of the registers.
         convolution_efficiency: rate of cuDNN's implicit GEMM relative to a GEMM of the same shape.
         custom_efficiency: share of the tensor cores' peak that a Triton or Pallas kernel reaches.
         attention_forward, attention_backward: share of the peak in fused attention, by head dimension.
@@ -126,8 +127,8 @@ class KernelRates:
     transpose_efficiency: float
     column_reduction_efficiency: float
     gather_efficiency: float
-    scattered_read_efficiency: float
-    scattered_write_efficiency: float
+    scattered_rows_efficiency: float
+    full_registers_efficiency: float
     convolution_efficiency: float
     custom_efficiency: float
     attention_forward: Mapping[int, float]
