@@ -234,7 +234,9 @@ _SUM_OF_ROWS = """  %t = SHAPE OPCODE(%p, %q)
   %all = SHAPE broadcast(%r), dimensions={0,1,2}
 """
 #: The gradient of a softmax reads both operands again after the sum; a softmax under a mask reads what it sums.
-_GRADIENT = _SUM_OF_ROWS.replace("OPCODE", "multiply") + "  %s = SHAPE subtract(%p, %all)\n  ROOT %o = SHAPE multiply(%s, %q)"
+_GRADIENT = (
+    _SUM_OF_ROWS.replace("OPCODE", "multiply") + "  %s = SHAPE subtract(%p, %all)\n  ROOT %o = SHAPE multiply(%s, %q)"
+)
 _SOFTMAX = _SUM_OF_ROWS.replace("OPCODE", "add") + "  ROOT %o = SHAPE divide(%t, %all)"
 
 

@@ -24,6 +24,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
 from autopar.rules.grouping import Group
+from autopar.rules.node_view import matrix_efficiency
 from autopar.rules.strategies import Strategy
 
 
@@ -91,7 +92,7 @@ def _contexts(
         value_dim=value[3],
         itemsize=round(first.itemsize),
     )
-    rate = profile.matrix_rate(first.dtype) * node.params.get("efficiency", 1.0)
+    rate = profile.matrix_rate(first.dtype) * matrix_efficiency(node.params)
     for method in METHODS:
         if refusal(method, shape, parts, is_causal=loop.is_causal) is not None:
             continue

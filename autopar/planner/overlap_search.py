@@ -133,10 +133,8 @@ def _with_prefetched_gathers(plan: Candidate, budget: float, to_beat: float) -> 
 
 
 def _with_best_threshold(plan: Candidate, budget: float, to_beat: float) -> Candidate:
-    """The same plan with the best combine threshold."""
-    is_open = (
-        plan.parts.device.ops and not plan.parts.prefetched_gathers
-    )  # these share one threshold with the weights of a layer
+    """The same plan with the best combine threshold. Prefetched gathers have the one of a layer's weights already."""
+    is_open = plan.parts.device.ops and not plan.parts.prefetched_gathers
     if not is_open or not _on_gpus(plan) or not _is_exposed(plan, to_beat):
         return plan
     thresholds = [round(share * plan.formulation.profile.combine_threshold_bytes) for share in _THRESHOLDS]

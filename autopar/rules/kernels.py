@@ -39,7 +39,7 @@ def kernel_rule(view: NodeView) -> Rule | None:
         sizes=sizes,
         flops_per_point=flops / points,
         matrix_flops_per_point=tuple((dtype, each / points) for dtype, each in inside),
-        matrix_efficiency=matrix_efficiency(view),
+        matrix_efficiency=matrix_efficiency(view.params),
         manual=loops["shared"],
         sums=loops["sums"],
     )

@@ -68,9 +68,9 @@ def counted(view: NodeView) -> tuple[float, tuple[tuple[str, float], ...]]:
     return view.params.get("work") or (float(max(map(math.prod, shapes), default=1)), ())
 
 
-def matrix_efficiency(view: NodeView) -> float:
-    """The share of a large matmul's rate that the counted operations of a kernel reach."""
-    return view.params.get("efficiency", 1.0)
+def matrix_efficiency(params: Mapping[str, Any]) -> float:
+    """The share of a large matmul's rate that the counted operations of a kernel with these parameters reach."""
+    return params.get("efficiency", 1.0)
 
 
 RuleFunction = Callable[[NodeView], Rule]

@@ -29,7 +29,7 @@ def _same(_xp: Any, _params: Any, operand: Any, *_rest: Any) -> Any:
 
 _SAME = dict.fromkeys(("convert_element_type", "copy", "name", "stop_gradient"), _same)
 #: Functions without kinks in their floating-point operands: random operands tell any two of their compositions apart. The gradient
-#: of a softmax that is not told to ignore its maximum compares for equality, which tells nothing else apart.
+#: of a softmax that does not ignore its maximum compares for equality, which distinguishes nothing else.
 _SMOOTH: Mapping[str, Function] = MappingProxyType(
     {
         **_SAME,

@@ -82,7 +82,7 @@ def unknown_rule(view: NodeView) -> Rule:
         results=tuple(((),) * len(shape) for shape in view.result_shapes),
         flops_per_point=flops,
         matrix_flops_per_point=inside,
-        matrix_efficiency=matrix_efficiency(view),
+        matrix_efficiency=matrix_efficiency(view.params),
     )
 
 

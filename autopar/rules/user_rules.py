@@ -137,7 +137,7 @@ def registered_rule(view: NodeView) -> Rule | None:
         reduction=registered.reduction,
         flops_per_point=flops * scale,
         matrix_flops_per_point=tuple((dtype, each * scale) for dtype, each in inside),
-        matrix_efficiency=matrix_efficiency(view),
+        matrix_efficiency=matrix_efficiency(view.params),
         manual=sizes if registered.local is not None else (),
     )
 

@@ -112,7 +112,9 @@ class KernelWork:
         if any(num % 2 and num * length < most for num, length in rows):
             return True
         small = [at for at in touched if self.instructions[at].elements < most and rows_of(at) in rows]
-        small = [at for at in small if self.instructions[at].elements * rows_of(at)[1] != most]  # no results for each row
+        small = [
+            at for at in small if self.instructions[at].elements * rows_of(at)[1] != most
+        ]  # no results for each row
         if not small or any(rows - {rows_of(at) for at in small}):
             return False
         arithmetic_s = kernel.flops / self.estimator.scalar_flops_per_s

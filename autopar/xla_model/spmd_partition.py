@@ -16,7 +16,7 @@ from autopar.ir.explicit_program import ExplicitProgram
 from autopar.ir.graph import Node
 from autopar.rules.control_flow import BORDERS
 from autopar.rules.grouping import Work
-from autopar.rules.node_view import NodeView
+from autopar.rules.node_view import NodeView, matrix_efficiency
 from autopar.rules.table import rule_for, traits_of, unknown_rule
 from autopar.xla_model.all_reduce_reassociate import AllReduceReassociate
 from autopar.xla_model.dot_operands import DotOperands
@@ -141,7 +141,7 @@ class _Partitioner:
             num_bytes,
             flops=flops,
             matrix_flops=matrix_flops,
-            matrix_efficiency=node.params.get("efficiency", 1.0),
+            matrix_efficiency=matrix_efficiency(node.params),
             convolution=_convolution(node, shapes, matrix_flops, infos[0].dtype) if matrix_flops else None,
             reduces=points / max(elements, 1.0),
             rows=kind == "reduce" and _kept_columns(node.params.get("axes"), operands) == 0.0,

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field, replace
 
 from autopar.xla_compiler.hlo_collectives import KINDS
 from autopar.xla_compiler.hlo_text import Computation, Instruction, Module
-from autopar.xla_replay.fused_work import FusedWork, fills_registers, fused_work, has_scattered_rows, moves_contiguous_dim
+from autopar.xla_replay.fused_work import (
+    FusedWork,
+    fills_registers,
+    fused_work,
+    has_scattered_rows,
+    moves_contiguous_dim,
+)
 from autopar.xla_replay.gemm_time import gemm_s, peak_flops_per_s
 from autopar.xla_replay.kernel_time import (
     KernelWork,

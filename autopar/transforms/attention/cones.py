@@ -85,7 +85,7 @@ class _Search:
 
     def cone(self, exponential: int) -> Cone | None:
         """The cone around an exponential; None if something else reads what it computes."""
-        if not any(map(self.from_matmul, self._read(exponential))):
+        if not any(map(self.from_matmul, self.sections.reads(exponential))):
             return None
         entries, inside, exits, leaves = set[int](), set[int](), set[int](), set[int]()
         pending = [exponential]
@@ -97,7 +97,7 @@ class _Search:
                 entries.add(n)
             else:
                 inside.add(n)
-                for value in self._read(n):
+                for value in self.sections.reads(n):
                     made = self.sections.producer(value)
                     if made is not None and self.from_matmul(value):
                         pending.append(made)
@@ -119,9 +119,6 @@ class _Search:
         in_order = [tuple(sorted(part)) for part in (entries, inside, exits)]
         return Cone(exponential, in_order[0], in_order[1], in_order[2], frozenset(leaves))
 
-    def _read(self, n: int) -> list[int]:
-        return [self.sections.origin(value) for value in self.equations[n].reads]
-
     def _users(self, n: int) -> Iterator[int | None]:
         """The equations that read the results of an equation; None for an output of the step."""
         for result in self.equations[n].results:
@@ -131,7 +128,7 @@ class _Search:
 
     def from_matmul(self, value: int) -> bool:
         """Whether a value comes from a matmul through smooth equations alone."""
-        pending, path = [self.sections.origin(value)], list[int]()
+        pending = [self.sections.origin(value)]
         while pending:
             one = pending[-1]
             if one in self._from_matmul:
@@ -142,11 +139,10 @@ class _Search:
                 self._from_matmul[one] = n is not None and is_matmul(self.equations[n])
                 pending.pop()
                 continue
-            unknown = [read for read in self._read(n) if read not in self._from_matmul]
+            unknown = [read for read in self.sections.reads(n) if read not in self._from_matmul]
             if unknown:
                 pending += unknown
-                path.append(one)
                 continue
-            self._from_matmul[one] = any(self._from_matmul[read] for read in self._read(n))
+            self._from_matmul[one] = any(self._from_matmul[read] for read in self.sections.reads(n))
             pending.pop()
         return self._from_matmul[self.sections.origin(value)]

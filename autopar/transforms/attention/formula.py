@@ -192,9 +192,9 @@ class _Check:
 
     def _softmax_operand(self) -> int:
         """The origin of the scores from which the softmax subtracts its maximum, or which it exponentiates."""
-        (operand,) = self._read(self.cone.exponential)
+        (operand,) = self.sections.reads(self.cone.exponential)
         while (n := self.sections.producer(operand)) is not None and n in self.cone.inside:
-            read = self._read(n)
+            read = self.sections.reads(n)
             if traits_of(self.equations[n].primitive).lays_out and len(read) == 1:
                 (operand,) = read
             elif len(read) == 2 and _is_difference(self.equations[n]) and self._has_no_keys(read[1]):
@@ -207,9 +207,9 @@ class _Check:
         """Whether a value is constant along the keys."""
         while self.roles.keys in self.dims.names(value):
             n = self.sections.producer(value)
-            if n is None or not traits_of(self.equations[n].primitive).lays_out or len(self._read(n)) != 1:
+            if n is None or not traits_of(self.equations[n].primitive).lays_out or len(self.sections.reads(n)) != 1:
                 return False
-            (value,) = self._read(n)
+            (value,) = self.sections.reads(n)
         return True
 
     def _above(self, value: int) -> list[int]:
@@ -219,11 +219,8 @@ class _Check:
             n = self.sections.producer(pending.pop())
             if n is not None and n in inside and n not in found:
                 found.add(n)
-                pending += self._read(n)
+                pending += self.sections.reads(n)
         return sorted(found)
-
-    def _read(self, n: int) -> list[int]:
-        return [self.sections.origin(value) for value in self.equations[n].reads]
 
     # -- random numbers ----------------------------------------------------------------------
 
@@ -284,7 +281,7 @@ class _Check:
         inside = {result for n in self.cone.inside for result in self.equations[n].results}
         for role, at in self.roles.outputs.items():
             for n in at:
-                (inner,) = (value for value in self._read(n) if value in inside)
+                (inner,) = (value for value in self.sections.reads(n) if value in inside)
                 product = np.broadcast_to(made[inner], z.shape) * by_role[OPERAND_OF[role]]
                 found = _total(product, keys if role in ("out", "d_query") else rows)
                 close = np.allclose(found, expected[role], rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)

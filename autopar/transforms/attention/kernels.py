@@ -25,8 +25,6 @@ from autopar.transforms.attention.sources import Multiple
 
 #: The dims of a tensor, by role, in the order of a kernel: batch, tokens, heads, features.
 Layout = tuple[tuple[Dim, ...], ...]
-#: The names of a tensor's dims, and its shape.
-Named = tuple[tuple[Dim | None, ...], tuple[int, ...]]
 #: An attention of arrays `[batch, tokens, heads, features]`.
 Kernel = Callable[..., Any]
 
@@ -120,7 +118,13 @@ def call_of(formula: Formula, sources: Mapping[str, Multiple], reads: Sequence[i
     with without_cudnn():
         jaxpr = jax_compat.staged(function, [dims.trace.avals[value] for value in given])
     d_out = jaxpr.invars[-1] if has_backward else None
-    late, costly = ({d_out} if has_backward else set[Any]()), set[Any]()
+    results = dict(zip(role_of, jaxpr.outvars, strict=True))
+    return _cut_in_two(jaxpr, tuple(jaxpr.invars[: len(values)]), d_out, results)
+
+
+def _cut_in_two(jaxpr: Any, inputs: tuple[Any, ...], d_out: Any, results: Mapping[int, Any]) -> Call:
+    """The equations of both passes, as those of the forward pass and those that need the gradient of the output."""
+    late, costly = (set[Any]() if d_out is None else {d_out}), set[Any]()
     before, kernels, backward = list[Any](), list[Any](), list[Any]()
     for equation in jaxpr.eqns:
         read = {v for v in equation.invars if not isinstance(v, jax_compat.Literal)}
@@ -135,8 +139,6 @@ def call_of(formula: Formula, sources: Mapping[str, Multiple], reads: Sequence[i
     forward = {v for equation in (*before, *kernels) for v in equation.outvars}
     read_late = [v for equation in backward for v in equation.invars if not isinstance(v, jax_compat.Literal)]
     kept = tuple(v for v in dict.fromkeys(read_late) if v in forward)
-    results = dict(zip(role_of, jaxpr.outvars, strict=True))
-    inputs = tuple(jaxpr.invars[: len(values)])
     return Call(inputs, d_out, tuple(before), tuple(kernels), tuple(backward), kept, results)
 
 

@@ -136,9 +136,8 @@ class ExpressionReader:
             return value
         if function_of(equation) is None and not traits_of(equation.primitive).lays_out:
             return value
-        shapes = [tuple(self.sections.trace.avals[origin].shape)]
         operand_names = _names_of_operands(self.sections, equation, names)
-        if operand_names is None or not shapes:
+        if operand_names is None:
             return value
         operands = tuple(
             self._operand(atom, of, depth) for atom, of in zip(equation.operands, operand_names, strict=True)

@@ -155,7 +155,7 @@ class _Finder:
             n = pending.pop()
             if n not in above:
                 above.add(n)
-                made = (self.sections.producer(value) for value in self._read(n))
+                made = (self.sections.producer(value) for value in self.sections.reads(n))
                 pending += [m for m in made if m is not None and m in known]
         return self._one(above & set(self.cone.entries))
 
@@ -167,20 +167,20 @@ class _Finder:
 
     def _without_casts(self, n: int) -> set[int]:
         """The values that an equation reads, and those of which they are casts or layouts."""
-        found, pending = set[int](), self._read(n)
+        found, pending = set[int](), self.sections.reads(n)
         while pending:
             value = pending.pop()
             found.add(value)
             made = self.sections.producer(value)
             if made is not None and traits_of(self.equations[made].primitive).lays_out:
-                pending += self._read(made)
+                pending += self.sections.reads(made)
         return found
 
     def _depends_on(self, matmuls: Sequence[int]) -> set[int]:
         """The values inside the cone that depend on the results of some matmuls."""
         found = {result for n in matmuls for result in self.equations[n].results}
         for n in self.cone.inside:
-            if not found.isdisjoint(self._read(n)):
+            if not found.isdisjoint(self.sections.reads(n)):
                 found.update(self.equations[n].results)
         return found
 
@@ -188,9 +188,6 @@ class _Finder:
         """Record the operand of a role. All matmuls must read the same source."""
         known = self.operands.setdefault(role, value)
         require(self.sources[known][-1] == self.sources[value][-1])
-
-    def _read(self, n: int) -> list[int]:
-        return [self.sections.origin(value) for value in self.equations[n].reads]
 
     def names(self, value: int) -> list[Dim]:
         """The names of a value's dims, without dims of size 1."""
@@ -201,20 +198,20 @@ class _Finder:
 
     def gone(self, n: int) -> set[Dim]:
         """The dims that an equation reduces."""
-        return {name for value in self._read(n) for name in self.names(value)} - set(self._made(n))
+        return {name for value in self.sections.reads(n) for name in self.names(value)} - set(self._made(n))
 
     def _sides(self, n: int, name: Dim) -> tuple[int, int]:
         """The operands of a matmul: first the one without a dim, then the one with it."""
-        require(len(self._read(n)) == 2)
-        first, second = self._read(n)
+        require(len(self.sections.reads(n)) == 2)
+        first, second = self.sections.reads(n)
         require((name in self.names(first)) != (name in self.names(second)))
         return (second, first) if name in self.names(first) else (first, second)
 
     def inner(self, n: int) -> tuple[int, int]:
         """The operand of a matmul that the cone computes, and the other one."""
         made = {result for m in self.cone.inside for result in self.equations[m].results}
-        require(len(self._read(n)) == 2)
-        first, second = self._read(n)
+        require(len(self.sections.reads(n)) == 2)
+        first, second = self.sections.reads(n)
         require((first in made) != (second in made))
         return (first, second) if first in made else (second, first)
 

@@ -76,6 +76,10 @@ class Sections:
         """The equation that makes a value's origin; None for an input or a constant."""
         return self.trace.producers.get(self.origin(value))
 
+    def reads(self, n: int) -> list[int]:
+        """The origins of the values that an equation reads."""
+        return [self.origin(value) for value in self.trace.equations[n].reads]
+
     @cached_property
     def _names(self) -> Mapping[int, Sequence[int]]:
         """The values in other sections that have an origin."""
@@ -112,9 +116,8 @@ class Sections:
     def here(self, origin: int, section: int) -> int | None:
         """The value with this origin that can be read in a section; None if there is none."""
         made = self.trace.producers.get(origin)
-        if made is None or self.section_of(made) in (section, 0):
-            return origin if made is not None and self.section_of(made) == section else self._entered(origin, section)
-        return self._entered(origin, section)
+        is_made_here = made is not None and self.section_of(made) == section
+        return origin if is_made_here else self._entered(origin, section)
 
     def _entered(self, origin: int, section: int) -> int | None:
         region = self.loop(section)

@@ -36,15 +36,12 @@ class Sources:
         chain = [(value, 1.0)]
         while (n := self.sections.producer(chain[-1][0])) is not None and n not in self.inside:
             if self._is_transpose(n) or self._widens(n):
-                chain.append((self._read(n)[0], chain[-1][1]))
+                chain.append((self.sections.reads(n)[0], chain[-1][1]))
             elif (found := self._multiple(n)) is not None:
                 chain.append((found[1], found[0] * chain[-1][1]))
             else:
                 break
         return tuple(chain)
-
-    def _read(self, n: int) -> list[int]:
-        return [self.sections.origin(value) for value in self.equations[n].reads]
 
     def _multiple(self, n: int) -> tuple[float, int] | None:
         """The constant factor of a product or a quotient, and the other operand."""
@@ -77,9 +74,9 @@ class Sources:
 
     def _widens(self, n: int) -> bool:
         """Whether an equation casts to a wider dtype, which changes no value."""
-        if not traits_of(self.equations[n].primitive).casts or len(self._read(n)) != 1:
+        if not traits_of(self.equations[n].primitive).casts or len(self.sections.reads(n)) != 1:
             return False
-        values = (*self._read(n), *self.equations[n].results)
+        values = (*self.sections.reads(n), *self.equations[n].results)
         dtypes = [self.sections.trace.avals[value].dtype for value in values]
         if not all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
             return False
@@ -99,7 +96,7 @@ class Sources:
 
     def _is_transpose(self, n: int) -> bool:
         """Whether the result of an equation is a transpose of its operand."""
-        traits, read = traits_of(self.equations[n].primitive), self._read(n)
+        traits, read = traits_of(self.equations[n].primitive), self.sections.reads(n)
         return (
             traits.one_to_one
             and len(read) == 1
