@@ -2,7 +2,8 @@
 
 In: a user's step and its arguments (arrays or `ShapeDtypeStruct`s).
 Out: a `Trace`: nested calls are inlined, loops and branches flattened, dead equations eliminated, and values numbered;
-pytree paths, name stacks and source lines are kept. Transposes move to the small side of matmuls (`matmul_order`).
+pytree paths, name stacks and source lines are kept. Transposes move to the small side of matmuls (`matmul_order`), masks into
+the loops that read them (`loop_constants`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax
 
 from autopar.errors import AutoparError, TraceError
 from autopar.frontend.flat_jaxpr import Flattener
+from autopar.frontend.loop_constants import sink_constants
 from autopar.frontend.matmul_order import order_matmuls
 from autopar.frontend.pytree_paths import leaf_paths
 from autopar.frontend.step import Step
@@ -60,7 +62,7 @@ def trace(
         )
     )
     inputs, outputs = Flattener(builder).whole(traced.jaxpr)
-    return order_matmuls(builder.finish(outputs, inputs=inputs))
+    return sink_constants(order_matmuls(builder.finish(outputs, inputs=inputs)))
 
 
 def _trace_help(step: Step, hint: str, error: Exception) -> str:
