@@ -48,7 +48,15 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
     folder = None if request.dump is None else make_folder(request.dump)
     plan = entry.read() if folder is None else None
     if plan is None:
-        found = _plans_of_forms(program, request, hints)
+        plan_one = _plan_if_no_slower if hints.is_hint else _plan_with
+        found, failures = list[Found](), list[BudgetError]()
+        for form in forms_to_plan(program, request):
+            try:
+                found.append(plan_one(form, request, hints))
+            except BudgetError as error:  # another form may fit
+                failures.append(error)
+        if not found:
+            raise failures[-1]
         best = min(found, key=lambda one: one.plan.prediction.step_time_s)
         best = best.with_notes(*attention_notes(program, request, [one.plan for one in found], best.plan))
         if folder is not None:
@@ -56,24 +64,6 @@ def plan_program(program: Program, request: PlanRequest) -> Plan:
         plan = best.plan
         entry.keep(plan)
     return plan
-
-
-def _plans_of_forms(program: Program, request: PlanRequest, hints: LayoutHints) -> list[Found]:
-    """The plans of the step as written and with fused attention, of those that fit.
-
-    Raises:
-        BudgetError: none fits.
-    """
-    plan_one = _plan_if_no_slower if hints.is_hint else _plan_with
-    found, failures = list[Found](), list[BudgetError]()
-    for form in forms_to_plan(program, request):
-        try:
-            found.append(plan_one(form, request, hints))
-        except BudgetError as error:  # another form may fit
-            failures.append(error)
-    if not found:
-        raise failures[-1]
-    return found
 
 
 def _plan_with(program: Program, request: PlanRequest, hints: LayoutHints) -> Found:
