@@ -24,7 +24,25 @@ _MOST_EQUATIONS = 24
 #: Primitives of one instruction for each element. Others, such as the sines of rotary positions, would be computed again for each
 #: head that reads them.
 _CHEAP = frozenset(
-    ("add", "sub", "mul", "neg", "max", "min", "and", "or", "xor", "not", "eq", "ne", "lt", "le", "gt", "ge", "select_n")
+    (
+        "add",
+        "sub",
+        "mul",
+        "neg",
+        "max",
+        "min",
+        "and",
+        "or",
+        "xor",
+        "not",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "select_n",
+    )
 )
 
 

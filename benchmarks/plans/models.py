@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.gpu import transformer
+from benchmarks.gpu.transformer import Sizes
 from benchmarks.zoo import experts, graph_network, language, speech, vision
 from benchmarks.zoo.training import BF16, Training
 
@@ -84,12 +86,18 @@ def _whisper(batch: int) -> Training:
     return speech.whisper(config, batch, 448, BF16)
 
 
+def _llama3_8b(batch: int) -> Training:
+    layers = {"rematerialized": True, "scanned": True}
+    return transformer.language(Sizes(4096, 32, 32, 14336, 128_256, 4096, batch, kv_heads=8, is_llama=True, **layers))
+
+
 MODELS = {
     "gpt2": Model("GPT-2 small, 1,024 tokens", 8, lambda batch: language.gpt2(GPT2Config(), batch, 1024, BF16)),
     "bert": Model("BERT base, 512 tokens", 8, lambda batch: language.bert(BertConfig(), batch, 512, BF16)),
     "llama_1b": Model("LLaMA of 0.94 billion parameters, 2,048 tokens", 1, _llama_1b),
     "llama_7b": Model("LLaMA 7B, 2,048 tokens", 1, lambda batch: language.llama(LlamaConfig(), batch, 2048, BF16)),
     "gptj": Model("GPT-J 6B, 2,048 tokens", 1, lambda batch: language.gptj(GPTJConfig(), batch, 2048, BF16)),
+    "llama3_8b": Model("LLaMA-3 8B in Flax, scanned, rematerialized, 4,096 tokens", 1, _llama3_8b),
     "experts": Model("LLaMA with 8 experts in each layer, 2,048 tokens", 1, experts.mixture_1b),
     "bart": Model("BART base, 1,024 tokens in and out", 8, _bart),
     "vit": Model("ViT base, patches of 16", 32, _vit),
