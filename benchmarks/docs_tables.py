@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from benchmarks.held_out.draw import NUM_MODELS
-from benchmarks.held_out.page import gates, groups
+from benchmarks.held_out.page import as_drawn, gates, groups
 from benchmarks.held_out.tuned import tuned
 from benchmarks.plans.page import ahead, cases_of
 from benchmarks.plans.split import is_current
@@ -124,8 +124,8 @@ def experts() -> str:
 
 
 def held_out() -> str:
-    """The gates of the newest twelve models that were drawn, which nobody had looked into."""
-    drawn, _ = groups(newest_rows("held_out"), tuned())
+    """The gates of the newest twelve models as they were drawn, also of those that were looked into later."""
+    drawn = as_drawn(*groups(newest_rows("held_out"), tuned()))
     return table(["figure", "value", "gate", "met"], gates(drawn, is_finished=len(drawn) == NUM_MODELS))
 
 

@@ -47,9 +47,15 @@ def summary(rows: Sequence[Row], listed: Sequence[Tuned] | None = None) -> str:
         listed: models that were looked into; by default those of the file.
     """
     held_out, tuning = groups(rows, tuned() if listed is None else listed)
-    looked_into = sum(row["seed"] == held_out[-1]["seed"] for row, _ in tuning) if held_out else 0
-    is_finished = len(held_out) + looked_into == NUM_MODELS
-    parts = [_drawn(held_out), table(("gate", "value", "wanted", "met"), gates(held_out, is_finished=is_finished))]
+    all_drawn = as_drawn(held_out, tuning)
+    is_finished = len(all_drawn) == NUM_MODELS
+    columns = ("gate", "value", "wanted", "met")
+    parts = [_drawn(held_out), table(columns, gates(held_out, is_finished=is_finished))]
+    if len(all_drawn) > len(held_out):
+        parts += [
+            "As drawn, with those that somebody looked into afterwards:",
+            table(columns, gates(all_drawn, is_finished=is_finished)),
+        ]
     parts += [table(_COLUMNS, [_line(row) for row in held_out])]
     if tuning:
         parts += [
@@ -57,6 +63,12 @@ def summary(rows: Sequence[Row], listed: Sequence[Tuned] | None = None) -> str:
             table((*_COLUMNS, "looked into"), [[*_line(row), reason] for row, reason in tuning]),
         ]
     return "\n\n".join(parts)
+
+
+def as_drawn(held_out: Sequence[Row], tuning: Sequence[tuple[Row, str]]) -> list[Row]:
+    """All rows of the newest seed, also of models that were looked into later."""
+    later = [row for row, _ in tuning if held_out and row["seed"] == held_out[-1]["seed"]]
+    return sorted([*held_out, *later], key=lambda row: row["number"])
 
 
 def page_table(rows: Sequence[Row]) -> str:
