@@ -34,9 +34,9 @@ def constants(function: Callable[..., Any], *args: Any) -> list[tuple[int, ...]]
     return [shape for shape in shapes if math.prod(shape) >= TOKENS**2]
 
 
-def check_equal(function: Callable[..., Any], *args: Any) -> None:
+def check_equal(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
-    planned = autopar.parallelize(function, mesh=mesh, hardware="h100-sxm", cache=False)
+    planned = autopar.parallelize(function, mesh=mesh, hardware="h100-sxm", cache=False, **options)
     expected = jax.tree.leaves(jax.jit(function)(*args))
     for made, want in zip(jax.tree.leaves(planned(*args)), expected, strict=True):
         np.testing.assert_allclose(made, want, rtol=2e-5, atol=2e-5)
@@ -63,6 +63,16 @@ def test_a_causal_mask_is_computed_in_both_passes(remat: bool) -> None:
     args = array(LAYERS, WIDTH, WIDTH), array(2, TOKENS, WIDTH, seed=1)
     assert not constants(step, *args)
     check_equal(step, *args)
+
+
+def test_microbatches_share_a_mask() -> None:
+    def step(weights: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        value, gradient = jax.value_and_grad(lambda w: (jax.lax.scan(layer, batch["x"], w)[0] ** 2).mean())(weights)
+        return weights - 0.1 * gradient, value
+
+    args = array(LAYERS, WIDTH, WIDTH), {"x": array(4, TOKENS, WIDTH, seed=1)}
+    assert not constants(step, *args)
+    check_equal(step, *args, num_microbatches=2)
 
 
 def test_sines_and_inputs_remain_constants() -> None:
