@@ -235,7 +235,7 @@ BENCHMARKS = {
                 "compile_cache.py",
                 "replay/agreement.py",
                 "plans/models.py",
-            "gpu/transformer.py",
+                "gpu/transformer.py",
                 "plans/recipes.py",
                 "plans/activations.py",
                 "baselines/pinned.py",
