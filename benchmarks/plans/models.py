@@ -8,7 +8,7 @@ nodes for a graph.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.gpu import transformer
 from benchmarks.gpu.transformer import Sizes
@@ -87,8 +87,8 @@ def _whisper(batch: int) -> Training:
 
 
 def _llama3_8b(batch: int) -> Training:
-    layers = {"rematerialized": True, "scanned": True}
-    return transformer.language(Sizes(4096, 32, 32, 14336, 128_256, 4096, batch, kv_heads=8, is_llama=True, **layers))
+    sizes = Sizes(4096, 32, 32, 14336, 128_256, 4096, batch, kv_heads=8, is_llama=True)
+    return transformer.language(replace(sizes, rematerialized=True, scanned=True))
 
 
 MODELS = {
