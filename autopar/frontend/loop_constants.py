@@ -48,6 +48,8 @@ _CHEAP = frozenset(
 
 def sink_constants(trace: Trace) -> Trace:
     """The trace with large cheap constants of its scans computed in each iteration; the same trace if there are none."""
+    if not any(equation.takes_constant for equation in trace.equations):
+        return trace
     sinking = _Sinking(trace)
     sinking.write(items_of(trace.equations, trace.regions), {})
     return sinking.builder.finish() if sinking.found else trace
@@ -77,7 +79,6 @@ class _Sinking:
     def _write_nest(self, nest: Nest, env: dict[int, Atom]) -> None:
         enter = [piece.reading(env) for piece in nest.enter]
         sunk = [piece for piece in enter if nest.kind == "scan" and piece.takes_constant and self._is_worth(piece)]
-
         own = dict(env)
 
         def section(items: Sequence[Item]) -> None:

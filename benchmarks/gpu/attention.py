@@ -105,8 +105,9 @@ def _parts_first(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a kernel with the mapped axis moved to the front, where JAX's rule for cuDNN's attention wants it."""
 
     def run(*arrays: jax.Array, **options: Any) -> Any:
-        call = custom_vmap(partial(function, **options))
-        call.def_vmap(lambda _, is_mapped, *given: _mapped(partial(function, **options), is_mapped, given))
+        own = partial(function, **options)
+        call = custom_vmap(own)
+        call.def_vmap(lambda _, is_mapped, *given: _mapped(own, is_mapped, given))
         return call(*arrays)
 
     return run

@@ -26,6 +26,7 @@ from autopar.runtime import jit as execute
 from autopar.runtime.xla_options import compiler_options
 from autopar.xla_compiler.compiler import Compiler
 from benchmarks.gpu.models import MODELS, ON_SEVERAL, OPTIONS
+from benchmarks.gpu.pieces import selected
 from benchmarks.zoo.training import Training
 
 FOLDER = Path(__file__).parent / "plans"
@@ -56,9 +57,9 @@ def prepare(
     Args:
         estimate: whether XLA compiles each step for its estimate. This needs the CUDA plugin and half a minute per
             model.
-        only: part of a name; other models are skipped.
+        only: as for `selected`; other models are skipped.
     """
-    wanted = [(num, card, name) for num in (1, *several) for card in cards for name in MODELS if only in name]
+    wanted = [(num, card, name) for num in (1, *several) for card in cards for name in selected(only, MODELS)]
     for num, card, name in wanted:  # plans for one GPU first
         if num > 1 and name not in ON_SEVERAL:
             continue
