@@ -171,6 +171,12 @@ def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         in_a_process(program, a_run(tmp_path, []), monkeypatch, 1.0 if kind == "hangs" else 60.0)
 
 
+def test_a_record_has_no_folders_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"raise SystemExit('File {ROOT}/benchmarks/x.py, {sys.prefix}/lib/jax.py')"
+    with pytest.raises(PieceError, match="^File benchmarks/x.py, lib/jax.py$"):
+        in_a_process(program, a_run(tmp_path, []), monkeypatch, 60.0)
+
+
 @pytest.mark.contract
 @pytest.mark.parametrize("kind", ENDINGS)
 def test_what_a_process_kept_before_its_end_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

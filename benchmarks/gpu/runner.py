@@ -148,7 +148,9 @@ class Run:
             _end(child)
             raise
         found = [line for line in out.splitlines() if line.startswith(MARK) and line.endswith("}")]
-        error = _error(child.returncode, said[-_TAIL:], stopped).replace(f"{ROOT}/", "")
+        for folder in (ROOT, sys.prefix):  # a record has no folders of the machine
+            said = said.replace(f"{folder}/", "")
+        error = _error(child.returncode, said[-_TAIL:], stopped)
         if not found:
             raise PieceError(error or f"ended with exit code {child.returncode}, and said nothing")
         record = json.loads(found[-1].removeprefix(MARK))
