@@ -173,7 +173,7 @@ def test_how_a_process_can_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_record_has_no_folders_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = f"raise SystemExit('File {ROOT}/benchmarks/x.py, {sys.prefix}/lib/jax.py')"
-    with pytest.raises(PieceError, match="^File benchmarks/x.py, lib/jax.py$"):
+    with pytest.raises(PieceError, match=r"^File benchmarks/x\.py, lib/jax\.py$"):
         in_a_process(program, a_run(tmp_path, []), monkeypatch, 60.0)
 
 

@@ -148,7 +148,7 @@ class Run:
             _end(child)
             raise
         found = [line for line in out.splitlines() if line.startswith(MARK) and line.endswith("}")]
-        for folder in (ROOT, sys.prefix):  # a record has no folders of the machine
+        for folder in (sys.prefix, ROOT):  # a record has no folders of the machine
             said = said.replace(f"{folder}/", "")
         error = _error(child.returncode, said[-_TAIL:], stopped)
         if not found:
