@@ -86,11 +86,11 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
     traffic = op.read_bytes / reading + op.written_bytes / memory
     traffic /= (_SCATTERED_ROWS if op.scattered_rows else 1.0) * (_FULL_REGISTERS if op.fills_registers else 1.0)
     if op.gemm is not None and op.kind == "gemm":
-        return {"matrix units": _gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
+        return {"matrix units": gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}
     matrix_s = sum(flops / profile.matrix_rate(dtype) for dtype, flops in op.matrix_flops) / op.matrix_efficiency
     if op.kind == "convolution":
         if op.gemm is not None:
-            matrix_s = max(matrix_s, _gemm_seconds(op.gemm, profile))
+            matrix_s = max(matrix_s, gemm_seconds(op.gemm, profile))
         matrix_s /= profile.convolution_efficiency
     return {
         "matrix units": matrix_s,
@@ -99,7 +99,7 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
     }
 
 
-def _gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
+def gemm_seconds(gemm: Gemm, profile: HardwareProfile) -> float:
     """Seconds of a GEMM without `kernel_launch_s`. A core computes whole tiles of each result."""
     m, n = (math.ceil(size / _TILE_SIDE) * _TILE_SIDE for size in (gemm.m, gemm.n))
     sustained = 2.0 * gemm.batch * m * n * gemm.k / profile.matrix_rate(gemm.dtype)

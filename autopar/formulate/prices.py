@@ -13,6 +13,7 @@ import numpy as np
 from autopar.cost.collectives import collective_time
 from autopar.cost.context_method import context_of
 from autopar.cost.halo import extension_time
+from autopar.cost.matmul_rows import has_unaligned_dim, lost_by_moving, lost_rows
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
@@ -41,6 +42,7 @@ class Prices:
         self._matrices: dict[tuple[object, ...], np.ndarray] = {}
         self._times: dict[tuple[Load, int], np.ndarray] = {}
         self._collectives: dict[tuple[object, ...], float] = {}
+        self._lost: dict[tuple[object, ...], np.ndarray] = {}
 
     def compute_s(self) -> tuple[np.ndarray, ...]:
         """Seconds of each decision's kernels under each strategy."""
@@ -170,4 +172,24 @@ class Prices:
                 same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]
                 matrix[same != np.array(shared or True)] = np.inf
             self._matrices[key] = matrix
-        return self._matrices[key]
+        return self._with_lost_rows(flow, self._matrices[key])
+
+    def _with_lost_rows(self, flow: Flow, seconds: np.ndarray) -> np.ndarray:
+        """Add what matmuls lose where a flow's collectives change the order of a matrix in memory."""
+        info, copied = self._graph.values[flow.value], self._decided.decisions[flow.target].kind == "copy"
+        if self._profile.platform != "gpu" or not has_unaligned_dim(info.shape, info.dtype):
+            return seconds
+        uses = tuple(self._graph.users.get(flow.value, ())) if copied else flow.uses
+        dims, of = range(len(info.shape)), (self._graph, flow.value)
+        gathered = [info.repeat * lost_by_moving(*of, d, uses, self._mesh, self._profile) for d in dims]
+        producer = self._graph.producers.get(flow.value)
+        result = () if producer is None else ((producer, 2),)
+        scattered = [info.repeat * lost_by_moving(*of, d, result, self._mesh, self._profile) for d in dims]
+        if not any(gathered) and not any(scattered):
+            return seconds
+        key = (tuple(gathered), tuple(scattered), id(flow.made), id(flow.wanted))
+        if key not in self._lost:
+            (made, rows), (wanted, columns) = self._lists.distinct(flow.made), self._lists.distinct(flow.wanted)
+            lost = np.array([[lost_rows(m, w, gathered, scattered) for w in wanted] for m in made])
+            self._lost[key] = lost[rows[:, None], columns]
+        return seconds + self._lost[key]

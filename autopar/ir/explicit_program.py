@@ -200,3 +200,12 @@ class ExplicitProgram:
     def sent_as(self) -> Mapping[int, Communicate]:
         """The communication that produces each array, for arrays that one produces."""
         return {op.result: op for op in self.communications if op.result is not None}
+
+    @cached_property
+    def sent_from(self) -> Mapping[int, tuple[Communicate, ...]]:
+        """The communications that send each array, in order."""
+        found: dict[int, list[Communicate]] = defaultdict(list)
+        for op in self.communications:
+            if op.operand is not None:
+                found[op.operand].append(op)
+        return {array: tuple(ops) for array, ops in found.items()}

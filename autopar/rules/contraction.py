@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from autopar.ir.graph import Node
 from autopar.rules.factors import Name, Rule, build_rule
 from autopar.rules.node_view import NodeView, RuleFunction, rule_by_position
 from autopar.rules.traits import Traits, with_traits
@@ -97,6 +98,11 @@ def _paged_attention(view: NodeView) -> Rule:
         flops_per_point=4.0 * view.operand_shapes[3][1] * size * dim,
         manual=("r", "t", "k", "g"),
     )
+
+
+def is_matmul(node: Node) -> bool:
+    """Whether a node is a matmul of two tensors."""
+    return node.primitive == "dot_general" and None not in node.operands
 
 
 CONTRACTION: dict[str, RuleFunction] = {

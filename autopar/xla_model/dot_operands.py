@@ -5,13 +5,14 @@ In: a `dot_general` or `ragged_dot_general` node and its operands. Out: the prep
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.kernel_time import ALIGNED_BYTES, ITEMSIZE
+from autopar.cost.matmul_rows import Order, after_moving, gemm_of, moved_dim, order_of, row_alignment
 from autopar.ir.device_program import Gemm
+from autopar.ir.explicit_program import Communicate
 from autopar.ir.graph import Node, Value
+from autopar.rules.contraction import is_matmul
 from autopar.rules.table import traits_of
 from autopar.xla_model.instruction_kinds import is_outer_product
 from autopar.xla_model.local_program import Instruction
@@ -111,11 +112,12 @@ class DotOperands:
         return found
 
     def gemm(
-        self, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
+        self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], shapes: Sequence[tuple[int, ...]]
     ) -> Gemm | None:
         """The matmul that a node computes; None for other nodes.
 
         Args:
+            n: the node's number.
             node: the node.
             operands: position of each operand's instruction, and its local shape.
             shapes: local shapes of the results.
@@ -124,19 +126,44 @@ class DotOperands:
         if node.primitive == "ragged_dot_general":
             dense = dense_product(node.params, operands[0][1], operands[1][1], shapes[0])
             result = self.b.graph.values[node.results[0]].dtype
-            aligned = _aligned_bytes(operands, shapes[0], (values[0].dtype, values[1].dtype, result))
+            aligned = self._aligned_bytes(n, node, operands, shapes[0])
             return Gemm(dense.batch, dense.m, dense.n, dense.k, values[0].dtype, result, aligned)
-        if node.primitive != "dot_general" or len(operands) != 2 or is_outer_product(node):
+        if not is_matmul(node) or is_outer_product(node):
             return None
-        (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
-        left, right = operands[0][1], operands[1][1]
-        k = math.prod(left[d] for d in left_contracting)
-        batch = math.prod(left[d] for d in left_batch)
-        m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
-        n = math.prod(s for d, s in enumerate(right) if d not in (*right_contracting, *right_batch))
-        result = self.b.graph.values[node.results[0]].dtype
-        aligned = _aligned_bytes(operands, shapes[0], (values[0].dtype, values[1].dtype, result))
-        return Gemm(batch, m, n, k, values[0].dtype, result, aligned)
+        dtypes = values[0].dtype, self.b.graph.values[node.results[0]].dtype
+        return gemm_of(node, operands[0][1], operands[1][1], dtypes, self._aligned_bytes(n, node, operands, shapes[0]))
+
+    def _aligned_bytes(
+        self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
+    ) -> tuple[int, int, int]:
+        """The alignment of the rows of a matmul's operands and result in memory, by their local shapes."""
+        values = [v for v in node.operands[:2] if v is not None]
+        left, right = (
+            row_alignment(shape, self._order(self.b.explicit.reads[n, i]), self.b.graph.values[value].dtype)
+            for i, (value, (_, shape)) in enumerate(zip(values, operands, strict=False))
+        )
+        made, info = self.b.explicit.made[node.results[0]], self.b.graph.values[node.results[0]]
+        order: Order = tuple(range(len(info.shape)))
+        sent = self.b.explicit.sent_from.get(made, ())
+        order = next((after for op in sent if (after := self._after(op, order)) != order), order)
+        return left, right, row_alignment(result, order, info.dtype)
+
+    def _order(self, array: int) -> Order:
+        """The order of an array's dims in memory."""
+        op, value = self.b.explicit.sent_as.get(array), self.b.explicit.arrays[array].value
+        if op is not None and op.cause != "reduction" and op.operand is not None:
+            return self._after(op, self._order(op.operand))
+        return order_of(self.b.graph, value, lambda n: self._order(self.b.explicit.reads[n, 0]))
+
+    def _after(self, op: Communicate, order: Order) -> Order:
+        """The order of the dims of what a collective sends, or cuts, after it."""
+        if op.kind in ("cut", "all-reduce"):
+            return order
+        if op.is_inner or op.operand is None or op.result is None or op.kind not in ("all-gather", "reduce-scatter"):
+            return tuple(range(len(order)))
+        before, after = (self.b.explicit.arrays[array].sharding for array in (op.operand, op.result))
+        dim = moved_dim(before, after)
+        return order if dim is None else after_moving(order, dim)
 
 
 def _read_order(node: Node, index: int, shape: Sequence[int]) -> tuple[int, ...] | None:
@@ -149,17 +176,3 @@ def _read_order(node: Node, index: int, shape: Sequence[int]) -> tuple[int, ...]
     remaining = [d for d in kept if d not in (*contracting, *batch)]
     left, right = [*batch, *remaining, *contracting], [*batch, *contracting, *remaining]
     return None if kept in (left, right) else tuple(right if index else left)
-
-
-def _aligned_bytes(
-    operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...], dtypes: tuple[str, str, str]
-) -> tuple[int, int, int]:
-    """The alignment of the rows of a matmul's operands and result, by their local shapes in the order of their dims."""
-    shapes = (operands[0][1], operands[1][1], result)
-    left, right, out = (_row_alignment(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return left, right, out
-
-
-def _row_alignment(shape: tuple[int, ...], dtype: str) -> int:
-    sizes = [size for size in shape if size != 1]
-    return math.gcd(ALIGNED_BYTES, sizes[-1] * ITEMSIZE.get(dtype, 1)) if len(sizes) > 1 else ALIGNED_BYTES

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from autopar.cost.matmul_rows import swaps_halves
 from autopar.ir.graph import Node
 from autopar.rules.node_view import NodeView
 from autopar.rules.table import RULES, rule_for, traits_of
@@ -64,7 +65,7 @@ class InstructionKinds:
         if moved == sorted(moved) or self._of_outer_product(node.operands[0]):
             return True
         next_to_dot = self._from_dot(node.operands[0]) or self._feeds_dots(node.results[0])
-        return next_to_dot and _swaps_halves(moved)
+        return next_to_dot and swaps_halves(moved)
 
     def _from_dot(self, value: int | None) -> bool:
         return value is not None and self.b.program.instructions[self.b.at[value]].gemm is not None
@@ -103,9 +104,3 @@ def _without_units(permutation: Sequence[int], shape: Sequence[int]) -> list[int
     """
     kept = [dim for dim, size in enumerate(shape) if size != 1]
     return [kept.index(dim) for dim in permutation if dim in kept]
-
-
-def _swaps_halves(permutation: Sequence[int]) -> bool:
-    """Whether a permutation swaps two groups of adjacent dims: [a, b] to [b, a]."""
-    first = permutation.index(0)
-    return list(permutation) == [*range(len(permutation) - first, len(permutation)), *range(len(permutation) - first)]

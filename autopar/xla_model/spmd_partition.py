@@ -129,7 +129,7 @@ class _Partitioner:
             self.b.at[node.results[0]] = added
             return
         used |= dict.fromkeys(self.sent.sent_by_program(n, node, [at for at, _ in operands]), 0.0)
-        gemm = self.gemms.gemm(node, operands, shapes)
+        gemm = self.gemms.gemm(n, node, operands, shapes)
         flops, matrix_flops = self._arithmetic(n, node, kind, gemm, changed)
         instruction = Instruction(
             kind,
