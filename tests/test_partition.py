@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,13 @@ from hypothesis import strategies as st
 from autopar.errors import ClusterError
 from autopar.pipeline.partition.branches import Branches
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape, lines
-from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.partition.cluster_layers import (
+    Clustering,
+    cheapest_cuts,
+    cluster_layers,
+    cuts_near,
+    repeated_layers,
+)
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.interleaved import InterleavedPartitioner
 from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
@@ -802,9 +810,16 @@ BLOCK_FLOPS = [0.0, 3.0, 2.0, 1.0, 0.0, 0.0, 4.0, 4.0, 0.0, 0.0]
 BLOCK_CUTS = [8.0, 16.0, 30.0, 24.0, 16.0, 8.0, 16.0, 40.0, 40.0, 16.0]  # as few after attention as between blocks
 
 
+def repeated(flops: Sequence[float], cuts: Sequence[float], **options: Any) -> Clustering:
+    found = repeated_layers(flops, cuts, **options)
+    assert found is not None
+    return found
+
+
 @pytest.mark.parametrize("num_layers", [None, 12, 6, 4])
 def test_equal_blocks_give_equal_layers(num_layers: int | None) -> None:
-    found = cluster_layers(BLOCK_FLOPS * 12, BLOCK_CUTS * 12, num_layers=num_layers)
+    flops, cuts = BLOCK_FLOPS * 12, BLOCK_CUTS * 12
+    found = repeated(flops, cuts) if num_layers is None else cluster_layers(flops, cuts, num_layers=num_layers)
     size = 120 // (num_layers or 12)
     assert found.starts == tuple(range(0, 120, size))
     assert set(found.keys) == {0}
@@ -814,22 +829,60 @@ def test_blocks_between_an_embedding_and_a_head_stay_whole() -> None:
     """The cut after the tokens is the cheapest of all, and the head is four blocks' work."""
     flops = [0.0, 0.0, 0.0, *BLOCK_FLOPS * 12, 0.0, 56.0, 1.0]
     cuts = [0.5, 0.5, 0.5, *BLOCK_CUTS * 12, 8.0, 8.0, 8.0]
-    found = cluster_layers(flops, cuts)
+    found = repeated(flops, cuts)
     assert found.starts[1:] == tuple(3 + 10 * block for block in range(1, 13))
     assert len(set(found.keys[1:-1])) == 1
+    assert found.repeats(len(flops))
 
 
 def test_more_modules_than_layers_are_shared_out_equally() -> None:
-    found = cluster_layers(BLOCK_FLOPS * 30, BLOCK_CUTS * 30, most_layers=12)
+    found = repeated(BLOCK_FLOPS * 30, BLOCK_CUTS * 30, most_layers=12)
     assert len(found.starts) == 10
     assert set(found.keys) == {0}
 
 
-def test_without_repetition_as_many_layers_as_keep_to_delta() -> None:
-    flops = [5.0, 3.0, 2.0, 4.0, 1.0, 6.0, 2.5, 1.5]
-    found = cluster_layers(flops, [1.0] * 8)
-    assert found.delta == 0.1
-    assert len(found.starts) > 1
+def test_operators_that_do_not_repeat_are_no_repeated_layers() -> None:
+    assert repeated_layers([5.0, 3.0, 2.0, 4.0, 1.0, 6.0, 2.5, 1.5], [1.0] * 8) is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_cheapest_cuts_are_one_in_each_part_of_the_time(data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=30))
+    cuts = data.draw(st.lists(st.integers(1, 9), min_size=len(seconds), max_size=len(seconds)))
+    num_layers = data.draw(st.integers(1, 12))
+    least = data.draw(st.integers(1, len(seconds)))
+    found = cheapest_cuts(seconds, cuts, num_layers, least)
+    assert found.starts[0] == 0
+    assert list(found.starts) == sorted(set(found.starts))
+    assert least <= len(found.starts) <= max(num_layers, least)
+    assert found.cut_bytes == sum(cuts[n] for n in found.starts[1:])
+    total, parts = sum(seconds) or 1, defaultdict[int, list[int]](list)
+    for n in range(1, len(seconds)):
+        parts[int(num_layers * sum(seconds[:n]) / total + 0.5)].append(n)
+    for part in range(1, num_layers):
+        if parts[part]:
+            assert min(cuts[n] for n in parts[part]) in [cuts[n] for n in parts[part] if n in found.starts]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_cuts_near_chosen_ones_are_the_cheapest_of_each_place(data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.integers(0, 5), min_size=2, max_size=40))
+    cuts = data.draw(st.lists(st.integers(1, 9), min_size=len(seconds), max_size=len(seconds)))
+    chosen = sorted(data.draw(st.sets(st.integers(1, len(seconds) - 1), min_size=1)))
+    window, until = data.draw(st.integers(0, 9)), np.concatenate([[0], np.cumsum(seconds)])
+    found = cuts_near(chosen, seconds, cuts, window, 0.5).starts
+    assert {0, *chosen} <= set(found)
+    for start in chosen:
+        for way in (range(start, 0, -1), range(start, len(seconds))):
+            away = [abs(until[cut] - until[start]) for cut in way]
+            nearest = sorted(set(away))[:3]
+            for cut, distance in zip(way, away, strict=True):
+                if distance <= window or distance in nearest:
+                    same = [n for n in found[1:] if until[n] == until[cut]]
+                    assert same
+                    assert min(cuts[n] for n in same) <= cuts[cut]
 
 
 def test_equal_layers_have_equal_keys() -> None:

@@ -12,7 +12,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
-from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
+from autopar.pipeline.partition.cluster_layers import Clustering, repeated_layers
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import StageRequest, searches_of
@@ -32,7 +32,9 @@ BATCH, MICROBATCHES = 64, 8
 def cuttable() -> tuple[Cuttable, Clustering]:
     step, args = gpt(GptSizes(hidden=512, layers=4, heads=8, vocabulary=512, tokens=128, batch=BATCH)).target
     found = Cuttable.of(program_of(step, args, carry=None, donate=None))
-    return found, cluster_layers(found.chain.flops, [0.0, *found.chain.cut_bytes])
+    clusters = repeated_layers(found.chain.flops, [0.0, *found.chain.cut_bytes])
+    assert clusters is not None
+    return found, clusters
 
 
 @cache

@@ -69,8 +69,9 @@ class _Homes:
         self.flow = flow
         self.layer = dict(zip(flow.forward, layer_of, strict=True))  # unit -> layer
         self.last = max(layer_of, default=0)
-        #: For each layer, the layers it depends on, and itself.
+        #: For each layer, the layers it depends on, and itself, one bit each.
         self.sources = self._sources()
+        self.is_chain = all(found == (2 << layer) - 1 for layer, found in enumerate(self.sources))
         #: Value from outside the loop -> layer.
         self.lies: dict[int, int] = {}
         self.present = self._present()
@@ -84,10 +85,9 @@ class _Homes:
         self._pull_down()
         self._outside()
         layers = tuple(None if i in flow.free else self.layer.get(i, 0) for i in range(len(flow.units)))
-        is_chain = all(len(found) == layer + 1 for layer, found in enumerate(self.sources))
-        return Homes(layers, self.lies, is_chain, self.aliases)
+        return Homes(layers, self.lies, self.is_chain, self.aliases)
 
-    def _sources(self) -> list[frozenset[int]]:
+    def _sources(self) -> list[int]:
         flow = self.flow
         read: dict[int, set[int]] = defaultdict(set)
         for i in flow.forward:
@@ -96,9 +96,12 @@ class _Homes:
                 if producer in self.layer and self.layer[producer] != self.layer[i]:
                     assert self.layer[producer] < self.layer[i], "a layer reads one with a higher number"
                     read[self.layer[i]].add(self.layer[producer])
-        found: list[frozenset[int]] = []
+        found: list[int] = []
         for layer in range(self.last + 1):
-            found.append(frozenset({layer}).union(*(found[one] for one in read[layer])))
+            mask = 1 << layer
+            for one in read[layer]:
+                mask |= found[one]
+            found.append(mask)
         return found
 
     # -- the loop over microbatches ----------------------------------------------------------
@@ -138,18 +141,23 @@ class _Homes:
         read = dict.fromkeys(self.aliases.get(v, v) for v in unit.operands)
         known = [(v, flow.producer.get(v)) for v in read if v not in flow.free_values]
         before = {self.layer[producer] for _, producer in known if producer in flow.backward and producer in self.layer}
-        may = frozenset(range(self.last + 1)).intersection(*(self.sources[layer] for layer in before))
-        most = max(may, default=min(before, default=self.last))
+        may = (2 << self.last) - 1
+        for layer in before:
+            may &= self.sources[layer]
+        most = may.bit_length() - 1 if may else min(before, default=self.last)
         held = [(v, self.present[v]) for v, producer in known if producer not in flow.backward and self.present.get(v)]
         if not held:
             are_terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.operands)
             of_parameter = set[int]() if are_terms else self._renews(unit.results)
-            return max(of_parameter & may, default=most)
-        common = set.intersection(*(where for _, where in held)) & may
+            return max(_among(of_parameter, may), default=most)
+        common = _among(set.intersection(*(where for _, where in held)), may)
         if common:
             return max(common)
+        # In a chain, the values of such a layer pass the cut before it, or are all made before the cut after it.
+        between = range(max(min(where) for _, where in held), min(max(where) for _, where in held) + 1)
+        between = between if self.is_chain else range(0)
         largest = max(held, key=lambda one: flow.graph.values[one[0]].num_bytes)[1]
-        return max(largest & may, default=most)
+        return max(_among(between, may) or _among(largest, may), default=most)
 
     def _renews(self, terms: Sequence[int]) -> set[int]:
         """The layers of the parameter that terms of a gradient update.
@@ -197,9 +205,10 @@ class _Homes:
             if not below or max(below) >= self.layer[i]:
                 continue
             to = max(below)
-            if to not in self.sources[self.layer[i]] or not self.sources[to].issuperset(below):
+            if not _has(self.sources[self.layer[i]], to) or not all(_has(self.sources[to], one) for one in below):
                 continue
-            anyway = {v for v in own if any(self.layer.get(r) in self.sources[to] for r in flow.readers[v] if r != i)}
+            readers = ((v, self.layer.get(r)) for v in own for r in flow.readers[v] if r != i)
+            anyway = {v for v, layer in readers if layer is not None and _has(self.sources[to], layer)}
             terms = any(flow.split.kinds.get(v) in PARTIAL for v in unit.results)  # a total passes once per step
             if flow.num_bytes(iter(own - anyway)) <= (0 if terms else flow.num_bytes(iter(unit.results))):
                 self.layer[i] = to
@@ -254,3 +263,13 @@ class _Homes:
         if readers:
             self.layer[i] = min(readers)
             self._try(i, ())
+
+
+def _has(layers: int, layer: int) -> bool:
+    """Whether a set of layers, one bit each, has a layer."""
+    return bool(layers >> layer & 1)
+
+
+def _among(these: Iterable[int], layers: int) -> list[int]:
+    """Those of some layers that are in a set of layers."""
+    return [layer for layer in these if _has(layers, layer)]

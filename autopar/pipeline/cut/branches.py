@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
-from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.partition.cluster_layers import cheapest_cuts
 
 #: Branches are searched if at least this share of the forward FLOPs can run concurrently with the rest.
 _LEAST_CONCURRENT = 0.05
@@ -119,7 +119,7 @@ def _finer(flow: Flow, chain: Chain, layer_of: Sequence[int]) -> list[int]:
         )
         own = chain_of(flow, [chain.units[position] for position in mine])
         cuts = [0.0, *own.cut_bytes]
-        starts = cluster_layers(own.flops, cuts, most_layers=most).starts if most > 1 else (0,)
+        starts = cheapest_cuts(own.flops, cuts, most).starts
         begun = np.zeros(len(mine), int)
         begun[list(starts[1:])] = 1
         finer[mine] = number + np.cumsum(begun)

@@ -108,9 +108,14 @@ class Layout:
                     self.carries[n] = leave
         self.backward = {v for unit in backward_of(self.body, equations) for v in unit.results}
 
-    def phases(self, splits_backward: bool = False) -> dict[int, str]:
-        """The phase of each equation of the loop's body."""
-        needed = self.waited_for() if splits_backward else set[int]()
+    def phases(self, splits_backward: bool = False, *, by_layer: bool = False) -> dict[int, str]:
+        """The phase of each equation of the loop's body.
+
+        Args:
+            splits_backward: whether the backward pass has an input part and a weight part.
+            by_layer: whether each layer waits for another, as if they were stages.
+        """
+        needed = self.waited_for(by_layer=by_layer) if splits_backward else set[int]()
         found: dict[int, str] = {}
         for unit in self.body:
             phase = "forward"
@@ -121,13 +126,26 @@ class Layout:
             found.update(dict.fromkeys(range(unit.start, unit.stop), phase))
         return found
 
-    def waited_for(self) -> set[int]:
-        """Values of the backward pass that are needed for what this stage sends to others."""
+    def waited_for(self, *, by_layer: bool = False) -> set[int]:
+        """Values of the backward pass that are needed for what this stage, or each of its layers, sends to others."""
         needed = {v for v in self.gives_inside.values() if v in self.backward}
+        if by_layer:
+            needed |= self._between_layers()
         for unit in reversed(self.body):
             if any(v in needed for v in unit.results):
                 needed.update(v for v in unit.operands if v in self.backward)
         return needed
+
+    def _between_layers(self) -> set[int]:
+        """Values of the backward pass that another layer reads."""
+        equations = self.trace.equations
+        made_in = {v: equations[unit.start].layer for unit in self.body for v in unit.results}
+        return {
+            v
+            for unit in self.body
+            for v in unit.operands
+            if v in self.backward and v in made_in and made_in[v] != equations[unit.start].layer
+        }
 
     def _units(self, start: int, stop: int) -> Iterator[Unit]:
         """Units that are not divided: a loop, a branch, equations that were rewritten from one."""

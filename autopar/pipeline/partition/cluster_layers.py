@@ -1,20 +1,25 @@
-"""Cluster operators into layers of about equal FLOPs with few bytes between them.
+"""Cluster operators into layers with few bytes between them, by their FLOPs or their time.
 
-In: the operators in program order, their FLOPs, and the bytes that cross each boundary between two of them.
-Out: a `Clustering`, by the dynamic program of Alpa (Zheng et al. 2022, section 5.2):
+In: the operators in program order, their FLOPs or seconds, and the bytes that cross each boundary between two of them.
+Out: a `Clustering`. Where modules repeat, layers have about equal FLOPs, by the dynamic program of Alpa (Zheng et al. 2022,
+section 5.2):
 
     minimise    sum over cuts of cut_bytes; among equals, the sum of the squares of the layers' FLOPs
     subject to  (1 - delta) mean <= FLOPs of a layer <= (1 + delta) mean
 
 An operator with more FLOPs than the mean layer cannot be cut: its FLOPs count as one mean, which is taken over the
 other layers. If the constraint is infeasible, delta grows by half until it is feasible. Repeated modules are recognized
-by their operators. By default each of them is one layer, or if they are many, each k of them are one.
+by their operators. Each of them is one layer, or if they are many, each k of them are one.
+
+Other operators are cut at the cheapest boundaries, as often as a search can use.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -22,6 +27,8 @@ _TIE = 1e-9  # relative
 _MOST_LAYERS = 48
 _DELTA = 0.1
 _WIDEN = 1.5
+#: The least number of other places for a cut on either side of it.
+_LEAST_PLACES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,40 +52,56 @@ class Clustering:
         ends = [*self.starts[1:], num_operators]
         return tuple(range(start, end) for start, end in zip(self.starts, ends, strict=True))
 
+    def repeats(self, num_operators: int) -> bool:
+        """Whether single layers and pairs of neighbours, each kind once, have fewer operators than all layers."""
+        sizes = [len(layer) for layer in self.layers(num_operators)]
+        singles = dict(zip(self.keys, sizes, strict=True))
+        pairs = Counter(pairwise(self.keys))
+        return sum(singles.values()) + sum(singles[a] + singles[b] for a, b in pairs) < num_operators
+
+
+def repeated_layers(
+    flops: Sequence[float],
+    cut_bytes: Sequence[float],
+    *,
+    keys: Sequence[Hashable] | None = None,
+    most_layers: int = _MOST_LAYERS,
+) -> Clustering | None:
+    """One layer per repeated module, or one per equal number of modules if there are more than `most_layers`; None if no
+    modules repeat that do most of the work.
+
+    Args:
+        flops, cut_bytes, keys: as in `cluster_layers`.
+
+    >>> block = [4.0, 1.0, 8.0, 1.0]
+    >>> repeated_layers(block * 3, [2.0, 6.0, 2.0, 6.0] * 3).starts
+    (0, 4, 8)
+    """
+    num_layers = _repeats(_names(flops, cut_bytes, keys), np.asarray(flops, float), most_layers)
+    return None if num_layers is None else cluster_layers(flops, cut_bytes, num_layers=num_layers, keys=keys)
+
 
 def cluster_layers(
     flops: Sequence[float],
     cut_bytes: Sequence[float],
     *,
-    num_layers: int | None = None,
+    num_layers: int,
     keys: Sequence[Hashable] | None = None,
     delta: float = _DELTA,
-    most_layers: int = _MOST_LAYERS,
 ) -> Clustering:
-    """Cluster operators into layers.
+    """Cluster operators into layers of about equal FLOPs.
 
     Args:
         flops: the FLOPs of each operator.
         cut_bytes: the bytes that cross the boundary before each operator; the first is unused.
-        num_layers: the number of layers, at most one per operator. By default one per repeated module, or one per equal
-            number of modules if there are more than `most_layers`; without repetition, the largest number within
-            `delta` and `most_layers`.
+        num_layers: the number of layers, at most one per operator.
         keys: operators with equal keys are equal; by default those with equal FLOPs and bytes.
         delta: the allowed relative deviation from the mean, above 0.
-        most_layers: the largest default number of layers.
-
-    >>> block = [4.0, 1.0, 8.0, 1.0]
-    >>> cluster_layers(block * 3, [2.0, 6.0, 2.0, 6.0] * 3).starts
-    (0, 4, 8)
     """
     assert len(flops) == len(cut_bytes) > 0, "operators need FLOPs and a cut each"
     assert delta > 0, delta
-    numbers: dict[Hashable, int] = {}
-    given: Sequence[Hashable] = keys if keys is not None else list(zip(flops, cut_bytes, strict=True))
-    names = np.array([numbers.setdefault(key, len(numbers)) for key in given])
+    names = _names(flops, cut_bytes, keys)
     work, cuts = np.asarray(flops, float), np.asarray(cut_bytes, float)
-    if num_layers is None:
-        num_layers = _repeats(names, work, most_layers) or _as_many_as_fit(work, cuts, delta, most_layers)
     assert 1 <= num_layers <= len(work), f"{num_layers} layers of {len(work)} operators"
     found = None
     while found is None:
@@ -93,6 +116,75 @@ def cluster_layers(
         cut_bytes=float(cuts[list(found[1:])].sum()),
         delta=delta,
     )
+
+
+def cheapest_cuts(
+    seconds: Sequence[float], cut_bytes: Sequence[float], num_layers: int, at_least: int = 1
+) -> Clustering:
+    """Cut operators that do not repeat into layers of about equal time: in each of `num_layers` equal parts of the time, at
+    the boundary that the fewest bytes cross. An operator that takes longer than a part is a layer of its own, so there may
+    be fewer layers.
+
+    Args:
+        seconds: the time of each operator.
+        cut_bytes: the bytes that cross the boundary before each operator; the first is unused.
+        at_least: the least number of layers, at most one per operator; further cuts are those that the fewest bytes cross.
+
+    >>> cheapest_cuts([1.0, 1.0, 1.0, 1.0], [0.0, 8.0, 2.0, 4.0], 2).starts
+    (0, 2)
+    """
+    assert len(seconds) == len(cut_bytes) > 0, "operators need a time and a cut each"
+    until = np.cumsum(np.maximum(np.asarray(seconds, float), 0.0))
+    total = until[-1] or 1.0
+    chosen: dict[int, int] = {}
+    for start in range(1, len(seconds)):
+        at = num_layers * until[start - 1] / total + 0.5  # boundaries 1, 2, ... in the middle of their parts
+        part = int(at)
+        if not 1 <= part < num_layers:
+            continue
+        known = chosen.get(part)
+        if known is None or cut_bytes[start] < cut_bytes[known]:
+            chosen[part] = start
+    firsts = {0, *chosen.values()}
+    others = sorted(set(range(1, len(seconds))) - firsts, key=lambda start: cut_bytes[start])
+    starts = tuple(sorted(firsts | set(others[: max(0, at_least - len(firsts))])))
+    return Clustering(
+        starts=starts, keys=tuple(range(len(starts))), cut_bytes=float(sum(cut_bytes[n] for n in starts[1:])), delta=1.0
+    )
+
+
+def cuts_near(
+    chosen: Sequence[int], seconds: Sequence[float], cut_bytes: Sequence[float], window_s: float, least_s: float
+) -> Clustering:
+    """Layers between cuts that may replace chosen ones: those within `window_s` of each, and the next ones on either side. Of
+    cuts that less than `least_s` lies between, the one that the fewest bytes cross.
+
+    Args:
+        chosen: the operators at which stages begin, without 0.
+        seconds, cut_bytes: as in `cheapest_cuts`.
+    """
+    until = np.concatenate([[0.0], np.cumsum(seconds)])
+    found = {0, *chosen}
+    for start in chosen:
+        for way in (range(start, 0, -1), range(start, len(seconds))):
+            best: dict[int, int] = {}
+            for cut in way:
+                away = abs(float(until[cut] - until[start]))
+                place = int(away // least_s)
+                if away > window_s and len(best) > _LEAST_PLACES and place not in best:
+                    break
+                if place not in best or cut_bytes[cut] < cut_bytes[best[place]]:
+                    best[place] = cut
+            found.update(best.values())
+    cuts = tuple(sorted(found))
+    return Clustering(starts=cuts, keys=tuple(range(len(cuts))), cut_bytes=0.0, delta=1.0)
+
+
+def _names(flops: Sequence[float], cut_bytes: Sequence[float], keys: Sequence[Hashable] | None) -> np.ndarray:
+    """A number for each operator; equal for equal ones."""
+    numbers: dict[Hashable, int] = {}
+    given: Sequence[Hashable] = keys if keys is not None else list(zip(flops, cut_bytes, strict=True))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in given])
 
 
 def _clipped(flops: np.ndarray, num_layers: int) -> np.ndarray:
@@ -171,11 +263,3 @@ def _repeats(names: np.ndarray, flops: np.ndarray, most_layers: int) -> int | No
 def _share(flops: np.ndarray, layer: float) -> int:
     """The number of layers of a given size in some operators; an operator is at most one layer."""
     return round(float(np.minimum(flops, layer).sum()) / layer)
-
-
-def _as_many_as_fit(flops: np.ndarray, cuts: np.ndarray, delta: float, most_layers: int) -> int:
-    """The largest number of layers within delta."""
-    for num_layers in range(min(most_layers, len(flops)), 1, -1):
-        if _cut(_clipped(flops, num_layers), cuts, num_layers, delta) is not None:
-            return num_layers
-    return 1

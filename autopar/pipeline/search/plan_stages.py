@@ -23,15 +23,15 @@ from autopar.pipeline.cut.branches import forked_layers
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
-from autopar.pipeline.partition.cluster_layers import cluster_layers
+from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
 from autopar.pipeline.schedule.table import find
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
-from autopar.pipeline.search.searches_by_microbatches import Searches
-from autopar.pipeline.search.stage_costs import PlannedRun
+from autopar.pipeline.search.searches_by_microbatches import Searches, Units
+from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
 from autopar.planner.efficiency import efficiency_of
 from autopar.planner.memory_budget import MARGIN, MemoryBudget
@@ -47,6 +47,12 @@ from autopar.version import versions_of
 _FIRST_PER_DEVICE, _FIRST_EXAMPLES = 8, 4
 #: The most layers of a step: enough for 48 equal blocks, one layer each, and layers before and after them.
 _MOST_LAYERS = 64
+#: Units that repeat have prices of their own if the plans of all of them have at most so many equations together.
+_MOST_PLANNED = 16_000
+#: The most layers of a step whose units have prices of their own, and the parts that are each rematerialized together.
+_MOST_TIMED, _REMATERIALIZED_PARTS = 96, 16
+#: How far borders of stages are moved, one after the other, as shares of the time of all units.
+_WINDOWS = (0.06, 0.015, 0.004)
 #: A chain and stages that fork are both planned if their step times are within this factor.
 _CLOSE = 1.1
 #: How often the search is repeated when the planned stages exceed their estimated memory.
@@ -100,10 +106,11 @@ def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
 
 def searches_of(cuttable: Cuttable, request: StageRequest) -> Searches:
     """The searches of a step that `plan_stages` uses."""
-    chain = cuttable.chain
+    clustering, units = _layers(cuttable, request)
     return Searches(
         cuttable,
-        cluster_layers(chain.flops, [0.0, *chain.cut_bytes], most_layers=_MOST_LAYERS),
+        clustering,
+        units,
         request.cluster,
         request.profiles,
         request.budgets,
@@ -111,6 +118,30 @@ def searches_of(cuttable: Cuttable, request: StageRequest) -> Searches:
         num_stages=None if request.stages == "auto" else request.stages,
         planning=request.planning,
     )
+
+
+def _layers(cuttable: Cuttable, request: StageRequest) -> tuple[Clustering, Units | None]:
+    """The layers of a step, and its units if each has a price of its own.
+
+    That is more exact, and borders of stages may be anywhere, but a plan of all units for each shape of submesh takes longer
+    than plans of repeated layers.
+    """
+    chain = cuttable.chain
+    cuts, num_units = [0.0, *chain.cut_bytes], len(chain.units)
+    repeated = repeated_layers(chain.flops, cuts, most_layers=_MOST_LAYERS)
+    if repeated is not None and repeated.repeats(num_units):
+        sizes = (cuttable.flow.units[i] for i in chain.units)
+        num_plans = len(STATE_PRICES) * len(likely_shapes(request.cluster))
+        if cuttable.stacks or num_plans * sum(unit.stop - unit.start for unit in sizes) > _MOST_PLANNED:
+            return repeated, None
+    _, count = _numbers(cuttable, request)
+    layers, together = cuttable.layers(range(num_units), count), (0,) * num_units
+    prices = StageCosts(layers, request.profiles, range(num_units), together=together)
+    seconds = prices.layers_s(SubmeshShape(request.cluster.kinds[0], 1, 1))
+    least = 1 if request.stages == "auto" else min(request.stages, num_units)
+    parts = cheapest_cuts(seconds, cuts, _REMATERIALIZED_PARTS).layers(num_units)
+    together = tuple(part for part, layers in enumerate(parts) for _ in layers)
+    return cheapest_cuts(seconds, cuts, _MOST_TIMED, least), Units(tuple(seconds), together)
 
 
 def _bounds(stages: Sequence[StagePlan], timeline: PipelineTimeline) -> dict[str, float]:
@@ -135,6 +166,16 @@ def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...
     return numbers, min(numbers, key=lambda number: abs(math.log(number / wanted)))
 
 
+def _numbers(cuttable: Cuttable, request: StageRequest) -> tuple[Sequence[int], int]:
+    """The numbers of microbatches to try, and the first."""
+    count = request.num_microbatches
+    if count == "auto":
+        return likely_numbers(cuttable, request.cluster)
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MicrobatchError(f'`num_microbatches` is {count!r}: give 1 or more, or "auto"')
+    return (count,), count
+
+
 class _Planning:
     """Plans one step."""
 
@@ -147,14 +188,14 @@ class _Planning:
         self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics)
         self._check_request()
         self.searches = searches_of(self.cuttable, request)
-        self.clustering = self.searches.clustering
         self.branches = self._branches()
         self.tried: list[StagesTried] = []
-        #: The best chain and the best forking stages, with their numbers of microbatches, by whether they fork.
-        self.best: dict[bool, tuple[int, StagedStep]] = {}
+        #: The best chain and the best forking stages, by whether they fork: the number of microbatches, the step, and the
+        #: searches whose layers it has.
+        self.best: dict[bool, tuple[int, StagedStep, Searches]] = {}
 
     def run(self) -> PipelinePlan:
-        numbers, start = self._numbers()
+        numbers, start = _numbers(self.cuttable, self.request)
         tried = over_microbatches(self._search, numbers, start, self._found, self._estimate)
         best = tried[0]
         if best.outcome.step is None:
@@ -162,14 +203,15 @@ class _Planning:
             counts = ", ".join(str(one.num_microbatches) for one in tried)
             raise BudgetError(
                 f"no stages of `{self.program.signature.name}` fit {budget} per device of {self.request.cluster}"
-                f" ({len(self.clustering.starts)} layers, numbers of microbatches tried: {counts})."
+                f" ({len(self.searches.clustering.starts)} layers, numbers of microbatches tried: {counts})."
                 f" {best.outcome.reason}. Use more devices, another schedule, or a larger memory budget"
             )
+        self._move_cuts()
         self.report("plan stages", 0.9)
         plans: list[PipelinePlan] = []
         failures: list[BudgetError] = []
         close = [one for one in self.best.values() if one[1].step_time_s <= _CLOSE * best.step_time_s]
-        for count, step in close:
+        for count, step, self.searches in close:
             try:
                 plans.append(self._within(count, step))
             except BudgetError as error:
@@ -178,6 +220,21 @@ class _Planning:
             raise failures[0]
         self.report("done", 1.0)
         return min(plans, key=lambda plan: plan.prediction.step_time_s)
+
+    def _move_cuts(self) -> None:
+        """Move the borders of the best stages by single units, where that makes the step faster."""
+        if self.request.partitioner is not None or False not in self.best:
+            return
+        for window in _WINDOWS:
+            count, step, searches = self.best[False]
+            finer = searches.near(step.stages, window) if len(step.stages) > 1 else None
+            if finer is None:
+                return
+            self.report("borders of stages", 0.88)
+            shapes = tuple(dict.fromkeys(stage.submesh.shape for stage in step.stages))
+            found = finer.search(count, shapes).outcome((step.schedule.name,)).step
+            if found is not None and found.step_time_s < step.step_time_s:
+                self.best[False] = count, found, finer
 
     def _within(self, count: int, step: StagedStep) -> PipelinePlan:
         """The plan of these stages. If they exceed the budget once planned, search again with a smaller budget."""
@@ -221,15 +278,6 @@ class _Planning:
 
     # -- the search --------------------------------------------------------------------------
 
-    def _numbers(self) -> tuple[Sequence[int], int]:
-        """The numbers of microbatches to try, and the first."""
-        count = self.request.num_microbatches
-        if count != "auto":
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise MicrobatchError(f'`num_microbatches` is {count!r}: give 1 or more, or "auto"')
-            return (count,), count
-        return likely_numbers(self.cuttable, self.request.cluster)
-
     def _search(self, count: int, among: Sequence[SubmeshShape] | None) -> StageSearch:
         self.report(f"stages for {count} microbatches", min(0.85, 0.05 + 0.1 * len(self.searches.costs)))
         return self.searches.search(count, among)
@@ -258,9 +306,9 @@ class _Planning:
                 best = found
             if step is not None:
                 forks = step.layer_of is not None
-                known = self.best.setdefault(forks, (search.num_microbatches, step))[1]
-                if step.step_time_s < known.step_time_s:
-                    self.best[forks] = (search.num_microbatches, step)
+                one = search.num_microbatches, step, self.searches
+                if step.step_time_s < self.best.setdefault(forks, one)[1].step_time_s:
+                    self.best[forks] = one
         return best
 
     def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
@@ -304,7 +352,7 @@ class _Planning:
             )
             for stage, cost, run in zip(step.stages, planned.costs, runs, strict=True)
         ]
-        starts, run_layers = self.clustering.starts, ()
+        starts, run_layers = self.searches.clustering.starts, ()
         if step.layer_of is not None:
             layers = step.layer_of
             starts = tuple(n for n in range(len(layers)) if n == 0 or layers[n] != layers[n - 1])
@@ -364,14 +412,8 @@ class _Planning:
         if step.layer_of is not None:
             assert self.branches is not None, "who else finds such stages?"
             return self.branches.planned(count, step)
-        search, prices = self.searches.search(count), self.searches.costs[count]
-        stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
-        programs = self.cuttable.settled(prices.layers.layer_of, stage_of, count)
-        runs = [
-            prices.planned(stage.first, stage.last, stage.submesh.shape, program)
-            for program, stage in zip(programs, step.stages, strict=True)
-        ]
-        return programs, runs, search.with_costs(step, [run.cost for run in runs])
+        programs, runs = self.searches.planned(count, step.stages)
+        return programs, runs, self.searches.search(count).with_costs(step, [run.cost for run in runs])
 
 
 def _gap(cost: float, bound: float) -> float:

@@ -1,8 +1,8 @@
 """Scale the costs of runs to another number of microbatches from one planned layer.
 
-In: the costs for one number of microbatches, and the most common layer's costs for another.
-Out: `ScaledCosts`. Each field of every cost is scaled by the factor of the most common layer. This is accurate enough
-to choose the numbers worth a full search, and needs a tenth of its plans.
+In: the costs for one number of microbatches, and one cost for another.
+Out: `ScaledCosts`. Each field of every cost is scaled by the factor of one cost (`StageCosts.reference`). This is accurate
+enough to choose the numbers worth a full search, and needs a tenth of its plans.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ class ScaledCosts:
 
     Args:
         known: costs for one number of microbatches.
-        other: costs for the other number; only its most common layer is planned.
+        other: costs for the other number; only its `reference` is planned.
     """
 
     def __init__(self, known: StageCosts, other: StageCosts) -> None:
-        assert known.usual is not None, "one layer stands for the others"
-        self.known, self.other, self.usual = known, other, known.usual
+        self.known, self.other = known, other
         self._factors: dict[tuple[SubmeshShape, bool], dict[str, float]] = {}
         self._costs: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
         self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
         """The scaled `StageCosts.cost`."""
-        key = (self.known.keys[first : last + 1], shape)
+        key = (self.known.kind_of(first, last), shape)
         if key not in self._costs:
             self._costs[key] = self._scaled(self.known.cost(first, last, shape), shape, alone=False)
         return self._costs[key]
@@ -41,8 +40,8 @@ class ScaledCosts:
         return self._scaled(self.known.alone(shape), shape, alone=True)
 
     def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """The scaled `StageCosts.bound`, by the cost of the most common layer on one device."""
-        key = (self.known.keys[first : last + 1], shape)
+        """The scaled `StageCosts.bound`, by that cost on one device."""
+        key = (self.known.kind_of(first, last), shape)
         if key not in self._bounds:
             one = SubmeshShape(shape.kind, 1, 1, option=shape.option)
             self._bounds[key] = self._scaled(self.known.bound(first, last, shape), one, alone=False)
@@ -50,8 +49,8 @@ class ScaledCosts:
 
     def _scaled(self, cost: StageCost, shape: SubmeshShape, *, alone: bool) -> StageCost:
         if (shape, alone) not in self._factors:
-            here = self.known.layer_cost(self.usual, shape, alone=alone)
-            there = self.other.layer_cost(self.usual, shape, alone=alone)
+            here = self.known.reference(shape, alone=alone)
+            there = self.other.reference(shape, alone=alone)
             self._factors[shape, alone] = {
                 field.name: getattr(there, field.name) / getattr(here, field.name) if getattr(here, field.name) else 1.0
                 for field in fields(StageCost)

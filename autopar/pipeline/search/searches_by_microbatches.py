@@ -7,17 +7,35 @@ Out: `Searches`, which makes a `StageSearch` for a number of microbatches and ca
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.hardware.profile import HardwareProfile
-from autopar.pipeline.cut.stage_programs import Cuttable
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
-from autopar.pipeline.partition.cluster_layers import Clustering
+from autopar.pipeline.partition.cluster_layers import Clustering, cuts_near
+from autopar.pipeline.partition.problem import Stage
 from autopar.pipeline.search.scaled_costs import ScaledCosts
-from autopar.pipeline.search.stage_costs import StageCosts, at_state_price, likely_shapes
+from autopar.pipeline.search.stage_costs import PlannedRun, StageCosts, at_state_price, likely_shapes
 from autopar.pipeline.search.stage_search import StageSearch
+
+#: The most places for borders of stages on one side of the chosen ones, together.
+_MOST_NEAR = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a chain whose layers do not repeat.
+
+    Args:
+        seconds: forward and backward pass of each for one microbatch on one device.
+        together: as in `StageCosts`.
+    """
+
+    seconds: tuple[float, ...]
+    together: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -25,6 +43,9 @@ class Searches:
     """The searches of one step.
 
     Args:
+        clustering: the layers, as units of the chain.
+        units: the units of the chain, if each has its own price; None if layers repeat, so that they are also the layers of
+            `StageCosts`.
         profiles: the hardware profile of each kind of device.
         budget_bytes: the memory budget of a device of each kind.
         time_limit_s: seconds for the partition of one schedule.
@@ -35,6 +56,7 @@ class Searches:
 
     cuttable: Cuttable
     clustering: Clustering
+    units: Units | None
     cluster: Cluster
     profiles: Mapping[str, HardwareProfile]
     budget_bytes: Mapping[str, float]
@@ -58,28 +80,77 @@ class Searches:
         if among is not None:
             plain = {replace(shape, option=0) for shape in among}
             shapes = tuple(shape for shape in shapes if replace(shape, option=0) in plain)
-        return self._search_with(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
+        return self._search_with(count, shapes, costs)
 
     def estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
         """The search for one number of microbatches with scaled costs of a known number, on shapes that were good
-        there; None if no layer is representative."""
-        if self.costs[known].usual is None or self._shapes is None:
+        there; None before the first search."""
+        if self._shapes is None:
             return None
         costs = ScaledCosts(self.costs[known], self._costs(count))
         planned = set(map(at_state_price, among))
         shapes = tuple(shape for shape in self._shapes if at_state_price(shape) in planned)
-        return self._search_with(count, shapes, cost=costs.cost, alone=costs.alone, bound=costs.bound)
+        return self._search_with(count, shapes, costs)
+
+    def near(self, stages: Sequence[Stage], window: float) -> Searches | None:
+        """The searches with cuts near the borders of these stages alone, to move each; None if layers repeat. They have the
+        same costs.
+
+        Args:
+            window: how far a border may move, as a share of the time of all units.
+        """
+        if self.units is None:
+            return None
+        starts, seconds = self.clustering.starts, self.units.seconds
+        chosen = [starts[stage.first] for stage in stages if stage.first]
+        window_s, cut_bytes = window * sum(seconds), [0.0, *self.cuttable.chain.cut_bytes]
+        near = cuts_near(chosen, seconds, cut_bytes, window_s, window_s * len(chosen) / _MOST_NEAR)
+        return replace(self, clustering=near, num_stages=len(stages))
+
+    def planned(self, count: int, stages: Sequence[Stage]) -> tuple[tuple[StageProgram, ...], tuple[PlannedRun, ...]]:
+        """The programs of stages, and their plans."""
+        starts, num_units = self.clustering.starts, len(self.cuttable.chain.units)
+        first_of = [starts[stage.first] for stage in stages]
+        if self.units is not None:  # what is rematerialized together is a layer
+            together = self.units.together
+            parts = (n for n in range(1, num_units) if together[n] != together[n - 1])
+            starts = tuple(sorted({0, *first_of, *parts}))
+        layer_of = [bisect_right(starts, unit) - 1 for unit in range(num_units)]
+        stage_of = [bisect_right(first_of, start) - 1 for start in starts]
+        programs = self.cuttable.settled(layer_of, stage_of, count)
+        runs = (
+            self._costs(count).planned(*self._run(stage.first, stage.last), stage.submesh.shape, program)
+            for program, stage in zip(programs, stages, strict=True)
+        )
+        return programs, tuple(runs)
+
+    def _run(self, first: int, last: int) -> tuple[int, int]:
+        """The first and last layer of `StageCosts` that these layers are."""
+        if self.units is None:
+            return first, last
+        starts = self.clustering.starts
+        ends = (*starts[1:], len(self.units.seconds))
+        return starts[first], ends[last] - 1
 
     def _costs(self, count: int) -> StageCosts:
         if count not in self.costs:
-            layers, keys = self.cuttable.layers(self.clustering.starts, count), self.clustering.keys
-            self.costs[count] = StageCosts(layers, self.profiles, keys, splits_backward=True, **self.planning)
+            starts, keys, together = self.clustering.starts, self.clustering.keys, None
+            if self.units is not None:  # each unit is a layer
+                starts = keys = tuple(range(len(self.units.seconds)))
+                together = self.units.together
+            layers = self.cuttable.layers(starts, count)
+            options = {"together": together, "splits_backward": True, **self.planning}
+            self.costs[count] = StageCosts(layers, self.profiles, keys, **options)
         return self.costs[count]
 
-    def _search_with(self, count: int, shapes: tuple[SubmeshShape, ...], **prices: Any) -> StageSearch:
+    def _search_with(
+        self, count: int, shapes: tuple[SubmeshShape, ...], costs: StageCosts | ScaledCosts
+    ) -> StageSearch:
         cuts = [0.0, *self.cuttable.chain.cut_bytes]
         return StageSearch(
-            **prices,
+            cost=lambda first, last, shape: costs.cost(*self._run(first, last), shape),
+            alone=costs.alone,
+            bound=lambda first, last, shape: costs.bound(*self._run(first, last), shape),
             keys=self.clustering.keys,
             boundary_bytes=[cuts[start] / count for start in self.clustering.starts],
             cluster=self.cluster,

@@ -3,7 +3,9 @@
 In: the layers of a step, hardware profiles, and planning options.
 Out: `StageCosts`, the cost function of a `PartitionProblem`. Few runs are planned:
 
-- Single layers and pairs of consecutive layers are planned. The cost of a longer run is
+- If layers do not repeat, each unit of the chain counts as a layer here. All are planned together, once for each shape, and
+  each has its share of that plan's cost (`layer_shares.py`).
+- If they repeat, single layers and pairs of consecutive layers are planned. The cost of a longer run is
 
       cost(l ... m) = cost(l, l + 1) + ... + cost(m - 1, m) - cost(l + 1) - ... - cost(m - 1)
 
@@ -28,6 +30,7 @@ from autopar.pipeline.cut.stage_programs import Layers, StageProgram
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.estimates import StageFigures
+from autopar.pipeline.search.layer_shares import LayerShares
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
 from autopar.planner.candidate import Candidate
 from autopar.planner.plan_record import plan_of
@@ -119,6 +122,8 @@ class StageCosts:
     Args:
         profiles: the hardware profile of each kind of device.
         keys: numbers of layers; equal for equal layers.
+        together: for each layer, a number that layers rematerialized together share, where layers do not repeat; None where
+            they do, and each is rematerialized by itself.
         splits_backward: whether the backward pass has an input part and a weight part.
         mesh: the mesh of every submesh, e.g. `"2x4"`; by default the best one for its number of devices.
     """
@@ -129,17 +134,19 @@ class StageCosts:
         profiles: Mapping[str, HardwareProfile],
         keys: Sequence[int],
         *,
+        together: Sequence[int] | None = None,
         splits_backward: bool = False,
         mesh: str | None = None,
         solver: Solver | None = None,
         time_limit_s: float = 60.0,
     ) -> None:
         self.layers, self.profiles, self.keys = layers, profiles, tuple(keys)
-        self.splits_backward, self.mesh = splits_backward, mesh
+        self.together, self.splits_backward, self.mesh = together, splits_backward, mesh
         self.planner = QuickPlanner(solver or Ilp(time_limit_s=time_limit_s))
         most, count = Counter(self.keys).most_common(1)[0]
-        #: The most common layer, which determines how shapes are used; None if all layers differ.
-        self.usual = self.keys.index(most) if count > 1 else None
+        #: The most common layer, which determines how shapes are used; None if layers share the cost of one plan.
+        self.usual = self.keys.index(most) if together is None and count > 1 else None
+        self._shares: dict[_Use, LayerShares] = {}
         #: The planned representative of each run of equal layers.
         self._representative: dict[tuple[int, ...], tuple[int, int]] = {}
         if self.usual is not None:
@@ -180,13 +187,20 @@ class StageCosts:
         and fusions keep values between the passes."""
         return self._cost(0, len(self.keys) - 1, _Use(shape, alone=True))
 
-    def layer_cost(self, layer: int, shape: SubmeshShape, *, alone: bool) -> StageCost:
-        """The cost of one layer, as a part of a stage or as the whole step."""
-        return self._cost(layer, layer, _Use(shape, alone))
+    def layers_s(self, shape: SubmeshShape) -> list[float]:
+        """Seconds of each layer's forward and backward pass for one microbatch, if layers share the cost of one plan."""
+        return self._shares_of(_Use(shape)).seconds().tolist()
+
+    def reference(self, shape: SubmeshShape, *, alone: bool) -> StageCost:
+        """A cost in proportion to which others change with the number of microbatches: that of the most common layer, as a part
+        of a stage or as the whole step; if layers do not repeat, that of all on one device."""
+        if self.usual is not None:
+            return self._cost(self.usual, self.usual, _Use(shape, alone))
+        return self._cost(0, len(self.keys) - 1, _Use(SubmeshShape(shape.kind, 1, 1, option=shape.option), alone))
 
     def bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
         """A lower bound: the cost on one device over the number of devices, because sharding saves no work."""
-        key = (self.keys[first : last + 1], shape)
+        key = (self.kind_of(first, last), shape)
         if key not in self._bounds:
             one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
             part = 1 / shape.num_devices
@@ -202,10 +216,12 @@ class StageCosts:
         return self._bounds[key]
 
     def _cost(self, first: int, last: int, use: _Use) -> StageCost:
-        """The cost of a run: the sum of its pairs, less the layers that are in two of them."""
-        key = (self.keys[first : last + 1], use)
+        """The cost of a run: its layers' shares, or the sum of its pairs, less the layers that are in two of them."""
+        if self.together is not None and not use.alone:
+            return self._shares_of(use).cost(first, last, use.stash_price)
+        key = (self.kind_of(first, last), use)
         if key not in self._costs:
-            if last - first < 2:
+            if last - first < 2 or self.together is not None:
                 figures = self._base(first, last, use).figures
                 self._costs[key] = figures.cost(figures.crossings.at(use.stash_price))
             else:
@@ -249,10 +265,10 @@ class StageCosts:
     # -- helpers -----------------------------------------------------------------------------
 
     def _base(self, first: int, last: int, use: _Use) -> _Base:
-        first, last = self._representative.setdefault(self.keys[first : last + 1], (first, last))
+        first, last = self._representative.setdefault(self.kind_of(first, last), (first, last))
         shape = replace(use.shape, option=OPTIONS.index((use.state_price, STASH_PRICES[0])))
         use = replace(use, shape=shape)
-        key = (self.keys[first : last + 1], use)
+        key = (self.kind_of(first, last), use)
         if key not in self._bases and (frugal := self._as_frugal(first, last, use)) is not None:
             self._bases[key] = frugal
         if key not in self._bases:
@@ -264,9 +280,27 @@ class StageCosts:
             else:
                 way = self._usual_way(use, len(forms))
                 candidate = self.planner.planned_in(way, forms, profile)
-            figures = self._figures(self._program(first, last), candidate, separate=not use.alone)
+            figures = self._figures(
+                self._program(first, last), candidate, separate=not use.alone, together=self.together
+            )
             self._bases[key] = _Base(figures, candidate, way)
         return self._bases[key]
+
+    def kind_of(self, first: int, last: int) -> tuple[int, ...]:
+        """What equal runs of layers have in common."""
+        return self.keys[first : last + 1] if self.together is None else (first, last)
+
+    def _shares_of(self, use: _Use) -> LayerShares:
+        """The shares of the layers in the cost of all, planned as one stage."""
+        if use not in self._shares:
+            last = len(self.keys) - 1
+            base = self._base(0, last, use)
+            known = (shares for shares in self._shares.values() if shares.candidate is base.candidate)
+            program, options = self._program(0, last), {"together": self.together, "by_layer": True}
+            self._shares[use] = next(known, None) or LayerShares(
+                self._figures(program, base.candidate, **options), last + 1
+            )
+        return self._shares[use]
 
     def _usual_way(self, use: _Use, num_forms: int) -> Way:
         """The way of the most common layer, for a program with this number of forms."""
@@ -281,7 +315,7 @@ class StageCosts:
         """The plan at a lower price of state, if that one shards all state already."""
         cheaper = [price for price in STATE_PRICES if price < use.state_price]
         shapes = (replace(use.shape, option=OPTIONS.index((price, STASH_PRICES[0]))) for price in cheaper)
-        keys = self.keys[first : last + 1]
+        keys = self.kind_of(first, last)
         known = [
             self._bases[keys, replace(use, shape=shape)]
             for shape in shapes
@@ -293,9 +327,18 @@ class StageCosts:
         is_split = known[-1].figures.state_bytes <= _ALL_SPLIT * whole / use.shape.num_devices
         return known[-1] if is_split else None
 
-    def _figures(self, stage: StageProgram, candidate: Candidate, *, separate: bool = True) -> StageFigures:
-        layout = Layout(candidate.program.trace, stage.inputs)
-        return StageFigures(candidate, layout, splits_backward=self.splits_backward and separate, separate=separate)
+    def _figures(
+        self,
+        stage: StageProgram,
+        candidate: Candidate,
+        *,
+        separate: bool = True,
+        together: Sequence[int] | None = None,
+        by_layer: bool = False,
+    ) -> StageFigures:
+        layout, splits = Layout(candidate.program.trace, stage.inputs), self.splits_backward and separate
+        options = {"separate": separate, "together": together, "by_layer": by_layer}
+        return StageFigures(candidate, layout, splits_backward=splits, **options)
 
     def _program(self, first: int, last: int) -> StageProgram:
         if (first, last) not in self._programs:

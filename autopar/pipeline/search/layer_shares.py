@@ -1,0 +1,199 @@
+"""Divide the cost of a planned step among its layers, so that any run of them has a price.
+
+In: the figures of all layers planned as one stage on a submesh. Out: `LayerShares`, with the `StageCost` of any run.
+
+One plan prices every run of layers on a submesh. The price of a run is a sum, so a cut costs what it changes: layers
+that do not repeat need not be planned in every combination. Each kernel belongs to the layer of its equation, and time in
+which kernels wait for a collective to the layer of the next kernel. A residual belongs to the layer that makes it, and
+to each other layer whose backward pass reads it, if that one is in another run.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.ir.device_program import Op
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.search.estimates import PHASES, StageFigures
+from autopar.pipeline.search.residuals import Crossing
+
+
+@dataclass(frozen=True, slots=True)
+class _Residuals:
+    """The residuals at one price of stashed bytes.
+
+    Args:
+        written_s, recompute_s, made: per layer, seconds to write residuals, seconds of rematerialization in its backward
+            pass, and bytes of the residuals that it makes; cumulative, float[layers + 1].
+        made_by, read_by, read_before: per residual and other layer whose backward pass reads it, the layer that makes it,
+            that layer, and the last layer before it that reads the residual.
+        sizes: bytes of these residuals.
+        recompute_bytes: most bytes that are rematerialized together.
+    """
+
+    written_s: np.ndarray
+    recompute_s: np.ndarray
+    made: np.ndarray
+    made_by: np.ndarray
+    read_by: np.ndarray
+    read_before: np.ndarray
+    sizes: np.ndarray
+    recompute_bytes: float
+
+
+class LayerShares:
+    """The shares of each layer in the cost of all.
+
+    Args:
+        figures: figures of the planned step; its equations know their layers.
+        num_layers: number of layers.
+    """
+
+    def __init__(self, figures: StageFigures, num_layers: int) -> None:
+        self.figures, self.candidate, self.num_layers = figures, figures.candidate, num_layers
+        self._equations = figures.layout.trace.equations
+        self._layers: dict[int, int] = {}
+        self._seconds = {phase: self._summed(self._phase_s(phase)) for phase in PHASES}
+        self._state = self._summed(self._state_bytes())
+        self._residuals: dict[float, _Residuals] = {}
+        whole = figures.cost(figures.crossings.without_recompute())
+        self._working_bytes = whole.working_bytes
+
+    def seconds(self) -> np.ndarray:
+        """Seconds of each layer's forward and backward pass for one microbatch, float[layers]."""
+        return np.diff(sum(self._seconds[phase] for phase in PHASES[:3]))
+
+    def cost(self, first: int, last: int, stash_price: float) -> StageCost:
+        """The cost of layers `first` to `last`.
+
+        Args:
+            stash_price: as in `Crossings.at`.
+        """
+        held = self._held(stash_price)
+
+        def of(cumulative: np.ndarray) -> float:
+            return float(cumulative[last + 1] - cumulative[first])
+
+        received = (held.read_before < first) & (held.read_by >= first) & (held.read_by <= last)
+        received &= held.made_by < first
+        written_s, waited_s, weight_s = of(held.written_s), of(self._seconds["backward"]), of(self._seconds["weight"])
+        if first == 0 and self.figures.splits_backward:  # no stage waits for the first one
+            waited_s, weight_s = 0.0, waited_s + weight_s
+        return StageCost(
+            forward_s=of(self._seconds["forward"]) + written_s,
+            backward_s=waited_s + written_s + of(held.recompute_s),
+            weight_s=weight_s,
+            update_s=of(self._seconds["update"]),
+            state_bytes=of(self._state),
+            flight_bytes=of(held.made) + float(held.sizes[received].sum()),
+            working_bytes=self._working_bytes + held.recompute_bytes,
+        )
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def _layer(self, n: int) -> int:
+        """The layer of an equation; for one that each layer runs for itself, the first layer that reads it."""
+        found = self._layers.get(n)
+        if found is None:
+            self._layers[n] = 0  # equations that read each other through a loop
+            found = self._layers[n] = self._found(n)
+        return found
+
+    def _found(self, n: int) -> int:
+        own = self._equations[n].layer
+        if own is not None:
+            return own
+        graph = self.candidate.formulation.graph
+        users = [user for value in graph.nodes[n].results for user, _ in graph.users.get(value, ())]
+        if users:
+            return min(map(self._layer, users))
+        made_of = [graph.producers.get(v) for v in graph.nodes[n].operands if v is not None]
+        return max((self._layer(m) for m in made_of if m is not None), default=0)
+
+    def _layer_of_value(self, value: int) -> int:
+        """The layer of what makes a value; for an input, the first layer that reads it."""
+        graph = self.candidate.formulation.graph
+        producer = graph.producers.get(value)
+        if producer is not None:
+            return self._layer(producer)
+        return min((self._layer(user) for user, _ in graph.users.get(value, ())), default=0)
+
+    def _summed(self, shares: Mapping[int, float]) -> np.ndarray:
+        per_layer = np.zeros(self.num_layers + 1)
+        for layer, share in shares.items():
+            per_layer[layer + 1] += share
+        return np.cumsum(per_layer)
+
+    # -- seconds -------------------------------------------------------------------------------
+
+    def _phase_s(self, phase: str) -> dict[int, float]:
+        """Seconds of a phase by layer."""
+        timeline = self.figures.timeline(phase)
+        found: dict[int, float] = defaultdict(float)
+        if timeline is None or not timeline.ran:
+            return found
+        until = 0.0
+        for one in sorted(timeline.ran, key=lambda one: one.end_s):
+            if one.op.kind != "collective" and one.end_s > until:
+                found[self._layer_of_op(one.op)] += one.end_s - until
+                until = one.end_s
+        found[self._layer_of_op(timeline.ran[-1].op)] += max(0.0, timeline.step_time_s - until)
+        return found
+
+    def _layer_of_op(self, op: Op) -> int:
+        return self._layer(op.node) if op.node >= 0 else 0
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def _state_bytes(self) -> dict[int, float]:
+        """Bytes that are held all the time, by layer."""
+        found: dict[int, float] = defaultdict(float)
+        parts, layout = self.candidate.parts, self.figures.layout
+        for tensor, value in zip(parts.inputs, layout.trace.inputs, strict=True):
+            if layout.inputs[value].kind not in ("inside", "buffer"):
+                found[self._layer_of_value(value)] += tensor.num_bytes
+        for at, size in self.figures.held_by_node():
+            found[self._layer(at)] += size
+        missing = self.figures.state_bytes - sum(found.values())
+        for layer in list(found) or [0]:  # outputs that are no state, in proportion
+            found[layer] += missing * (found[layer] / total if (total := sum(found.values())) else 1.0)
+        return found
+
+    def _held(self, stash_price: float) -> _Residuals:
+        if stash_price not in self._residuals:
+            self._residuals[stash_price] = self._residuals_of(self.figures.crossings.at(stash_price))
+        return self._residuals[stash_price]
+
+    def _residuals_of(self, crossing: Crossing) -> _Residuals:
+        crossings = self.figures.crossings
+        made: dict[int, float] = defaultdict(float)
+        written: dict[int, float] = defaultdict(float)
+        recompute: dict[int, float] = defaultdict(float)
+        rows: list[tuple[int, int, int, float]] = []
+        for value, readers in crossing.read_by.items():
+            layer, size = self._layer_of_value(value), crossings.num_bytes([value])
+            if value in crossing.passing:
+                made[layer] += size
+                written[layer] += crossings.fused_bytes([value]) / crossings.profile.memory_bytes_per_s
+            before = -1
+            for reader in sorted(readers - {layer}):
+                rows.append((layer, reader, before, size))
+                before = reader
+        for node, seconds in crossing.recomputed_s.items():
+            recompute[self._layer(node)] += seconds
+        table = np.array(rows, float).reshape(len(rows), 4)
+        made_by, read_by, read_before = table[:, :3].astype(int).T
+        return _Residuals(
+            self._summed(written),
+            self._summed(recompute),
+            self._summed(made),
+            made_by,
+            read_by,
+            read_before,
+            table[:, 3],
+            crossing.recompute_bytes,
+        )
