@@ -151,50 +151,54 @@ def problems(draw: st.DrawFn, growth: Growth | None = None) -> PartitionProblem:
 
 
 def every_partition(problem: PartitionProblem) -> Iterator[tuple[Stage, ...]]:
-    """All of them, with devices left idle anywhere, written without anything of what is tested."""
-    groups = problem.cluster.groups
-    for order in itertools.permutations(range(len(groups))):
-        devices: list[tuple[int, int, int]] = []  # group, host, device, along this order
-        for g in order:
-            before = sum(group.num_devices for group in groups[:g])
-            hosts = sum(group.num_hosts for group in groups[:g])
-            per = groups[g].devices_per_host
-            devices += [(g, hosts + d // per, before + d) for d in range(groups[g].num_devices)]
-        yield from _from(problem, devices, 0, 0)
+    """All of them, in any order of the devices, with devices left idle anywhere, written without anything of what is
+    tested. Of hosts that are alike, a stage takes the first."""
+    hosts = [(g, group.devices_per_host) for g, group in enumerate(problem.cluster.groups) for _ in range(group.num_hosts)]
+    begins = [sum(size for _, size in hosts[:host]) for host in range(len(hosts))]
+    yield from _from(problem, hosts, begins, [0] * len(hosts), 0, None)
 
 
 def _from(
-    problem: PartitionProblem, devices: list[tuple[int, int, int]], first: int, at: int
+    problem: PartitionProblem,
+    hosts: list[tuple[int, int]],
+    begins: list[int],
+    taken: list[int],
+    first: int,
+    previous: int | None,
 ) -> Iterator[tuple[Stage, ...]]:
+    """All stages from a layer on, after devices of each host are taken; `previous` is the last stage's host."""
     if first == problem.num_layers:
         yield ()
         return
-    for begin in range(at, len(devices)):
-        for end in range(begin + 1, len(devices) + 1):
-            mesh = _submesh(problem.cluster, devices, begin, end)
-            if mesh is None:
+    seen: set[tuple[int, int, bool]] = set()
+    for host, (g, size) in enumerate(hosts):
+        alike = g, taken[host], host == previous
+        if alike in seen:
+            continue
+        seen.add(alike)
+        kind = problem.cluster.groups[g].kind
+        shapes = [SubmeshShape(kind, 1, n) for n in range(1, size - taken[host] + 1)]
+        empty = 0
+        while taken[host] == 0 and host + empty < len(hosts) and hosts[host + empty][0] == g and not taken[host + empty]:
+            empty += 1
+        shapes += [SubmeshShape(kind, n, size) for n in range(2, empty + 1)]
+        for shape in shapes:
+            if problem.shapes and shape not in problem.shapes:
                 continue
+            mesh = Submesh(shape, begins[host] + taken[host], host)
+            after = [
+                used + shape.devices_per_host * (host <= other < host + shape.num_hosts)
+                for other, used in enumerate(taken)
+            ]
             for last in range(first, problem.num_layers):
-                for rest in _from(problem, devices, last + 1, end):
+                for rest in _from(problem, hosts, begins, after, last + 1, host):
                     yield (Stage(first, last, mesh), *rest)
-
-
-def _submesh(cluster: Cluster, devices: list[tuple[int, int, int]], begin: int, end: int) -> Submesh | None:
-    taken = devices[begin:end]
-    if len({g for g, _, _ in taken}) > 1:
-        return None
-    group = cluster.groups[taken[0][0]]
-    hosts = [host for _, host, _ in taken]
-    num_hosts = len(set(hosts))
-    if num_hosts > 1 and any(hosts.count(host) < group.devices_per_host for host in hosts):
-        return None
-    return Submesh(SubmeshShape(group.kind, num_hosts, (end - begin) // num_hosts), taken[0][2], hosts[0])
 
 
 def evaluate(problem: PartitionProblem, stages: tuple[Stage, ...]) -> float:
     """The objective, by its definition."""
     objective, once, repeated = problem.objective, 0.0, 0.0
-    if len(stages) > (problem.max_stages or len(stages)):
+    if len(stages) > (problem.max_stages or len(stages)) or len(stages) != (problem.num_stages or len(stages)):
         return math.inf
     for number, stage in enumerate(stages):
         mesh, after = stage.submesh, len(stages) - 1 - number

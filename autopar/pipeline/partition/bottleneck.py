@@ -28,10 +28,11 @@ PROVEN = 1e-9
 _ROUNDING = 1e-12  # relative
 _MOST_OTHERS = 16
 _NARROW = 0.01  # relative
+_MOST_UNSETTLED = 32  # intervals of a variant
 
 
 class Variant(Protocol):
-    """A subproblem: one order of the device groups, with one number of stages."""
+    """A subproblem: one number of stages, or one row of submeshes."""
 
     def cheapest(self, limit: float) -> tuple[float, Stages | None] | None:
         """The least sum with no stage above the limit, by the known costs, and its stages. None if it is infeasible.
@@ -79,6 +80,7 @@ class Search:
         self._variants, self._budget, self._progress = variants, budget, progress
         self._open: list[tuple[float, int, float, float]] = []  # bound, variant, interval
         self._left = math.inf  # the least bound of the abandoned intervals
+        self._num_unsettled = [0] * len(variants)
 
     def run(self, start: Search | None = None, prepare: Callable[[], None] | None = None) -> None:
         """Search until the best solution is proven optimal, time is up, or Ctrl-C.
@@ -152,7 +154,7 @@ class Search:
                 return [(total + floor, number, floor, high)]
         bound, (total, largest) = total, variant.figures(stages)
         self._meet(stages, total + largest)
-        if total * (1 - PROVEN) > bound:  # the variant did not find the least sum
+        if total * (1 - PROVEN) > bound or largest > high:  # the variant did not find the least sum
             return self._unsettled(number, bound, floor, high)
         # No other solution up to `largest` has a smaller sum, and an improvement needs a maximum below `cost - total`.
         high = min(largest * (1 - _ROUNDING), self.cost - total)
@@ -162,9 +164,10 @@ class Search:
         return [(total + floor, number, floor, middle), (total + middle, number, middle, high)]
 
     def _unsettled(self, number: int, total: float, low: float, high: float) -> list[tuple[float, int, float, float]]:
-        """Split an interval whose least sum is only bounded; abandon it if it is narrow."""
+        """Split an interval whose least sum is only bounded; abandon it if it is narrow, or after many others."""
+        self._num_unsettled[number] += 1
         high = min(high, self.cost - total)
-        if math.isinf(high) or high - low <= _NARROW * high:
+        if math.isinf(high) or high - low <= _NARROW * high or self._num_unsettled[number] > _MOST_UNSETTLED:
             self._left = min(self._left, total + low)
             return []
         middle = (low + high) / 2

@@ -1,16 +1,16 @@
-"""Model a cluster as devices in a line, and enumerate the submeshes for stages.
+"""Model a cluster, and enumerate the submeshes for stages.
 
 In: groups of hosts; each group has one kind of device.
 Out: a `Cluster`, the shapes of its submeshes, and a `Line` for each order of the groups, with every possible submesh. A
 submesh is a run of devices inside one host, or several whole hosts of one group. So it never mixes kinds of devices,
-and never combines a part of a host with another host. Stages occupy submeshes in the order of the line.
+and never combines a part of a host with another host. Which submeshes fit together: `packing.py`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,6 +65,11 @@ class SubmeshShape:
     def num_devices(self) -> int:
         """The number of devices of all hosts."""
         return self.num_hosts * self.devices_per_host
+
+    @property
+    def without_option(self) -> SubmeshShape:
+        """The shape with option 0."""
+        return replace(self, option=0)
 
     def __str__(self) -> str:
         size = f"{self.num_hosts}x{self.devices_per_host}" if self.num_hosts > 1 else f"{self.devices_per_host}"
@@ -162,30 +167,19 @@ class Cluster:
 class Line:
     """The devices in one order of the groups, with the possible submeshes (places) by number.
 
-    Positions count devices from the start of the line; hosts are numbered along the line. Places are sorted by `start`,
-    then the larger first.
+    Positions count devices from the start of the line. Places are sorted by `start`, then the larger first.
 
     Args:
         submeshes: the places as submeshes of the cluster.
         shape: the number of each place's shape, int[places].
         start: the position of a place's first device, int[places].
         end: the position after its last device, int[places].
-        host: the host whose first device is at `start`; -1 if the place starts inside a host. int[places]
-        next_host: the first host that starts at `end` or later; `num_hosts` if there is none. int[places]
-        num_hosts: the number of hosts of all groups.
-        left, right: all pairs of places where the right one starts, inside a host, where the left one ends; sorted by
-            `left`.
     """
 
     submeshes: tuple[Submesh, ...]
     shape: np.ndarray
     start: np.ndarray
     end: np.ndarray
-    host: np.ndarray
-    next_host: np.ndarray
-    num_hosts: int
-    left: np.ndarray
-    right: np.ndarray
 
 
 def lines(cluster: Cluster, shapes: Sequence[SubmeshShape]) -> tuple[Line, ...]:
@@ -196,15 +190,12 @@ def lines(cluster: Cluster, shapes: Sequence[SubmeshShape]) -> tuple[Line, ...]:
 def _line(cluster: Cluster, order: Sequence[int], shapes: Sequence[SubmeshShape]) -> Line:
     devices_before = np.cumsum([0, *(group.num_devices for group in cluster.groups)]).tolist()
     hosts_before = np.cumsum([0, *(group.num_hosts for group in cluster.groups)]).tolist()
-    host_starts: list[int] = []
     places: list[tuple[int, int, int, Submesh]] = []  # start, -size, shape, where
     position = 0
     for number in order:
         group = cluster.groups[number]
         for at in range(group.num_devices):
             host, inside = divmod(at, group.devices_per_host)
-            if inside == 0:
-                host_starts.append(position + at)
             for index, shape in enumerate(shapes):
                 if _fits(shape, group, host, inside):
                     where = Submesh(shape, devices_before[number] + at, hosts_before[number] + host)
@@ -212,23 +203,11 @@ def _line(cluster: Cluster, order: Sequence[int], shapes: Sequence[SubmeshShape]
         position += group.num_devices
     places.sort(key=lambda place: place[:3])
     start = np.array([place[0] for place in places], int)
-    end = start - np.array([place[1] for place in places], int)
-    begins = {at: host for host, at in enumerate(host_starts)}
-    inside = {at for at in range(position) if at not in begins}
-    starting: dict[int, list[int]] = {}
-    for index, at in enumerate(start.tolist()):
-        starting.setdefault(at, []).append(index)
-    pairs = [(p, q) for p, at in enumerate(end.tolist()) if at in inside for q in starting.get(at, [])]
     return Line(
         submeshes=tuple(place[3] for place in places),
         shape=np.array([place[2] for place in places], int),
         start=start,
-        end=end,
-        host=np.array([begins.get(at, -1) for at in start.tolist()], int),
-        next_host=np.searchsorted(host_starts, end),
-        num_hosts=len(host_starts),
-        left=np.array([p for p, _ in pairs], int),
-        right=np.array([q for _, q in pairs], int),
+        end=start - np.array([place[1] for place in places], int),
     )
 
 

@@ -14,8 +14,10 @@ from autopar.solve.numba_jit import compiled
 def begin_at(
     first: int,
     values: np.ndarray,
+    finite: np.ndarray,
     level: np.ndarray,
-    shape: np.ndarray,
+    type_of: np.ndarray,
+    num_later: np.ndarray,
     maximum: bool,
     after: np.ndarray,
     start: np.ndarray,
@@ -23,58 +25,67 @@ def begin_at(
     """Fill `start` of one layer, initially `inf`, from `after` of all later ones.
 
     Args:
+        finite: whether a run has a finite value; bool[layers, layers, shapes].
+        type_of: the type of each shape; int[shapes].
         maximum: whether the worst stage counts instead of the sum.
-        after: float[layers + 1, levels, places, n].
-        start: float[places, n].
+        after: float[layers + 1, levels, types, states, n].
+        start: float[types, states + 1, n].
     """
-    num_layers, (num_places, num_counts) = len(values), start.shape
+    num_layers, num_states, num_counts = len(values), len(num_later), start.shape[2]
     counted = 1 if num_counts > 1 else 0
-    most = min(num_counts, num_layers - first + 1)  # each stage has at least one layer
-    for place in range(num_places):
-        of = shape[place]
+    for shape in range(len(type_of)):
+        best = start[type_of[shape]]
         for last in range(first, num_layers):
-            rest = after[last + 1, level[first, last, of], place]
-            for n in range(counted, most):
-                own, more = values[first, last, of, n], rest[n - counted]
-                start[place, n] = min(start[place, n], max(own, more) if maximum else own + more)
+            if not finite[first, last, shape]:
+                continue
+            rest = after[last + 1, level[first, last, shape], type_of[shape]]
+            if not counted:
+                own = values[first, last, shape, 0]
+                for state in range(num_states):
+                    total = max(own, rest[state, 0]) if maximum else own + rest[state, 0]
+                    best[state, 0] = min(best[state, 0], total)
+                continue
+            most = min(num_counts, num_layers - last + 1)  # each later stage has at least one layer
+            for state in range(num_states):
+                for n in range(1, min(most, num_later[state] + 2)):
+                    own, more = values[first, last, shape, n], rest[state, n - 1]
+                    best[state, n] = min(best[state, n], max(own, more) if maximum else own + more)
 
 
 @compiled
 def follow(
     inside: np.ndarray,
     across: np.ndarray,
-    shape: np.ndarray,
-    next_host: np.ndarray,
-    left: np.ndarray,
-    right: np.ndarray,
+    footprint: np.ndarray,
+    states_inside: np.ndarray,
+    states_across: np.ndarray,
     start: np.ndarray,
-    at_host: np.ndarray,
-    best: np.ndarray,
     after: np.ndarray,
 ) -> None:
-    """Fill `after` of one layer and one level, initially `inf`, from its `start`.
+    """Fill `after` of one layer, initially `inf`, from its `start`.
 
     Args:
-        inside, across: float[shapes, shapes].
-        at_host: least cost of what starts at a host or a later one, by the shape there: float[shapes, hosts + 1, n].
-        best: scratch of the same shape, initially `inf`: least cost by the previous shape and the next host.
-        after: float[places, n].
+        inside, across: float[levels, types, types].
+        footprint: the footprint of each type; int[types].
+        states_inside, states_across: the moves of the packing.
+        after: float[levels, types, states, n].
     """
-    num_shapes, num_hosts, num_counts = at_host.shape
-    for source in range(num_shapes):
-        for target in range(num_shapes):
-            sent = across[source, target]
-            for number in range(num_hosts):
-                for n in range(num_counts):
-                    best[source, number, n] = min(best[source, number, n], sent + at_host[target, number, n])
-    for place in range(len(shape)):
-        for n in range(num_counts):
-            after[place, n] = best[shape[place], next_host[place], n]
-    for pair in range(len(left)):
-        one, other = left[pair], right[pair]
-        sent = inside[shape[one], shape[other]]
-        for n in range(num_counts):
-            after[one, n] = min(after[one, n], sent + start[other, n])
+    num_levels, num_types, num_states, num_counts = after.shape
+    for target in range(num_types):
+        of, begun = footprint[target], start[target]
+        for state in range(num_states):
+            for n in range(num_counts):
+                near, far = np.inf, np.inf
+                for choice in range(states_inside.shape[2]):
+                    near = min(near, begun[states_inside[state, of, choice], n])
+                for choice in range(states_across.shape[2]):
+                    far = min(far, begun[states_across[state, of, choice], n])
+                if near == np.inf and far == np.inf:
+                    continue
+                for level in range(num_levels):
+                    for source in range(num_types):
+                        least = min(inside[level, source, target] + near, across[level, source, target] + far)
+                        after[level, source, state, n] = min(after[level, source, state, n], least)
 
 
 @compiled

@@ -1,10 +1,10 @@
-"""Partition layers into stages on submeshes, proven optimal, by dynamic programming along the line of devices.
+"""Partition layers into stages on submeshes, proven optimal, by dynamic programming over the free devices.
 
 In: a `PartitionProblem`.
-Out: a `Partition`. Under a limit on `repeated`, the dynamic program (`dynamic_program.py`) finds the least sum of
-`once`. The search (`bottleneck.py`) finds the limit and queries costs as late as possible (`price_tables.py`). Every
-order of the cluster's groups is a line. Devices stay idle only if that lowers the objective: ties prefer larger
-submeshes.
+Out: a `Partition`. Under a limit on `repeated`, the dynamic program finds the least sum of `once`, and then a place for
+each submesh (`sizes_then_places.py`). The search (`bottleneck.py`) finds the limit and queries costs as late as
+possible (`price_tables.py`). Stages need not be in the order of the devices; where that order is as good, they are.
+Devices stay idle only if that lowers the objective: ties prefer larger submeshes.
 
 The memory of a stage depends on the number of stages after it. Counting stages makes the dynamic program that many
 times larger, so stages are counted only if the cheapest partition without the count does not fit.
@@ -19,12 +19,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stages, searched
-from autopar.pipeline.partition.cluster import Line, lines
-from autopar.pipeline.partition.dynamic_program import Found, Hops, solve
+from autopar.pipeline.partition.dynamic_program import Hops
 from autopar.pipeline.partition.price_tables import Prices
-from autopar.pipeline.partition.problem import Partition, PartitionProblem, Shortage, Stage
+from autopar.pipeline.partition.problem import Partition, PartitionProblem, Shortage
+from autopar.pipeline.partition.sizes_then_places import Placed, Placer, Runs
 from autopar.pipeline.partition.transfer_tables import Transfers
 from autopar.solve.problem import Status
+
+
+_AMONG = "all cuts between layers and all placements of the priced submeshes"
+_IN_LINE = "stages in the order of the devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,8 @@ class ExactPartitioner:
             KeyboardInterrupt: Ctrl-C before any partition was found.
         """
         prices, transfers = Prices(problem), Transfers(problem)
-        counts = _num_stages(problem)
-        variants = [
-            _OnLine(line, prices, transfers, count)
-            for line in lines(problem.cluster, problem.all_shapes)
-            for count in counts
-        ]
+        placer = Placer(problem.cluster, prices.shapes, transfers.types, problem.num_layers)
+        variants = [_Variant(placer, prices, transfers, count) for count in _num_stages(problem)]
         budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
         search = searched(variants, prices, budget, self.progress)
         reason, shortage = "", None
@@ -70,6 +70,7 @@ class ExactPartitioner:
             reason=reason,
             shortage=shortage,
             slack_s=prices.slack_s,
+            among=_IN_LINE if placer.is_in_line else _AMONG,
         )
 
 
@@ -86,10 +87,10 @@ def _num_stages(problem: PartitionProblem) -> list[int | None]:
 
 
 @dataclass(slots=True)
-class _OnLine:
-    """All partitions on one line with a given number of stages, or any number."""
+class _Variant:
+    """All partitions with a given number of stages, or any number."""
 
-    line: Line
+    placer: Placer
     prices: Prices
     transfers: Transfers
     num_stages: int | None
@@ -103,26 +104,20 @@ class _OnLine:
 
     def cheapest(self, limit: float) -> tuple[float, Stages | None] | None:
         """See `bottleneck.Variant`."""
-        prices = self.prices
-        hops, above = self.transfers.hops(prices.repeated, limit)
-        once = np.where(above, np.inf, prices.once)
-        if self.num_stages is None:
-            least = np.array([self._in_flight.min()])
-            found = solve(self.line, np.where(prices.fitting(least), once[..., None], np.inf), hops)
-            if found is None or self._all_fit(found):
-                return self._outcome(found)
-        fitting = prices.fitting(self._in_flight)
-        found = solve(self.line, np.where(fitting, once[..., None], np.inf), hops, num_stages=self.num_stages)
-        return self._outcome(found)
+        while True:
+            found = self._placed(limit)
+            if found is None:
+                return None
+            if found.stages or not self.prices.query(found.runs):
+                return found.bound, found.stages or None
 
     def least_limit(self) -> float:
         """See `bottleneck.Variant`; transfers and the number of stages are ignored."""
         prices = self.prices
         fitting = prices.fitting(np.array([self._in_flight.min()]))
-        found = solve(
-            self.line, np.where(fitting, prices.repeated[..., None], np.inf), self._free(), combine=np.maximum
-        )
-        return math.inf if found is None else found.cost
+        values = np.where(fitting, prices.repeated[..., None], np.inf)
+        found = self.placer.cheapest(values, self._free(), combine=np.maximum, settles=lambda _: False)
+        return math.inf if found is None else found.bound
 
     def query(self, stages: Stages) -> bool:
         """See `bottleneck.Variant`."""
@@ -138,39 +133,48 @@ class _OnLine:
         while True:
             lacking = np.maximum(prices.holding(self._in_flight) - prices.budget[:, None], 0.0)
             lacking = np.where(np.isfinite(prices.once)[..., None], lacking, np.inf)
-            found = solve(self.line, lacking, self._free(), combine=np.maximum, num_stages=self.num_stages)
-            if found is None:
+            found = self.placer.cheapest(lacking, self._free(), combine=np.maximum, num_stages=self.num_stages)
+            if found is None or not found.stages:
                 return None
-            stages = self._stages(found)
-            if not self.query(stages):
+            if not self.query(found.stages):
                 break
-        worst, shortage = -math.inf, None
+        worst, shortage, stages = -math.inf, None, found.stages
         for number, (stage, run) in enumerate(zip(stages, prices.runs(stages), strict=True)):
             in_flight = float(self._in_flight[len(stages) - number])
             needed, budget = prices.holds(run, in_flight), float(prices.budget[run[2]])
             if needed - budget > worst:
-                worst, shortage = needed - budget, Shortage(stage, in_flight, needed, budget)
+                worst, shortage = needed - budget, Shortage(stage, in_flight, needed, budget, found.is_least)
         assert shortage is not None
         return found.cost, shortage
 
-    def _all_fit(self, found: Found) -> bool:
-        last = len(found.stages)
-        return last < len(self._in_flight) and all(
-            self.prices.fits((i, j, int(self.line.shape[place])), self._in_flight[last - number])
-            for number, (i, j, place) in enumerate(found.stages)
+    def _placed(self, limit: float) -> Placed | None:
+        """The least sum under a limit; None if it is infeasible."""
+        prices = self.prices
+        hops, above = self.transfers.hops(prices.repeated, limit)
+        once = np.where(above, np.inf, prices.once)[..., None]
+        if self.num_stages is None:
+            least = np.array([self._in_flight.min()])
+            found = self.placer.cheapest(np.where(prices.fitting(least), once, np.inf), hops, settles=self._are_known)
+            if found is None or (found.stages and self._all_fit(found.stages)):
+                return found
+        values = np.where(prices.fitting(self._in_flight), once, np.inf)
+        return self.placer.cheapest(values, hops, num_stages=self.num_stages, settles=self._are_known)
+
+    def _are_known(self, runs: Runs) -> bool:
+        return all(self.prices.known[run] for run in runs)
+
+    def _all_fit(self, stages: Stages) -> bool:
+        count = len(stages)
+        return count < len(self._in_flight) and all(
+            self.prices.fits(run, self._in_flight[count - number])
+            for number, run in enumerate(self.prices.runs(stages))
         )
 
-    def _outcome(self, found: Found | None) -> tuple[float, Stages] | None:
-        return None if found is None else (found.cost, self._stages(found))
-
-    def _stages(self, found: Found) -> Stages:
-        return tuple(Stage(i, j, self.line.submeshes[place]) for i, j, place in found.stages)
-
     def _free(self) -> Hops:
-        return Hops.free(self.prices.problem.num_layers, len(self.prices.shapes))
+        return Hops.free(self.prices.problem.num_layers, self.transfers.types)
 
 
-def _least_shortage(variants: list[_OnLine]) -> Shortage | None:
+def _least_shortage(variants: list[_Variant]) -> Shortage | None:
     found = [shortage for variant in variants if (shortage := variant.least_shortage()) is not None]
     return min(found, key=lambda pair: pair[0])[1] if found else None
 

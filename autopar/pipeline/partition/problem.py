@@ -1,7 +1,7 @@
 """Define the stage partition problem and its solution as numbers, without trace, plan or JAX.
 
     minimise    sum_i once_i  +  max_j repeated_j
-    over        stages 1..p: consecutive runs of layers, on consecutive submeshes
+    over        stages 1..p: consecutive runs of layers, on submeshes without common devices
     subject to  state_i + working_i + in_flight_i * flight_i  <=  budget of the kind of submesh i
 
 The schedule determines once_i and repeated_i (`objectives.py`). For 1F1B with m microbatches, let t_i be the forward
@@ -84,7 +84,8 @@ class PartitionProblem:
             memory. A run that merely does not fit has a cost, so that the shortage can be reported. It may be slow: it
             is called once per run and shape, and only for candidates of the optimum.
         transfer_s: seconds of one microbatch's activations and gradients between the stage that ends before layer
-            `boundary` and the next one. Arguments: boundary, both shapes, whether they share a host.
+            `boundary` and the next one. Arguments: boundary, both shapes, whether they share a host. It is called for
+            shapes of option 0 only: options differ in costs, not in transfers.
         budget_bytes: the memory budget of a device of each kind.
         bound: an optimistic cost that is fast to compute; none of its numbers, nor of the objective's, exceeds the
             cost.
@@ -158,12 +159,14 @@ class Shortage:
         in_flight: its peak of in-flight microbatches.
         needed_bytes: the bytes that it needs per device.
         budget_bytes: the budget per device.
+        is_least: whether it is proven that no partition lacks less.
     """
 
     stage: Stage
     in_flight: float
     needed_bytes: float
     budget_bytes: float
+    is_least: bool = True
 
     @property
     def missing_bytes(self) -> float:
@@ -171,10 +174,10 @@ class Shortage:
         return self.needed_bytes - self.budget_bytes
 
     def __str__(self) -> str:
+        others = "; every other partition lacks at least as much" if self.is_least else ""
         return (
             f"{self.stage} need {human_bytes(self.needed_bytes)} per device with {self.in_flight:g} microbatches in"
-            f" flight, {human_bytes(self.missing_bytes)} more than the budget of {human_bytes(self.budget_bytes)};"
-            " every other partition lacks at least as much"
+            f" flight, {human_bytes(self.missing_bytes)} more than the budget of {human_bytes(self.budget_bytes)}{others}"
         )
 
 
@@ -193,6 +196,7 @@ class Partition:
         shortage: the reason if it is memory.
         slack_s: the most seconds that merging two runs saves, by the proof's assumption; 0 if no queried cost
             contradicts the problem's `growth`.
+        among: the partitions that `lower_bound_s` refers to, in words.
     """
 
     stages: tuple[Stage, ...]
@@ -204,6 +208,7 @@ class Partition:
     reason: str = ""
     shortage: Shortage | None = None
     slack_s: float = 0.0
+    among: str = ""
 
 
 class Partitioner(Protocol):

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.pipeline.partition.dynamic_program import Hops
+from autopar.pipeline.partition.dynamic_program import Hops, Types
 from autopar.pipeline.partition.problem import PartitionProblem
 
 
 class Transfers:
-    """Tables over the target's first layer and the shapes of source and target; seconds of one microbatch.
+    """Tables over the target's first layer and the types of source and target; seconds of one microbatch.
 
     Attributes:
-        inside: seconds in one host, `inf` if the two shapes do not fit into one host; float[layers, shapes, shapes].
-        across: seconds otherwise; float[layers, shapes, shapes].
+        types: the types of the problem's shapes.
+        inside: seconds in one host, `inf` if the two types do not fit into one host; float[layers, types, types].
+        across: seconds otherwise; float[layers, types, types].
     """
 
     def __init__(self, problem: PartitionProblem) -> None:
-        shapes, objective = problem.all_shapes, problem.objective
+        self.types, objective = Types.among(problem.all_shapes), problem.objective
+        shapes = self.types.shapes
         self.inside = np.full((problem.num_layers, len(shapes), len(shapes)), np.inf)
         self.across = np.full(self.inside.shape, np.inf)
         most = {
@@ -56,9 +58,10 @@ class Transfers:
         num_layers = len(repeated)
         allowed = self._num_allowed(limit - repeated)
         above = (repeated > limit) | (allowed == 0)
-        # A level is a number of allowed transfers: the fastest ones before a layer, by shape.
+        # A level is a number of allowed transfers: the fastest ones before a layer, by type.
         used = [np.unique(allowed[:, layer - 1][~above[:, layer - 1]]) for layer in range(1, num_layers)]
-        most = np.full((num_layers, max([len(counts) for counts in used], default=0) or 1, repeated.shape[2]), np.inf)
+        shape = (num_layers, max([len(counts) for counts in used], default=0) or 1, len(self.types.shapes))
+        most = np.full(shape, np.inf)
         for layer, counts in enumerate(used, start=1):
             if len(counts):
                 level[:, layer - 1] = np.minimum(np.searchsorted(counts, allowed[:, layer - 1]), len(counts) - 1)
@@ -78,7 +81,7 @@ class Transfers:
 
     def _num_allowed(self, slack: np.ndarray) -> np.ndarray:
         """For each run, the number of transfers that its slack allows."""
-        steps = self._repeated * self._steps[1:]
+        steps = (self._repeated * self._steps[1:])[:, self.types.of]
         finite = np.isfinite(steps)
         before = slack[:, :-1]  # by the last layer, so of the transfer before the next
         allowed = np.full(slack.shape, self._all_transfers)
