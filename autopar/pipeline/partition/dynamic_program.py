@@ -91,6 +91,7 @@ def solve(
     *,
     combine: Combine = np.add,
     num_stages: int | None = None,
+    all_devices: bool = False,
 ) -> Found | None:
     """Find the cheapest stages.
 
@@ -98,6 +99,7 @@ def solve(
         values: cost of a run of layers on a shape; float[layers, layers, shapes, n], `inf` if forbidden. The last dim
             counts the stages from this one to the end (0: unused), or is 1.
         num_stages: the exact number of stages; only if they are counted.
+        all_devices: whether no device may stay idle.
 
     Returns:
         None if no assignment is feasible. Ties prefer short first stages on many devices.
@@ -109,7 +111,7 @@ def solve(
     finite = np.isfinite(values).any(axis=3)
     start = np.full((num_layers, num_types, num_states + 1, num_counts), np.inf)  # the last state is none
     after = np.full((num_layers + 1, num_levels, num_types, num_states, num_counts), np.inf)
-    after[num_layers, ..., 0] = 0.0
+    after[num_layers][..., packing.is_full | (not all_devices), 0] = 0.0
     for first in reversed(range(num_layers)):
         maximum = combine is np.maximum
         loops.begin_at(first, values, finite, hops.level, types.of, packing.num_later, maximum, after, start[first])

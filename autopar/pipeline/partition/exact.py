@@ -52,7 +52,7 @@ class ExactPartitioner:
             KeyboardInterrupt: Ctrl-C before any partition was found.
         """
         prices, transfers = Prices(problem), Transfers(problem)
-        placer = Placer(problem.cluster, prices.shapes, transfers.types, problem.num_layers)
+        placer = Placer(problem, transfers.types)
         variants = [_Variant(placer, prices, transfers, count) for count in _num_stages(problem)]
         budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
         search = searched(variants, prices, budget, self.progress)

@@ -92,11 +92,13 @@ class Packing:
         inside: the states after a submesh on the last one's host; int[states, footprints, choices].
         across: the states after a submesh elsewhere; int[states, footprints, choices].
         num_later: the most submeshes that a state has room for; int[states].
+        is_full: whether all devices are in use; bool[states].
     """
 
     inside: np.ndarray
     across: np.ndarray
     num_later: np.ndarray
+    is_full: np.ndarray
 
     @property
     def num_states(self) -> int:
@@ -133,7 +135,8 @@ def packing_of(cluster: Cluster, footprints: Sequence[Footprint], rule: Rule, mo
                         return None
                 moves[0 if together else 1][number][at].append(numbers[then])
     inside, across = (_table(found, none=len(queue)) for found in moves)
-    return Packing(inside, across, np.array(free, int) // min(footprint.num_devices for footprint in footprints))
+    num_free, least = np.array(free, int), min(footprint.num_devices for footprint in footprints)
+    return Packing(inside, across, num_free // least, num_free == 0)
 
 
 def _table(moves: Sequence[Sequence[Sequence[int]]], none: int) -> np.ndarray:

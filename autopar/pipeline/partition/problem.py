@@ -95,6 +95,7 @@ class PartitionProblem:
         shapes: the shapes of submeshes; by default all shapes of the cluster.
         max_stages: the largest number of stages.
         num_stages: the exact number of stages.
+        all_devices: whether no device may stay idle, as in Alpa; `ExactPartitioner` knows it.
 
     Raises:
         ClusterError: a kind of device has no budget, or the number of stages is impossible.
@@ -113,6 +114,7 @@ class PartitionProblem:
     shapes: tuple[SubmeshShape, ...] = ()
     max_stages: int | None = None
     num_stages: int | None = None
+    all_devices: bool = False
 
     def __post_init__(self) -> None:
         assert self.num_layers > 0, "no layers"

@@ -20,7 +20,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from autopar.pipeline.partition.cluster import Cluster, Submesh, SubmeshShape
+from autopar.pipeline.partition.cluster import Cluster, Submesh
 from autopar.pipeline.partition.dynamic_program import Combine, Found, Hops, Types, solve
 from autopar.pipeline.partition.packing import (
     Counted,
@@ -34,7 +34,7 @@ from autopar.pipeline.partition.packing import (
     packing_of,
     placed,
 )
-from autopar.pipeline.partition.problem import Stage
+from autopar.pipeline.partition.problem import PartitionProblem, Stage
 
 Runs = tuple[tuple[int, int, int], ...]  # first layer, last layer, number of the shape
 _ROUNDING = 1e-12  # relative
@@ -74,15 +74,15 @@ class Placer:
         is_in_line: whether only stages in the order of the devices are searched.
     """
 
-    def __init__(self, cluster: Cluster, shapes: Sequence[SubmeshShape], types: Types, num_layers: int) -> None:
-        self._cluster, self._shapes, self._types = cluster, shapes, types
-        most_stages = min(num_layers, cluster.num_devices)
-        self._size = num_layers, most_stages + 1
+    def __init__(self, problem: PartitionProblem, types: Types) -> None:
+        self._cluster, self._shapes, self._types = problem.cluster, problem.all_shapes, types
+        self._size = problem.num_layers, problem.most_stages + 1
+        self._all_devices = problem.all_devices
         exact = self._packing(Exact, _MOST_STATES)
         counted = self._packing(partial(Counted, footprints=types.footprints), _MOST_STATES)
         if exact is not None and exact.num_states <= _FEW_STATES:
             rules = [exact]
-        elif counted is not None and are_nested(cluster, types.footprints):
+        elif counted is not None and are_nested(self._cluster, types.footprints):
             rules = [counted, self._packing(Hosted, _MOST_STATES), exact]
         else:
             rules = [counted, exact] if self._is_affordable(exact) else []
@@ -112,17 +112,30 @@ class Placer:
         for number, packing in enumerate(self._rules):
             if number and not self._is_affordable(packing, values.shape[3], hops.inside.shape[1]):
                 continue
-            found = solve(packing, self._types, values, hops, combine=combine, num_stages=num_stages)
+            found = self._solve(packing, values, hops, combine, num_stages)
             if found is None:
                 return None
             best = self._better(best, found, values, hops, combine)
             if best.is_least or (best.stages and not settles(found.stages)):
                 return best
-        found = solve(self._in_line, self._types, values, hops, combine=combine, num_stages=num_stages)
+        found = self._solve(self._in_line, values, hops, combine, num_stages)
         if found is not None:
             line = self._better(best, found, values, hops, combine)
             best = Placed(best.bound, best.runs, line.cost, line.stages)
         return best
+
+    def _solve(
+        self, packing: Packing, values: np.ndarray, hops: Hops, combine: Combine, num_stages: int | None
+    ) -> Found | None:
+        return solve(
+            packing,
+            self._types,
+            values,
+            hops,
+            combine=combine,
+            num_stages=num_stages,
+            all_devices=self._all_devices,
+        )
 
     def _packing(self, rule: Callable[[Cluster], Rule], most: float) -> Packing | None:
         return _packing_of(self._cluster, self._types.footprints, rule(self._cluster), most)
