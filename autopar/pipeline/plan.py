@@ -138,6 +138,8 @@ class SearchOutcome:
     Args:
         gap: (cost - lower bound) / cost of the partition, by its objective.
         num_planned: the number of runs of layers that were planned to estimate their costs.
+        among: the partitions that `status` and `gap` refer to; "" if the partitioner bounds nothing. The default is
+            that of files without this field.
         search_time_s: seconds of this search; not saved.
     """
 
@@ -145,6 +147,7 @@ class SearchOutcome:
     gap: float
     num_layers: int
     num_planned: int
+    among: str = "stages in the order of the devices"
     search_time_s: float | None = field(default=None, compare=False)
 
 

@@ -143,10 +143,10 @@ def _print(explained: StagesExplanation, console: Console) -> None:
 
 def _head(plan: PipelinePlan) -> list[RenderableType]:
     outcome = plan.outcome
-    sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} %"
+    sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} % of the best"
     if not math.isfinite(outcome.gap):
         sure = f"not bounded; {outcome.status}"
-    order = " among stages in the order of the devices" if len(plan.stages) > 1 else ""
+    among = f" among {outcome.among}" if outcome.among and len(plan.stages) > 1 else ""
     searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
     descriptions = {**any_edges.DESCRIPTIONS, **{name: kind.description for name, kind in SCHEDULES.items()}}
     description = descriptions.get(plan.schedule, "")
@@ -154,7 +154,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     facts = [
         ("Strategy", plan.strategy),
         *(("Replicated", text) for text in stages_replicated(plan)),
-        ("Certainty", f"{sure}{order}, by the costs of planned layers ({searched}{took})"),
+        ("Certainty", f"{sure}{among}, by the costs of planned layers ({searched}{took})"),
         ("Schedule", f"{plan.schedule}: {description}" if description else plan.schedule),
     ]
     if branches := plan.side_by_side():

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stages, searched
 from autopar.pipeline.partition.dynamic_program import Hops
-from autopar.pipeline.partition.price_tables import Prices
+from autopar.pipeline.partition.price_tables import Prices, Run
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Shortage
-from autopar.pipeline.partition.sizes_then_places import Placed, Placer, Runs
+from autopar.pipeline.partition.sizes_then_places import Placed, Placer
 from autopar.pipeline.partition.transfer_tables import Transfers
 from autopar.solve.problem import Status
-
 
 _AMONG = "all cuts between layers and all placements of the priced submeshes"
 _IN_LINE = "stages in the order of the devices"
@@ -108,7 +108,8 @@ class _Variant:
             found = self._placed(limit)
             if found is None:
                 return None
-            if found.stages or not self.prices.query(found.runs):
+            is_open = bool(found.stages) and not self._are_known(self.prices.runs(found.stages))
+            if found.is_least or is_open or not self.prices.query(found.runs):
                 return found.bound, found.stages or None
 
     def least_limit(self) -> float:
@@ -160,7 +161,7 @@ class _Variant:
         values = np.where(prices.fitting(self._in_flight), once, np.inf)
         return self.placer.cheapest(values, hops, num_stages=self.num_stages, settles=self._are_known)
 
-    def _are_known(self, runs: Runs) -> bool:
+    def _are_known(self, runs: Iterable[Run]) -> bool:
         return all(self.prices.known[run] for run in runs)
 
     def _all_fit(self, stages: Stages) -> bool:

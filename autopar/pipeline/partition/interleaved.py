@@ -79,6 +79,7 @@ class InterleavedPartitioner:
             others=search.others(),
             reason=reason,
             slack_s=prices.slack_s,
+            among="equal submeshes, placed host after host",
         )
 
 

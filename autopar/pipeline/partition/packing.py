@@ -37,6 +37,7 @@ import numpy as np
 
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 
+_ROUNDING = 1e-12  # relative
 #: States that `placed` keeps for each stage, the cheapest; more than any exact packing that is searched.
 _MOST_KEPT = 4096
 #: A host: the number of its group, and its free devices.
@@ -280,10 +281,15 @@ class InLine:
 
 @dataclass(order=True, slots=True)
 class _Way:
-    """How stages reach a state: its cost, how often a stage returns to an earlier host, and the choices."""
+    """How stages reach a state. Costs that differ by rounding are equal in `rank`.
 
-    cost: float
+    Args:
+        returns: how often a stage returns to an earlier host.
+    """
+
+    rank: float
     returns: int
+    cost: float = field(compare=False, default=0.0)
     choice: _Host | None = field(compare=False, default=None)
     before: _Way | None = field(compare=False, default=None)
 
@@ -306,6 +312,7 @@ def placed(
     """
     rule = Exact(cluster)
     ways: dict[_Hosts, _Way] = {rule.start(): _Way(0.0, 0)}
+    finest = _ROUNDING * sum(cost for hop in hops for cost in hop if math.isfinite(cost)) or 1.0
     for number, footprint in enumerate(footprints):
         inside, across = hops[number - 1] if number else (math.inf, 0.0)
         found: dict[_Hosts, _Way] = {}
@@ -314,7 +321,8 @@ def placed(
                 cost = combine(way.cost, inside if choice is None else across)
                 if math.isinf(cost):
                     continue
-                new = _Way(cost, way.returns + (choice is not None and choice[1] > 0), choice, way)
+                returns = way.returns + (choice is not None and choice[1] > 0)
+                new = _Way(round(cost / finest), returns, cost, choice, way)
                 if then not in found or new < found[then]:
                     found[then] = new
         ways = found

@@ -14,9 +14,11 @@ their devices, only stages in the order of the devices are searched.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,13 +38,16 @@ from autopar.pipeline.partition.packing import (
 )
 from autopar.pipeline.partition.problem import PartitionProblem, Stage
 
+_RuleOf = Callable[[Cluster], Rule]
 Runs = tuple[tuple[int, int, int], ...]  # first layer, last layer, number of the shape
 _ROUNDING = 1e-12  # relative
 #: Exact packings of so few states are searched at once; coarser rules would save nothing.
 _FEW_STATES = 200
-#: A packing has at most so many states, and a dynamic program by a finer rule at most so many additions and bytes.
-_MOST_STATES = 4096
-_MOST_ADDITIONS, _MOST_BYTES = 3e8, 3e8
+#: A packing has at most so many states.
+_MOST_STATES, _MOST_STATES_COUNTED = 4096, 16384
+#: A dynamic program has at most so many bytes, and so many additions; by the first rule, more.
+_MOST_BYTES = 3e8
+_MOST_ADDITIONS, _MOST_ADDITIONS_FIRST = 3e8, 2e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +83,24 @@ class Placer:
         self._cluster, self._shapes, self._types = problem.cluster, problem.all_shapes, types
         self._size = problem.num_layers, problem.most_stages + 1
         self._all_devices = problem.all_devices
-        exact = self._packing(Exact, _MOST_STATES)
-        counted = self._packing(partial(Counted, footprints=types.footprints), _MOST_STATES)
-        if exact is not None and exact.num_states <= _FEW_STATES:
-            rules = [exact]
-        elif counted is not None and are_nested(self._cluster, types.footprints):
-            rules = [counted, self._packing(Hosted, _MOST_STATES), exact]
-        else:
-            rules = [counted, exact] if self._is_affordable(exact) else []
-        in_line = self._packing(InLine, math.inf)
+        in_line = self._packing(InLine)
         assert in_line is not None
-        self.is_in_line, self._in_line = not rules, in_line
-        self._rules = [packing for packing in rules or [in_line] if packing is not None]
+        self._in_line = in_line
+        self._rules = self._rules_of(problem.cluster)
+        self.is_in_line = InLine in self._rules
+
+    def _rules_of(self, cluster: Cluster) -> Sequence[_RuleOf]:
+        """The rules to search by, the coarsest first."""
+        if self._packing(Exact, _FEW_STATES) is not None:
+            return (Exact,)
+        counted = partial(Counted, footprints=self._types.footprints)
+        packing = self._packing(counted)
+        if packing is None:
+            return (InLine,)
+        if not are_nested(cluster, self._types.footprints):
+            return (counted, Exact) if self._is_affordable(self._packing(Exact), _MOST_ADDITIONS) else (InLine,)
+        few = packing.num_states <= 2 * self._in_line.num_states
+        return (counted, Hosted, Exact) if few or self._is_affordable(packing, _MOST_ADDITIONS_FIRST) else (InLine,)
 
     def cheapest(
         self,
@@ -109,9 +120,11 @@ class Placer:
             None if no assignment is feasible.
         """
         best = Placed(0.0, (), math.inf, ())
-        for number, packing in enumerate(self._rules):
-            if number and not self._is_affordable(packing, values.shape[3], hops.inside.shape[1]):
+        for number, rule in enumerate(self._rules):
+            packing = self._packing(rule)
+            if number and not self._is_affordable(packing, _MOST_ADDITIONS, values.shape[3], hops.inside.shape[1]):
                 continue
+            assert packing is not None
             found = self._solve(packing, values, hops, combine, num_stages)
             if found is None:
                 return None
@@ -137,10 +150,15 @@ class Placer:
             all_devices=self._all_devices,
         )
 
-    def _packing(self, rule: Callable[[Cluster], Rule], most: float) -> Packing | None:
+    def _packing(self, rule: _RuleOf, most: float | None = None) -> Packing | None:
+        """The packing by a rule; None if it has too many states."""
+        if most is None:
+            most = {Hosted: _MOST_STATES, Exact: _MOST_STATES, InLine: math.inf}.get(rule, _MOST_STATES_COUNTED)
         return _packing_of(self._cluster, self._types.footprints, rule(self._cluster), most)
 
-    def _is_affordable(self, packing: Packing | None, num_counts: int = 0, num_levels: int = 1) -> bool:
+    def _is_affordable(
+        self, packing: Packing | None, most_additions: float, num_counts: int = 0, num_levels: int = 1
+    ) -> bool:
         """Whether a dynamic program is small enough; by default one that counts stages."""
         if packing is None:
             return False
@@ -148,11 +166,11 @@ class Placer:
         states = packing.num_states * float(num_counts or most_counts)
         additions = states * len(self._shapes) * num_layers * (num_layers + 1) / 2
         num_bytes = 8 * states * len(self._types.shapes) * num_layers * (num_levels + 1)
-        return additions <= _MOST_ADDITIONS and num_bytes <= _MOST_BYTES
+        return additions <= most_additions and num_bytes <= _MOST_BYTES
 
     def _better(self, best: Placed, found: Found, values: np.ndarray, hops: Hops, combine: Combine) -> Placed:
         """The better of the best stages so far and those of a further rule, with the larger bound."""
-        bound, runs = max((best.bound, best.runs), (found.cost, found.stages), key=lambda pair: pair[0])
+        bound, runs = (found.cost, found.stages) if found.cost >= best.bound else (best.bound, best.runs)
         cost, stages = self._placed(found.stages, values, hops, combine)
         if cost >= best.cost:
             cost, stages = best.cost, best.stages
@@ -161,18 +179,19 @@ class Placer:
     def _placed(self, runs: Runs, values: np.ndarray, hops: Hops, combine: Combine) -> tuple[float, tuple[Stage, ...]]:
         """The cheapest placement of stages, and its cost; `inf` if there is none."""
         of, counted = self._types.of, values.shape[3] > 1
+        scalars: Callable[[float, float], float] = max if combine is np.maximum else operator.add
         sent: list[tuple[float, float]] = []
-        for (first, last, shape), (_, _, following) in zip(runs, runs[1:], strict=False):
+        for (first, last, shape), (_, _, following) in pairwise(runs):
             at = last + 1, hops.level[first, last, shape], of[shape], of[following]
             sent.append((float(hops.inside[at]), float(hops.across[at])))
         footprints = [self._types.footprints[self._types.footprint[of[shape]]] for _, _, shape in runs]
-        where = placed(self._cluster, footprints, sent, lambda a, b: float(combine(np.float64(a), np.float64(b))))
+        where = placed(self._cluster, footprints, sent, scalars)
         if where is None:
             return math.inf, ()
         total, places = where
         for number, (first, last, shape) in enumerate(runs):
             own = values[first, last, shape, len(runs) - number if counted else 0]
-            total = float(combine(np.float64(total), own))
+            total = scalars(total, float(own))
         stages = (
             Stage(first, last, Submesh(self._shapes[shape], *place))
             for (first, last, shape), place in zip(runs, places, strict=True)

@@ -395,6 +395,7 @@ class _Planning:
                 gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
                 num_layers=step.stages[-1].last + 1,
                 num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
+                among=step.partition.among,
                 search_time_s=time.perf_counter() - self.started,
             ),
             own_statistics=request.own_statistics,

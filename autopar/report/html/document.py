@@ -190,12 +190,10 @@ def _efficiency(explained: Explanation | StagesExplanation) -> list[str]:
 
 
 def _certainty(explained: Explanation | StagesExplanation) -> tuple[str, str]:
-    outcome = explained.plan.outcome
-    scope = (
-        "stages in the order of the devices, by the costs of layers"
-        if isinstance(explained, StagesExplanation)
-        else "in the solver's model"
-    )
+    outcome, scope = explained.plan.outcome, "in the solver's model"
+    if isinstance(explained, StagesExplanation):
+        among = explained.plan.outcome.among if len(explained.plan.stages) > 1 else ""
+        scope = f"among {among}, by the costs of layers" if among else "by the costs of layers"
     if _replicated(explained):
         scope += ", among the strategies of the known sharding rules"
     if outcome.gap <= 1e-6:
