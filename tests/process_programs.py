@@ -326,6 +326,24 @@ def pipelined(*cases: str) -> None:
     tell(told)
 
 
+def out_of_order() -> None:
+    """A step in three stages: the first and the last are in the first process, the one between them in the other."""
+    from test_stages_out_of_order import mlp, planned
+
+    step, reference = planned(mlp().step, (2, 4, 2)), jax.jit(mlp().step)
+    state = step.init(mlp().create_state, jax.random.key(0), batch=mlp().make_batch(0))
+    plain = jax.jit(mlp().create_state)(jax.random.key(0))
+    losses, expected = [], []
+    for seed in range(3):
+        batch = jax.tree.map(np.asarray, mlp().make_batch(seed))
+        state, loss = step(state, batch)
+        plain, plain_loss = reference(plain, batch)
+        losses.append(float(loss))
+        expected.append(float(plain_loss))
+    devices = [list(stage.devices) for stage in step.latest_plan.stages]
+    tell({"devices": devices, "losses": losses, "expected": expected})
+
+
 def measured(*cases: str) -> None:
     """A step in stages, called and then measured.
 

@@ -40,6 +40,15 @@ def test_four_processes() -> None:
 
 
 @pytest.mark.slow
+def test_stages_out_of_order_return_to_a_process() -> None:
+    ended = run("out_of_order", processes=2, devices=4)
+    assert [one.code for one in ended] == [0, 0], ended[-1].errors[-3000:]
+    for one in ended:
+        assert one.last["devices"] == [[0, 1], [4, 5, 6, 7], [2, 3]]
+        assert one.last["losses"] == pytest.approx(one.last["expected"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_a_state_over_processes_is_saved_and_restored(tmp_path: Path) -> None:
     """Saved by two; restored by two, in stages and as one program, and by one alone: bit by bit."""
     folder = str(tmp_path / "kept")
