@@ -173,13 +173,14 @@ BENCHMARKS = {
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
     ),
     "pipeline": Benchmark(
-        ("theory", "clusters", *(f"execution: {model}" for model in _EXECUTED)),
+        ("theory", "partition", "clusters", *(f"execution: {model}" for model in _EXECUTED)),
         VIRTUAL_DEVICES,
         sources=(),
         summary="benchmarks.pipeline.page",
         module="pipeline.parts",
         sources_of={
             "theory": ("pipeline/theory.py",),
+            "partition": ("pipeline/partition.py",),
             "clusters": ("pipeline/clusters.py", "zoo/gpt.py", "zoo/mixed_precision.py", "zoo/training.py"),
             **{f"execution: {model}": ("pipeline/execution.py",) for model in _EXECUTED},
         },

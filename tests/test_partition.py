@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partitions import CLUSTERS, OBJECTIVES, Tables, check_sound, d_host, evaluate, every_partition
+from partitions import CLUSTERS, OBJECTIVES, Tables
 
 from autopar.errors import ClusterError
 from autopar.pipeline.partition.branches import Branches
@@ -35,6 +35,7 @@ from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut
 from benchmarks.baselines.stages_random import RandomSearch
 from benchmarks.baselines.stages_reinforce import Reinforce
+from benchmarks.pipeline.partition import check_sound, d_host, evaluate, every_partition
 
 
 @st.composite
