@@ -152,6 +152,7 @@ def measure(program: str) -> list[Row]:
         begin = time.perf_counter()
         found = partitioner.partition(problem)
         seconds = time.perf_counter() - begin
+        among = f" among {found.among}" if found.among else ""
         rows.append(
             {
                 "partitioner": name,
@@ -161,7 +162,7 @@ def measure(program: str) -> list[Row]:
                 "devices of each": _sizes([stage.submesh.shape for stage in found.stages]),
                 "queries": found.num_queries,
                 "seconds": seconds,
-                "outcome": found.status.value.split(":")[0] if found.stages else "found nothing that fits",
+                "outcome": found.status.value.split(":")[0] + among if found.stages else "found nothing that fits",
             }
         )
     best = min(float(row["step_s"]) for row in rows)

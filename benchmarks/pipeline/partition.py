@@ -46,7 +46,7 @@ def _row(first: int) -> dict[str, Any]:
             least = min(least, cost)
             in_line = min(in_line, cost if is_in_line(stages) else math.inf)
         equal += math.isclose(found.cost_s, least, rel_tol=1e-9)
-        feasible += least < math.inf
+        feasible += math.isfinite(least)
         if in_line > least * (1 + 1e-9):
             out_of_order += 1
             most = max(most, in_line / least - 1)
@@ -60,7 +60,7 @@ def _alpa_row() -> dict[str, Any]:
         found = ExactPartitioner().partition(replace(problem, all_devices=True))
         tables += 1
         equal += math.isclose(found.cost_s, optimum, rel_tol=5e-6)  # six decimals are known
-        lower += ExactPartitioner().partition(problem).cost_s < found.cost_s * (1 - 1e-9)
+        lower += bool(ExactPartitioner().partition(problem).cost_s < found.cost_s * (1 - 1e-9))
     return _counts("Alpa's tables", tables, tables, equal, "", lower)
 
 
