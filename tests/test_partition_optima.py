@@ -129,6 +129,11 @@ def test_where_packings_are_too_many_the_order_of_the_devices_is_searched() -> N
     found = ExactPartitioner().partition(replace(problem, shapes=shapes, num_stages=None))
     assert found.status is Status.OPTIMAL
     assert found.among == "stages in the order of the devices"
+    small = replace(problem, shapes=shapes, cost=lambda *_: StageCost(forward_s=1.0, state_bytes=2.0), num_stages=None)
+    found = ExactPartitioner().partition(small)
+    assert found.status is Status.INFEASIBLE
+    assert "lacks at least as much" not in found.reason
+    assert found.reason.endswith("(searched: stages in the order of the devices)")
 
 
 def test_transfers_decide_which_stages_share_a_host() -> None:

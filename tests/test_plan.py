@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+import autopar
 from autopar.errors import MeshError, PinError, PlanFileError, PlanMismatchError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding, replicated
@@ -219,6 +220,12 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     assert (before["version"], after["version"]) == (int(name[-1]), 7)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
+
+
+def test_older_files_of_stages_say_what_was_searched_then() -> None:
+    plan = load_plan(Path(__file__).parent / "plan_files" / "stages_version_6.json")
+    assert isinstance(plan, PipelinePlan)
+    assert "among stages in the order of the devices" in " ".join(str(autopar.explain(plan)).split())
 
 
 @pytest.mark.parametrize("name", ["version_6", "stages_version_6"])

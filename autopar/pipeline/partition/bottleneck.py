@@ -154,10 +154,10 @@ class Search:
                 return [(total + floor, number, floor, high)]
         bound, (total, largest) = total, variant.figures(stages)
         self._meet(stages, total + largest)
-        if total * (1 - PROVEN) > bound or largest > high:  # the variant did not find the least sum
+        if total * (1 - PROVEN) > bound or largest * (1 - PROVEN) > high:  # the variant did not find the least sum
             return self._unsettled(number, bound, floor, high)
         # No other solution up to `largest` has a smaller sum, and an improvement needs a maximum below `cost - total`.
-        high = min(largest * (1 - _ROUNDING), self.cost - total)
+        high = min(largest * (1 - _ROUNDING), self.cost - total, high * (1 - _ROUNDING))
         if high <= floor:
             return []
         middle = (floor + high) / 2

@@ -60,6 +60,7 @@ class ExactPartitioner:
         if search.status is Status.INFEASIBLE:
             shortage = _least_shortage(variants)
             reason = str(shortage) if shortage else _unplaced(prices)
+            reason += f" (searched: {_IN_LINE})" if placer.is_in_line else ""
         return Partition(
             stages=search.best,
             cost_s=search.cost,
@@ -140,11 +141,12 @@ class _Variant:
             if not self.query(found.stages):
                 break
         worst, shortage, stages = -math.inf, None, found.stages
+        is_least = found.is_least and not self.placer.is_in_line
         for number, (stage, run) in enumerate(zip(stages, prices.runs(stages), strict=True)):
             in_flight = float(self._in_flight[len(stages) - number])
             needed, budget = prices.holds(run, in_flight), float(prices.budget[run[2]])
             if needed - budget > worst:
-                worst, shortage = needed - budget, Shortage(stage, in_flight, needed, budget, found.is_least)
+                worst, shortage = needed - budget, Shortage(stage, in_flight, needed, budget, is_least)
         assert shortage is not None
         return found.cost, shortage
 
