@@ -17,6 +17,7 @@ import autopar
 from autopar.errors import PlanFileError
 from autopar.hardware.profile import load
 from autopar.pipeline.cut.branches import forked_layers
+from autopar.pipeline.cut.exchanges import exchanges_of_layers
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.schedule.dag import NAMES, side_by_side
 from autopar.transforms.program import Program, program_of
@@ -119,8 +120,9 @@ def test_layers_that_fork_are_in_order_and_say_what_passes() -> None:
     towers = [layers.keys[one] for one in readers[0]]
     assert len(set(towers)) < TOWERS, "equal towers are seen to be so"
     stage_of = [0 if layer < max(readers[0]) else 1 for layer in range(len(layers.keys))]
-    sent = layers.sends(stage_of)
-    assert set(sent) == {(0, 1)} and sent[0, 1] >= BATCH * WIDTH * 4
+    there, back = exchanges_of_layers(layers.passing, stage_of, trains=True)
+    assert (there.source, there.target, back.source, back.target) == (0, 1, 1, 0)
+    assert there.num_bytes == back.num_bytes >= BATCH * WIDTH * 4
 
 
 def test_towers_that_read_data_of_their_own_are_branches() -> None:
@@ -170,7 +172,7 @@ def test_a_saved_plan_of_branches_is_the_same(tmp_path: Path) -> None:
     [
         (lambda p: p["sends"][0].update(target=99), "sends"),
         (lambda p: p["sends"].append(p["sends"][0]), "sends"),
-        (lambda p: p.update(schedule="1f1b"), "sends"),
+        (lambda p: p.update(schedule="1f1b"), "stages"),
         (lambda p: p["run_layers"].pop(), "run_layers"),
         (lambda p: p.update(run_layers=[0] * len(p["run_layers"])), "starts"),
         (lambda p: p["starts"].reverse(), "starts"),

@@ -15,7 +15,8 @@ from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.ir.device_program import Gemm, Op
 from autopar.ir.mesh import parse_mesh
-from autopar.pipeline.cut.stage_programs import Cuttable
+from autopar.pipeline.cut.exchanges import passing_of
+from autopar.pipeline.cut.stage_programs import Cuttable, layers_between
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
 from autopar.pipeline.partition.problem import StageCost
@@ -48,12 +49,13 @@ def prices(*profiles: HardwareProfile, num_microbatches: int = MICROBATCHES) -> 
 
 def search_on(cluster: Cluster, *profiles: HardwareProfile, num_microbatches: int = MICROBATCHES) -> StageSearch:
     found, clusters = cuttable()
-    costs, cuts = prices(*profiles, num_microbatches=num_microbatches), [0.0, *found.chain.cut_bytes]
+    costs = prices(*profiles, num_microbatches=num_microbatches)
+    passing = passing_of(found.flow, layers_between(clusters.starts, len(found.flow.forward)))
     budget = {one.name: one.usable_bytes for one in profiles}
     return StageSearch(
         cost=costs.cost,
         keys=clusters.keys,
-        boundary_bytes=[cuts[start] / num_microbatches for start in clusters.starts],
+        passing=[replace(one, num_bytes=one.num_bytes / num_microbatches) for one in passing],
         cluster=cluster,
         profiles={one.name: one for one in profiles},
         budget_bytes=budget,

@@ -16,10 +16,11 @@ from autopar.ir.placement import Part, Parts
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.partition.cluster import Cluster, Submesh
 from autopar.pipeline.partition.problem import StageCost
-from autopar.pipeline.partition.step_time import Send, staged_timeline, task_seconds
+from autopar.pipeline.partition.sends import Send, edges_between
+from autopar.pipeline.partition.step_time import staged_timeline, task_seconds
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import build
-from autopar.pipeline.schedule.tasks import Schedule, chain
+from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
@@ -55,7 +56,17 @@ def _sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
     return _in_stages(sixth_to_seventh(body), sixth_to_seventh)
 
 
-MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_to_seventh)
+def _seventh_to_eighth(body: dict[str, Any]) -> dict[str, Any]:
+    """Add the transfers of gradients, which were priced like those of activations; the decoder rejects other entries."""
+    sends = body.get("sends")
+    forward_only = body.get("schedule") in ("inference", any_edges.NAMES["none"])
+    if not isinstance(sends, list) or forward_only:
+        return body
+    known = [one for one in sends if isinstance(one, dict) and {"source", "target"} <= one.keys()]
+    return body | {"sends": sends + [one | {"source": one["target"], "target": one["source"]} for one in known]}
+
+
+MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_to_seventh, _seventh_to_eighth)
 VERSION = len(MIGRATIONS) + 1
 
 
@@ -159,7 +170,7 @@ class PipelinePlan:
         program: the signature of the traced step.
         starts: the first unit of the forward pass of each layer; with branches, of each run of units of one layer.
         run_layers: the layer of each such run; by default consecutive numbers.
-        sends: the transfers between stages per microbatch; in a chain from each stage to the next.
+        sends: the transfers between stages: activations to later ones, gradients to earlier ones.
         virtual: the number of virtual stages per submesh of a chain.
         own_statistics: whether each microbatch has its own batch statistics.
         inputs, outputs: the step's arguments and results. Their `sharding` is that of their first part.
@@ -220,7 +231,7 @@ class PipelinePlan:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each stage feeds only the next."""
+        """Whether each stage depends on the one before it."""
         return self.schedule not in any_edges.DESCRIPTIONS
 
     @property
@@ -240,10 +251,13 @@ class PipelinePlan:
 
     def tasks(self) -> Schedule:
         """The schedule, task by task."""
+        edges = edges_between(self.sends)
         if self.is_chain:
-            return build(self.schedule, len(self.stages) // self.virtual, self.num_microbatches, virtual=self.virtual)
+            count = len(self.stages)
+            edges = chain_with(count, edges)
+            return build(self.schedule, count // self.virtual, self.num_microbatches, virtual=self.virtual, edges=edges)
         return any_edges.list_schedule(
-            [(one.source, one.target) for one in self.sends],
+            edges,
             self.submesh_of,
             self.num_microbatches,
             seconds=task_seconds([one.cost for one in self.stages]),
@@ -252,11 +266,12 @@ class PipelinePlan:
 
     def side_by_side(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Stages that do not depend on each other: for each fork of the program, the stages of each branch."""
-        return any_edges.side_by_side(len(self.stages), [(one.source, one.target) for one in self.sends])
+        return any_edges.side_by_side(len(self.stages), edges_between(self.sends))
 
     def timeline(self) -> PipelineTimeline:
         """The simulated timeline of one step."""
-        return staged_timeline(self.tasks(), [one.cost for one in self.stages], self.sends)
+        costs, submeshes = [one.cost for one in self.stages], [one.submesh for one in self.stages]
+        return staged_timeline(self.tasks(), costs, self.sends, submeshes)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
@@ -332,12 +347,17 @@ def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
 
 
 def _check_sends(plan: PipelinePlan) -> None:
-    """Refuse transfers to earlier stages, and submeshes that overlap without being equal."""
-    count, edges = len(plan.stages), [(one.source, one.target) for one in plan.sends]
-    if len(set(edges)) < len(edges) or any(not 0 <= source < target < count for source, target in edges):
-        raise WrongFieldError("sends", f"must go from stages to later ones, up to {count - 1}, once each")
-    if plan.is_chain and sorted(edges) != list(chain(count)):
-        raise WrongFieldError("sends", f"must go from each of {count} stages to the next")
+    """Refuse impossible transfers, a chain whose submeshes do not take turns, and submeshes that overlap without being
+    equal."""
+    count, ends = len(plan.stages), [(one.source, one.target, one.when) for one in plan.sends]
+    wrong = any(
+        not (0 <= one.source < count and 0 <= one.target < count and one.source != one.target) for one in plan.sends
+    )
+    if wrong or len(set(ends)) < len(ends):
+        raise WrongFieldError("sends", f"must go from stages to others, up to {count - 1}, once each")
+    num_submeshes = count // plan.virtual
+    if plan.is_chain and plan.submesh_of != tuple(stage % num_submeshes for stage in range(count)):
+        raise WrongFieldError("stages", f"must be on {num_submeshes} submeshes in turn, as {plan.schedule!r} runs them")
     places = sorted({(stage.devices.start, stage.devices.stop) for stage in plan.stages})
     for (_, stop), (start, _) in pairwise(places):
         if start < stop:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from autopar.pipeline.draw.file import write_timelines
 from autopar.pipeline.draw.text import timeline_text
-from autopar.pipeline.partition.step_time import Send
+from autopar.pipeline.partition.sends import Send
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import SCHEDULES
@@ -203,9 +203,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
     for number, stage in enumerate(plan.stages):
         cost = stage.cost
         seconds = [cost.forward_s, cost.backward_s, *([cost.weight_s] if split else []), cost.update_s]
-        sends = "\n".join(
-            _sent(one, with_target=not plan.is_chain) for one in plan.sends if one.source == number and one.num_bytes
-        )
+        sends = "\n".join(map(sent_text, sends_from(plan, number)))
         table.add_row(
             str(number),
             range_text(stage.first_layer, stage.last_layer),
@@ -214,7 +212,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
             sends or "-",
             Text(f"{stage.plan.mesh.describe()}\n{stage.plan.strategy}" + _remat(stage)),
         )
-    under = "seconds of one microbatch, `update` of a step; `sends`: the transfer of one microbatch, one way"
+    under = "seconds of one microbatch, `update` of a step; `sends`: of one microbatch; `at start`, `at end`: of a step"
     return section("Stages", table, under)
 
 
@@ -225,10 +223,15 @@ def _remat(stage: StagePlan) -> str:
     return f"\nrematerializes {human_seconds(seconds)} a microbatch" if seconds else ""
 
 
-def _sent(send: Send, *, with_target: bool) -> str:
-    """A transfer to another stage, with that stage's number if it is not the next."""
-    to = f"to {send.target}: " if with_target else ""
-    return f"{to}{human_bytes(send.num_bytes)}\n{human_seconds(send.seconds)}"
+def sends_from(plan: PipelinePlan, stage: int) -> list[Send]:
+    """What a stage sends to other submeshes."""
+    return [one for one in plan.sends if one.source == stage and one.num_bytes]
+
+
+def sent_text(send: Send, between: str = "\n") -> str:
+    """A transfer to another stage: that stage's number, bytes and seconds."""
+    at = "" if send.when == "microbatch" else f" at {send.when}"
+    return f"to {send.target}{at}: {human_bytes(send.num_bytes)}{between}{human_seconds(send.seconds)}"
 
 
 def _branches(fork: Sequence[Sequence[int]]) -> str:

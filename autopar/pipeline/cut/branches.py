@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.pipeline.cut.exchanges import Passing, passing_of
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
 from autopar.pipeline.partition.cluster_layers import cheapest_cuts
 
@@ -22,15 +23,6 @@ _LEAST_CONCURRENT = 0.05
 _LEAST_PASSING = 1e-3
 #: A layer is cut into at most this many parts, times its share of the forward FLOPs.
 _FINEST = 24
-
-
-@dataclass(frozen=True, slots=True)
-class Passing:
-    """A value that one layer makes and others read. Bytes are those of the whole batch."""
-
-    producer: int
-    readers: tuple[int, ...]
-    num_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +49,6 @@ class ForkedLayers:
         """For each layer, bytes of its values that other layers read."""
         return [sum(one.num_bytes for one in self.passing if one.producer == layer) for layer in range(len(self.keys))]
 
-    def sends(self, stage_of: Sequence[int]) -> dict[tuple[int, int], float]:
-        """Bytes that pass between stages; each value counts once per receiving stage.
-
-        Args:
-            stage_of: stage of each layer.
-        """
-        found: dict[tuple[int, int], float] = {}
-        for one in self.passing:
-            source = stage_of[one.producer]
-            for target in {stage_of[reader] for reader in one.readers} - {source}:
-                found[source, target] = found.get((source, target), 0.0) + one.num_bytes
-        return found
-
 
 def forked_layers(flow: Flow, chain: Chain) -> ForkedLayers | None:
     """The layers of a model with branches that are worth a search; None if it has none.
@@ -83,18 +62,6 @@ def forked_layers(flow: Flow, chain: Chain) -> ForkedLayers | None:
     layer_of = _finer(flow, chain, coarse)
     passing = passing_of(flow, layer_of)
     return ForkedLayers(tuple(layer_of), passing, _keys(flow, chain, layer_of, passing))
-
-
-def passing_of(flow: Flow, layer_of: Sequence[int]) -> tuple[Passing, ...]:
-    """The values that pass between layers in the forward pass."""
-    layer = dict(zip(flow.forward, layer_of, strict=True))
-    found: list[Passing] = []
-    for i, own in layer.items():
-        for value in flow.units[i].results:
-            readers = {layer[r] for r in flow.readers.get(value, ()) if r in layer} - {own}
-            if readers:
-                found.append(Passing(own, tuple(sorted(readers)), flow.num_bytes(iter((value,)))))
-    return tuple(found)
 
 
 def _concurrent_share(layer_of: Sequence[int], flops: Sequence[float], passing: Sequence[Passing]) -> float:

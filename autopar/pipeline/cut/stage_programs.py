@@ -138,8 +138,7 @@ class Cuttable:
         Raises:
             MicrobatchError: the number does not divide the batch, or the batch cannot be split.
         """
-        begun = itertools.accumulate(int(position in starts[1:]) for position in range(len(self.flow.forward)))
-        return self.layered(list(begun), num_microbatches)
+        return self.layered(layers_between(starts, len(self.flow.forward)), num_microbatches)
 
     def layered(self, layer_of: Sequence[int], num_microbatches: int) -> Layers:
         """Like `layers`, but layers may be any sets of units, such as a model's branches.
@@ -272,6 +271,15 @@ class Layers:
             return port
         leaf = (self.cut.inputs if port.kind == "argument" else self.cut.outputs)[port.value]
         return replace(port, value=leaf.position, rows=leaf.rows)
+
+
+def layers_between(starts: Sequence[int], num_units: int) -> list[int]:
+    """The layer of each unit, given the first unit of each layer.
+
+    >>> layers_between([0, 2], 3)
+    [0, 0, 1]
+    """
+    return list(itertools.accumulate(int(position in starts[1:]) for position in range(num_units)))
 
 
 def edges_of(stages: Sequence[StageProgram]) -> tuple[tuple[int, int], ...]:

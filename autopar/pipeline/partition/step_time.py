@@ -6,30 +6,16 @@ Out: the simulated `PipelineTimeline`, and the peak bytes of each submesh.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import replace
 
+from autopar.pipeline.partition.cluster import Submesh
 from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.partition.sends import Send, links_of
 from autopar.pipeline.schedule.in_flight import peak_held
 from autopar.pipeline.schedule.simulate import Seconds, simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """The values that one stage sends to another.
-
-    Args:
-        source, target: the stages, the lower one first.
-        num_bytes: the bytes of one microbatch, from all devices together; 0 if both stages use the same devices.
-        seconds: the seconds of the transfer, and equally of the gradients' transfer back.
-    """
-
-    source: int
-    target: int
-    num_bytes: float
-    seconds: float
 
 
 def task_seconds(costs: Sequence[StageCost]) -> Seconds:
@@ -46,20 +32,52 @@ def task_seconds(costs: Sequence[StageCost]) -> Seconds:
     return seconds
 
 
-def staged_timeline(schedule: Schedule, costs: Sequence[StageCost], sends: Iterable[Send]) -> PipelineTimeline:
+def staged_timeline(
+    schedule: Schedule, costs: Sequence[StageCost], sends: Iterable[Send], submeshes: Sequence[Submesh]
+) -> PipelineTimeline:
     """Simulate the tasks of a step.
+
+    What a stage gets at the start delays its first task. What it gets at the end leaves the other stage after its last
+    gradient, and delays the update; a value that is computed from several stages and sent on, such as a global norm,
+    counts with its first transfer only.
 
     Args:
         costs: the cost of each stage. `weight_s` is 0 unless the schedule splits the backward pass.
-        sends: the transfers between all stages that depend on each other.
+        sends: the transfers between stages; stages without one send nothing.
+        submeshes: the submesh of each stage.
     """
-    sent_s = {(one.source, one.target): one.seconds for one in sends}
+    times = {
+        (one.source, one.target, one.when): (one.seconds, links_of(one, submeshes[one.source], submeshes[one.target]))
+        for one in sends
+    }
+    first: dict[int, Task] = {}
+    last: dict[int, Task] = {}
+    updates: dict[int, Task] = {}
+    for order in schedule.orders:
+        for task in order:
+            if task.phase == "update":
+                updates[task.stage] = task
+            else:
+                first.setdefault(task.stage, task)
+                last[task.stage] = task
+    needs = dict(schedule.needs)
+    at_start = [(first[target], *how) for (_, target, when), how in times.items() if when == "start"]
+    for source, target, when in times:
+        if when == "end" and target in updates:
+            needs[updates[target]] = (*needs[updates[target]], last[source])
+    nothing = (0, ())
 
-    def transfer_s(source: Task, target: Task) -> float:
-        stages = (source.stage, target.stage)
-        return sent_s[min(stages), max(stages)]
+    def how(source: Task, target: Task) -> tuple[float, tuple[Hashable, ...]]:
+        when = "end" if target.phase == "update" else "microbatch"
+        return times.get((source.stage, target.stage, when), nothing)
 
-    return simulate(schedule, task_seconds(costs), transfer_s)
+    return simulate(
+        replace(schedule, needs=needs),
+        task_seconds(costs),
+        lambda source, target: how(source, target)[0],
+        lambda source, target: how(source, target)[1],
+        at_start,
+    )
 
 
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:

@@ -1,14 +1,17 @@
 """Simulate a schedule: compute the start and end of every task.
 
-In: a `Schedule`, and the seconds of each task and each transfer.
+In: a `Schedule`, the seconds of each task and each transfer, and the links that each transfer uses.
 Out: a `PipelineTimeline`. A submesh runs its tasks in order, each as soon as the previous one has ended and its inputs
-have arrived. A transfer delays only the task that waits for it. The arithmetic is sums and maxima, so integers and
-fractions stay exact.
+have arrived. A transfer starts when its value is ready and all its links are free, holds them to its end, and delays
+only the tasks that wait for it. A link serves transfers in the order in which their values are ready, one at a time; a
+link is one direction of a full-duplex connection, so it has its own name. Ties go to the lower submesh that sends, then
+to the nearest stage. The arithmetic is sums and maxima, so integers and fractions stay exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from autopar.errors import ScheduleError
 from autopar.pipeline.schedule.tasks import Schedule, Task
@@ -17,6 +20,10 @@ from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 Seconds = Callable[[Task], float]
 #: (sending task, receiving task) -> seconds. Called only for tasks on different submeshes.
 TransferSeconds = Callable[[Task, Task], float]
+#: Links by any names.
+Names = Sequence[Hashable]
+#: (sending task, receiving task) -> the links that the transfer holds. Called as `TransferSeconds` is.
+Links = Callable[[Task, Task], Names]
 
 
 def no_transfer(source: Task, target: Task) -> float:
@@ -24,46 +31,85 @@ def no_transfer(source: Task, target: Task) -> float:
     return 0
 
 
-def simulate(schedule: Schedule, seconds: Seconds, transfer_s: TransferSeconds = no_transfer) -> PipelineTimeline:
+def no_links(source: Task, target: Task) -> tuple[()]:
+    """Links without limits: transfers do not slow each other down."""
+    return ()
+
+
+def simulate(
+    schedule: Schedule,
+    seconds: Seconds,
+    transfer_s: TransferSeconds = no_transfer,
+    links: Links = no_links,
+    at_start: Iterable[tuple[Task, float, Names]] = (),
+) -> PipelineTimeline:
     """Compute the start and end of every task.
+
+    Args:
+        at_start: transfers of what exists before the step: the task that waits for it, its seconds, its links.
 
     Raises:
         ScheduleError: the schedule deadlocks, or a task depends on one that no submesh runs.
     """
-    submesh_of = schedule.submesh_of()
-    ended: dict[Task, float] = {}
+    orders, submesh_of = schedule.orders, schedule.submesh_of()
+    users: dict[Task, list[Task]] = {}
+    missing: dict[Task, int] = {}  # inputs of a task that are not computed yet
+    for task in submesh_of:
+        needs = dict.fromkeys(schedule.needs.get(task, ()))
+        missing[task] = len(needs)
+        for need in needs:
+            users.setdefault(need, []).append(task)
+    arrived: dict[Task, float] = {}  # the last input that is known
+    link_free_at: dict[Hashable, float] = {}
     spans: list[Span] = []
-    position = [0] * schedule.num_submeshes
-    free_at: list[float] = [0] * schedule.num_submeshes
-    waiting: dict[Task, list[int]] = {}  # submeshes whose next task waits for this one
-    active = list(range(schedule.num_submeshes))
-    while active:
-        submesh = active.pop()
-        order = schedule.orders[submesh]
-        while position[submesh] < len(order):
-            task = order[position[submesh]]
-            needs = schedule.needs.get(task, ())
-            missing = next((need for need in needs if need not in ended), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(submesh)
-                break
-            start = free_at[submesh]
-            for need in needs:
-                arrival = ended[need]
-                if submesh_of[need] != submesh:
-                    arrival += transfer_s(need, task)
-                start = max(start, arrival)
-            end = start + seconds(task)
-            spans.append(Span(submesh, task, start, end))
-            ended[task] = free_at[submesh] = end
-            position[submesh] += 1
-            active += waiting.pop(task, ())
-    if len(spans) < sum(map(len, schedule.orders)):
-        raise ScheduleError(_deadlock(schedule, position, ended, submesh_of))
+    position = [0] * len(orders)
+    free_at: list[float] = [0] * len(orders)
+    idle = [True] * len(orders)
+    running: list[tuple[float, int, Task]] = []  # a heap: end, submesh, task
+
+    def arrive(user: Task, ready: float, taken: float, held: Names) -> None:
+        for link in held:
+            ready = max(ready, link_free_at.get(link, 0))
+        ready += taken
+        for link in held:
+            link_free_at[link] = ready
+        arrived[user] = max(arrived.get(user, 0), ready)
+
+    def start_next(submesh: int) -> None:
+        order, at = orders[submesh], position[submesh]
+        if not idle[submesh] or at == len(order) or missing[order[at]]:
+            return
+        task = order[at]
+        start = max(free_at[submesh], arrived.get(task, 0))
+        end = start + seconds(task)
+        spans.append(Span(submesh, task, start, end))
+        idle[submesh] = False
+        heapq.heappush(running, (end, submesh, task))
+
+    for user, taken, held in at_start:
+        arrive(user, 0, taken, held)
+    for submesh in range(len(orders)):
+        start_next(submesh)
+    while running:
+        end, submesh, task = heapq.heappop(running)
+        free_at[submesh], idle[submesh] = end, True
+        position[submesh] += 1
+        reached = users.get(task, ())
+        if len(reached) > 1:
+            reached = sorted(reached, key=lambda user: (abs(user.stage - task.stage), user.stage))
+        for user in reached:
+            there = submesh_of[user]
+            if there != submesh:
+                arrive(user, end, transfer_s(task, user), links(task, user))
+            missing[user] -= 1
+            start_next(there)
+        start_next(submesh)
+    if len(spans) < sum(map(len, orders)):
+        raise ScheduleError(_deadlock(schedule, position, {span.task for span in spans}, submesh_of))
     return PipelineTimeline(f"{schedule.name}, simulated", schedule.num_submeshes, tuple(spans))
 
 
-def _deadlock(schedule: Schedule, position: list[int], ended: dict[Task, float], submesh_of: dict[Task, int]) -> str:
+def _deadlock(schedule: Schedule, position: list[int], ended: set[Task], submesh_of: dict[Task, int]) -> str:
     """Describe a deadlock: follow each blocked task to the one it waits for until a submesh repeats."""
     stuck = next(s for s, order in enumerate(schedule.orders) if position[s] < len(order))
     path: list[int] = []

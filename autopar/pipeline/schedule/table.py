@@ -74,9 +74,8 @@ def build(
     reason = unmet(kind, shape)
     if reason:
         raise ScheduleError(reason)
-    if edges is None and SCHEDULES.get(kind.name) is kind:
-        return _of_chain(kind, shape)
-    return _build(kind, shape, edges)
+    wanted = None if edges is None else tuple(edges)
+    return _kept(kind, shape, wanted) if SCHEDULES.get(kind.name) is kind else _build(kind, shape, wanted)
 
 
 #: A search uses few shapes, each many times.
@@ -84,8 +83,8 @@ _KEPT = 16
 
 
 @functools.lru_cache(_KEPT)
-def _of_chain(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
-    return _build(kind, shape, None)
+def _kept(kind: ScheduleKind, shape: PipelineShape, edges: tuple[tuple[int, int], ...] | None) -> Schedule:
+    return _build(kind, shape, edges)
 
 
 def _build(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Schedule:

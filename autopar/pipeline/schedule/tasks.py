@@ -96,6 +96,15 @@ def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
     return tuple((stage, stage + 1) for stage in range(num_stages - 1))
 
 
+def chain_with(num_stages: int, edges: Edges) -> tuple[tuple[int, int], ...]:
+    """The edges of a chain in which stages also feed later ones directly.
+
+    >>> chain_with(3, [(0, 2)])
+    ((0, 1), (0, 2), (1, 2))
+    """
+    return tuple(sorted({*chain(num_stages), *edges}))
+
+
 def with_updates(orders: Orders) -> Orders:
     """Append each stage's update to the orders of the submeshes that run it, unless the orders contain updates.
 

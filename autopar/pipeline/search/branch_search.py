@@ -14,16 +14,18 @@ from typing import Any
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.branches import ForkedLayers
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
+from autopar.pipeline.cut.exchanges import crossing_bytes, exchanges_of, exchanges_of_layers
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.branches import Branches, on_part
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
-from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline, task_seconds
+from autopar.pipeline.partition.sends import Send, edges_between
+from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline, task_seconds
 from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_schedule
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, sent, sent_s, unsplit_backward
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, sends_of, sent_s, unsplit_backward
 
 #: The number of partitions to simulate.
 _MOST_SIMULATED = 3
@@ -123,8 +125,8 @@ class BranchSearch:
             for number, stage, program in zip(numbers, step.stages, programs, strict=True)
         ]
         self._num_planned += costs.num_planned + len(runs)
-        sizes = {(one.source, one.target): one.num_bytes for one in step.sends}
-        sends = self._sends({edge: sizes.get(edge, 0.0) for edge in edges_of(programs)}, step.stages)
+        submeshes = [stage.submesh for stage in step.stages]
+        sends = sends_of(exchanges_of(programs), submeshes, self.cluster, self.profiles)
         stage_costs = tuple(run.cost for run in runs)
         forked = _ForkedStages(step.stages, stage_costs, sends, step.partition, count, step.layer_of)
         return programs, runs, forked.run(backward_in(step.schedule.name))
@@ -144,10 +146,7 @@ class BranchSearch:
 
     def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
         """The seconds to transfer activations and gradients where a chain of these layers is cut."""
-        across = [
-            sum(one.num_bytes for one in self.layers.passing if one.producer < boundary <= one.readers[-1]) / count
-            for boundary in range(len(self.layers.keys))
-        ]
+        across = [crossing_bytes(self.layers.passing, layer) / count for layer in range(len(self.layers.keys))]
 
         def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
             return 2 * sent_s(across[boundary], source, target, same_host, self.cluster, self.profiles)
@@ -169,16 +168,11 @@ class BranchSearch:
             submesh = on_part(stages[whole].submesh, part)
             own.append(Stage(number[layers[0]], number[layers[-1]], submesh))
             costs.append(_together(branches.costs_of(layers, submesh.shape)))
-        sizes = self.layers.sends(laid.stage_of)
-        sends = self._sends({edge: size / count for edge, size in sizes.items()}, own)
+        passing = [replace(one, num_bytes=one.num_bytes / count) for one in self.layers.passing]
+        exchanges = exchanges_of_layers(passing, laid.stage_of, trains=self._trains)
+        sends = sends_of(exchanges, [stage.submesh for stage in own], self.cluster, self.profiles)
         layer_of = tuple(number[layer] for layer in self.layers.layer_of)
         return _ForkedStages(tuple(own), tuple(costs), sends, partition, count, layer_of)
-
-    def _sends(self, sizes: Mapping[tuple[int, int], float], stages: Sequence[Stage]) -> tuple[Send, ...]:
-        return tuple(
-            sent(a, b, size, stages[a].submesh, stages[b].submesh, self.cluster, self.profiles)
-            for (a, b), size in sorted(sizes.items())
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,13 +197,15 @@ class _ForkedStages:
         costs = self.costs if backward == "split" else tuple(map(unsplit_backward, self.costs))
         places: dict[range, int] = {}
         schedule = list_schedule(
-            [(one.source, one.target) for one in self.sends],
+            edges_between(self.sends),
             [places.setdefault(stage.submesh.devices, len(places)) for stage in self.stages],
             self.count,
             seconds=task_seconds(costs),
             backward=backward,
         )
-        timeline, peaks = staged_timeline(schedule, costs, self.sends), staged_peaks(schedule, costs)
+        submeshes = [stage.submesh for stage in self.stages]
+        timeline = staged_timeline(schedule, costs, self.sends, submeshes)
+        peaks = staged_peaks(schedule, costs)
         return StagedStep(self.stages, costs, self.sends, schedule, timeline, peaks, self.partition, self.layer_of)
 
 

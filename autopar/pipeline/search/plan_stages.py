@@ -20,6 +20,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.branches import forked_layers
+from autopar.pipeline.cut.exchanges import exchanges_of
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
@@ -414,7 +415,8 @@ class _Planning:
             assert self.branches is not None, "who else finds such stages?"
             return self.branches.planned(count, step)
         programs, runs = self.searches.planned(count, step.stages)
-        return programs, runs, self.searches.search(count).with_costs(step, [run.cost for run in runs])
+        costs, sent = [run.cost for run in runs], exchanges_of(programs)
+        return programs, runs, self.searches.search(count).with_costs(step, costs, sent)
 
 
 def _gap(cost: float, bound: float) -> float:

@@ -7,13 +7,15 @@ Out: `Searches`, which makes a `StageSearch` for a number of microbatches and ca
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.hardware.profile import HardwareProfile
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.cut.exchanges import Passing, passing_of
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, layers_between
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cuts_near
 from autopar.pipeline.partition.problem import Stage
@@ -38,7 +40,7 @@ class Units:
     together: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass
 class Searches:
     """The searches of one step.
 
@@ -65,6 +67,12 @@ class Searches:
     planning: Mapping[str, Any] = field(default_factory=dict)
     costs: dict[int, StageCosts] = field(default_factory=dict)
     _shapes: tuple[SubmeshShape, ...] | None = None
+
+    @functools.cached_property
+    def _passing(self) -> tuple[Passing, ...]:
+        """The values that pass between layers, with the bytes of all microbatches."""
+        flow = self.cuttable.flow
+        return passing_of(flow, layers_between(self.clustering.starts, len(flow.forward)))
 
     @property
     def num_planned(self) -> int:
@@ -146,13 +154,13 @@ class Searches:
     def _search_with(
         self, count: int, shapes: tuple[SubmeshShape, ...], costs: StageCosts | ScaledCosts
     ) -> StageSearch:
-        cuts = [0.0, *self.cuttable.chain.cut_bytes]
         return StageSearch(
             cost=lambda first, last, shape: costs.cost(*self._run(first, last), shape),
             alone=costs.alone,
             bound=lambda first, last, shape: costs.bound(*self._run(first, last), shape),
             keys=self.clustering.keys,
-            boundary_bytes=[cuts[start] / count for start in self.clustering.starts],
+            passing=[replace(one, num_bytes=one.num_bytes / count) for one in self._passing],
+            trains=bool(self.cuttable.flow.backward),
             cluster=self.cluster,
             profiles=self.profiles,
             budget_bytes=self.budget_bytes,

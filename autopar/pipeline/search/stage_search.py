@@ -4,6 +4,11 @@ In: the costs of runs of layers, a cluster, and a number of microbatches.
 Out: the fastest simulated `StagedStep` that fits. For each schedule, the partition minimizes the schedule's objective
 (`objectives.py`), a sum plus a maximum. The best partitions are then simulated task by task. All layers as one stage
 are searched separately, because one stage is one program with its own cost.
+
+An objective prices transfers at boundaries between consecutive stages. At first, a value with a distant reader counts at
+each boundary that it crosses, as if stages relayed it. If the stages found send such values directly, they are searched
+again, with each value's bytes divided among the boundaries that it crosses there. Simulations price the pairs of
+stages that exchange values.
 """
 
 from __future__ import annotations
@@ -11,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from autopar.hardware.profile import HardwareProfile
+from autopar.pipeline.cut.exchanges import Passing, crossing_bytes, exchanges_of_layers
 from autopar.pipeline.partition.cluster import Cluster, Line, Submesh, SubmeshShape, lines
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.interleaved import InterleavedPartitioner
@@ -28,10 +33,11 @@ from autopar.pipeline.partition.problem import (
     Stage,
     StageCost,
 )
-from autopar.pipeline.partition.step_time import Send, staged_peaks, staged_timeline
+from autopar.pipeline.partition.sends import Exchange, Send, edges_between
+from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline
 from autopar.pipeline.schedule.kind import PipelineShape
 from autopar.pipeline.schedule.table import build, find, unmet
-from autopar.pipeline.schedule.tasks import Schedule
+from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.solve.problem import Status
 
@@ -112,7 +118,8 @@ class StageSearch:
     Args:
         cost: costs with a split backward pass; a schedule that does not split it adds the parts.
         keys: numbers of layers; equal for equal layers.
-        boundary_bytes: before each layer, the bytes of one microbatch that pass forward, on all devices together.
+        passing: the values that pass between layers in the forward pass, with the bytes of one microbatch, on all
+            devices together.
         profiles: the hardware profile of each kind of device.
         budget_bytes: the memory budget of a device of each kind.
         shapes: the shapes of submeshes.
@@ -120,11 +127,12 @@ class StageSearch:
         alone: the cost of all layers as one stage; by default `cost`.
         bound: see `PartitionProblem`; with it, all costs of a shape are queried together.
         relative_gap, time_limit_s: limits of the search for each schedule's partition.
+        trains: whether gradients return.
     """
 
     cost: Cost
     keys: Sequence[int]
-    boundary_bytes: Sequence[float]
+    passing: Sequence[Passing]
     cluster: Cluster
     profiles: Mapping[str, HardwareProfile]
     budget_bytes: Mapping[str, float]
@@ -135,6 +143,7 @@ class StageSearch:
     bound: Callable[[int, int, SubmeshShape], StageCost] | None = None
     relative_gap: float = 5e-3
     time_limit_s: float = math.inf
+    trains: bool = True
 
     def best(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> StagedStep | None:
         """The fastest step that fits; None if nothing fits."""
@@ -197,23 +206,23 @@ class StageSearch:
         """Inter-operator parallelism only: every stage on one device."""
         return replace(self, shapes=tuple(shape for shape in self.shapes if shape.num_devices == 1)).outcome(schedules)
 
-    def with_costs(self, step: StagedStep, costs: Sequence[StageCost]) -> StagedStep:
-        """The same stages and schedule with other costs, such as those of the final plans."""
+    def with_costs(
+        self, step: StagedStep, costs: Sequence[StageCost], exchanges: Sequence[Exchange] | None = None
+    ) -> StagedStep:
+        """The same stages and schedule with other costs, such as those of the final plans.
+
+        Args:
+            exchanges: what the stages send to each other, known once they are cut.
+        """
         submeshes = len(step.schedule.orders)
         if find(step.schedule.name).backward != "split":
             costs = [unsplit_backward(cost) for cost in costs]
-        return self._simulated(step.schedule.name, step.stages, costs, step.partition, len(step.stages) // submeshes)
+        virtual = len(step.stages) // submeshes
+        return self._simulated(step.schedule.name, step.stages, costs, step.partition, virtual, exchanges)
 
-    def transfer_s(self, boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-        """Seconds to transfer one microbatch's activations and gradients."""
-        return 2 * sent_s(self.boundary_bytes[boundary], source, target, same_host, self.cluster, self.profiles)
-
-    def sends(self, stages: Sequence[Stage]) -> tuple[Send, ...]:
-        """The transfers of one microbatch between consecutive stages."""
-        sizes = [self.boundary_bytes[stage.first] for stage in stages[1:]]
-        ends = enumerate(pairwise(stage.submesh for stage in stages))
-        links = self.cluster, self.profiles
-        return tuple(sent(n, n + 1, size, *pair, *links) for (n, pair), size in zip(ends, sizes, strict=True))
+    def exchanges(self, stages: Sequence[Stage]) -> tuple[Exchange, ...]:
+        """What stages send to each other in each microbatch, as far as it is known before they are cut."""
+        return exchanges_of_layers(self.passing, _stage_of(stages), trains=self.trains)
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -247,11 +256,12 @@ class StageSearch:
             partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
         elif partitioner is None:
             partitioner = InterleavedPartitioner(virtual, time_limit_s=limit_s, relative_gap=gap)
+        relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
             cost=cost,
-            transfer_s=self.transfer_s,
+            transfer_s=self._there_and_back_s(relayed),
             objective=OBJECTIVES[name](count) if virtual == 1 else interleaved(count, virtual),
             budget_bytes=self.budget_bytes,
             growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
@@ -263,9 +273,34 @@ class StageSearch:
         )
         partition = partitioner.partition(problem)
         steps = list(self._steps(name, virtual, partition, cost))
+        direct = self._direct_bytes(partition.stages)
+        if partition.stages and direct != relayed:
+            again = partitioner.partition(replace(problem, transfer_s=self._there_and_back_s(direct)))
+            steps += self._steps(name, virtual, again, cost)
         if steps:
             return Outcome(min(steps, key=lambda step: step.step_time_s))
         return Outcome(None, partition.reason)
+
+    def _direct_bytes(self, stages: Sequence[Stage]) -> list[float]:
+        """Bytes before each layer, if each value counts once per stage that gets it from its producer, spread evenly
+        over the boundaries between stages that it crosses; at the other boundaries it counts whole."""
+        stage_of, found = _stage_of(stages), [0.0] * len(self.keys)
+        for one in self.passing if stages else ():
+            source, last = stage_of[one.producer], stage_of[one.readers[-1]]
+            receivers = len({stage_of[reader] for reader in one.readers} - {source})
+            share = receivers / (last - source) if receivers else 1.0
+            for layer in range(one.producer + 1, one.readers[-1] + 1):
+                found[layer] += share * one.num_bytes
+        return found
+
+    def _there_and_back_s(self, num_bytes: Sequence[float]) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
+        """The seconds of one microbatch's activations and gradients, by the bytes that pass before each layer."""
+        cluster, profiles = self.cluster, self.profiles
+
+        def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
+            return 2 * sent_s(num_bytes[boundary], source, target, same_host, cluster, profiles)
+
+        return transfer_s
 
     def _steps(self, name: str, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
         """The best partitions that a schedule can run, simulated."""
@@ -284,28 +319,52 @@ class StageSearch:
                 yield step
 
     def _simulated(
-        self, name: str, stages: Sequence[Stage], costs: Sequence[StageCost], partition: Partition, virtual: int = 1
+        self,
+        name: str,
+        stages: Sequence[Stage],
+        costs: Sequence[StageCost],
+        partition: Partition,
+        virtual: int = 1,
+        exchanges: Sequence[Exchange] | None = None,
     ) -> StagedStep:
-        schedule = build(name, len(stages) // virtual, self.num_microbatches, virtual=virtual)
-        sends = self.sends(stages)
-        timeline, peaks = staged_timeline(schedule, costs, sends), staged_peaks(schedule, costs)
+        submeshes = [stage.submesh for stage in stages]
+        given = self.exchanges(stages) if exchanges is None else exchanges
+        sends = sends_of(given, submeshes, self.cluster, self.profiles)
+        schedule = build(
+            name,
+            len(stages) // virtual,
+            self.num_microbatches,
+            virtual=virtual,
+            edges=chain_with(len(stages), edges_between(sends)),
+        )
+        timeline, peaks = staged_timeline(schedule, costs, sends, submeshes), staged_peaks(schedule, costs)
         return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition)
 
 
-def sent(
-    source: int,
-    target: int,
-    num_bytes: float,
-    here: Submesh,
-    there: Submesh,
+def _stage_of(stages: Sequence[Stage]) -> list[int]:
+    """The stage of each layer."""
+    return [s for s, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
+
+
+def sends_of(
+    exchanges: Sequence[Exchange],
+    submeshes: Sequence[Submesh],
     cluster: Cluster,
     profiles: Mapping[str, HardwareProfile],
-) -> Send:
-    """The transfer between two stages for one microbatch; nothing if both are on the same devices."""
-    if here.devices == there.devices:
-        return Send(source, target, 0.0, 0.0)
-    seconds = sent_s(num_bytes, here.shape, there.shape, here.shares_host(there), cluster, profiles)
-    return Send(source, target, num_bytes, seconds)
+) -> tuple[Send, ...]:
+    """The transfers between stages; without bytes and seconds where both are on the same devices."""
+    sends: list[Send] = []
+    for one in exchanges:
+        here, there = submeshes[one.source], submeshes[one.target]
+        num_bytes, seconds, in_domain = 0.0, 0.0, True
+        if here.devices != there.devices:
+            same_host, num_bytes = here.shares_host(there), one.num_bytes
+            in_domain = _in_domain(here.shape, there.shape, same_host, cluster, profiles)
+            seconds = sent_s(
+                num_bytes, here.shape, there.shape, same_host, cluster, profiles, num_values=one.num_values
+            )
+        sends.append(Send(one.source, one.target, num_bytes, seconds, not in_domain, one.when))
+    return tuple(sends)
 
 
 def sent_s(
@@ -315,19 +374,33 @@ def sent_s(
     same_host: bool,
     cluster: Cluster,
     profiles: Mapping[str, HardwareProfile],
+    *,
+    num_values: int = 1,
 ) -> float:
-    """Seconds between two submeshes. Inside a host or an NVLink domain, each device of the smaller side sends its share;
+    """Seconds between two submeshes over free links. Each value is a transfer and pays the latency. Inside a host or an NVLink domain, each device of the smaller side sends its share;
     over the network, the devices of the smaller side share the host's whole network bandwidth. Where the devices of a
     kind fill several domains, every transfer between hosts counts as one over the network."""
     ends = (profiles[source.kind], profiles[target.kind])
-    in_domain = same_host or (source.kind == target.kind and _is_one_domain(source.kind, cluster, ends[0]))
+    in_domain = _in_domain(source, target, same_host, cluster, profiles)
     links = [end.host_link if in_domain else end.network_link for end in ends]
     rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
     senders = min(source.num_devices, target.num_devices)
     if not in_domain:
         hosts = min(source.num_hosts, target.num_hosts)
         senders = max(senders, hosts * min(end.devices_per_host for end in ends))
-    return num_bytes / senders / rate + latency
+    return num_bytes / senders / rate + num_values * latency
+
+
+def _in_domain(
+    source: SubmeshShape,
+    target: SubmeshShape,
+    same_host: bool,
+    cluster: Cluster,
+    profiles: Mapping[str, HardwareProfile],
+) -> bool:
+    """Whether a transfer stays inside a host or an NVLink domain."""
+    one_kind = source.kind == target.kind
+    return same_host or (one_kind and _is_one_domain(source.kind, cluster, profiles[source.kind]))
 
 
 def _is_one_domain(kind: str, cluster: Cluster, profile: HardwareProfile) -> bool:

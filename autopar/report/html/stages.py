@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.pipeline.draw.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
-from autopar.report.explain_stages import StagesExplanation, range_text
+from autopar.report.explain_stages import StagesExplanation, range_text, sends_from, sent_text
 from autopar.report.html.markup import Child, Element, el, fitting, in_code, percent, svg
 from autopar.report.html.tables import cell, table
 from autopar.report.submeshes import SubmeshUse
@@ -126,7 +126,6 @@ def stages_table(explained: StagesExplanation) -> Element:
     for number, stage in enumerate(plan.stages):
         cost = stage.cost
         seconds = (cost.forward_s, cost.backward_s, *((cost.weight_s,) if split else ()), cost.update_s)
-        sends = [one for one in plan.sends if one.source == number and one.num_bytes]
         peak = explained.submeshes[plan.submesh_of[number]].peak_bytes
         rows.append(
             el(
@@ -136,12 +135,7 @@ def stages_table(explained: StagesExplanation) -> Element:
                 cell(range_text(stage.devices.start, stage.devices.stop - 1), el("small", stage.submesh.shape.kind)),
                 *(cell(human_seconds(one), value=one) for one in seconds),
                 cell(human_bytes(peak), value=peak),
-                cell(
-                    *(
-                        el("div", f"to {one.target}: {human_bytes(one.num_bytes)}, {human_seconds(one.seconds)}")
-                        for one in sends
-                    )
-                ),
+                cell(*(el("div", sent_text(one, ", ")) for one in sends_from(plan, number))),
                 cell(stage.plan.mesh.describe(), el("small", *in_code(_strategy_text(stage)))),
             )
         )
@@ -149,7 +143,11 @@ def stages_table(explained: StagesExplanation) -> Element:
     return el(
         "div",
         table(heads, rows, numbers=("stage", *numbers), name="Stages"),
-        el("p", "Seconds and sends are of one microbatch, update of a step.", class_="under"),
+        el(
+            "p",
+            "Seconds and sends are of one microbatch; update, and sends at start and at end, of a step.",
+            class_="under",
+        ),
     )
 
 
