@@ -318,6 +318,7 @@ def _check(plan: PipelinePlan) -> None:
             raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.problem) from None
     _check_layers(plan, layer)
     _check_sends(plan)
+    _check_prices(plan)
     for name, leaves, tensors in (
         ("input_parts", plan.input_parts, plan.inputs),
         ("output_parts", plan.output_parts, plan.outputs),
@@ -344,6 +345,16 @@ def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
         raise WrongFieldError("starts", f"has {len(set(layers))} layers, but the stages have {num_layers}")
     if list(plan.starts) != sorted(set(plan.starts)):
         raise WrongFieldError("starts", "must increase")
+
+
+def _check_prices(plan: PipelinePlan) -> None:
+    """Refuse negative seconds, by which a task could start before what it depends on."""
+    for number, stage in enumerate(plan.stages):
+        cost = stage.cost
+        if min(cost.forward_s, cost.backward_s, cost.weight_s, cost.update_s) < 0:
+            raise WrongFieldError(f"stages[{number}].cost", "has negative seconds")
+    if any(one.seconds < 0 for one in plan.sends):
+        raise WrongFieldError("sends", "has negative seconds")
 
 
 def _check_sends(plan: PipelinePlan) -> None:

@@ -3,8 +3,8 @@
 In: `PlannedStage`s and a schedule.
 Out: `Pipeline.run`, which maps the leaves of the step's arguments to the leaves of its results. Each piece of a stage
 is a jitted program; `jax.device_put` transfers arrays between stages with a sharding that suits both sides. Dispatch is
-asynchronous: instructions are dispatched in the order in which a simulated step starts them, and devices run them as
-their inputs arrive. Every process uses the same order, runs the pieces of its own stages, and takes part in every
+asynchronous: instructions are dispatched in the order in which the planned timeline starts them, so that the submesh
+that needs its work first gets it first, and devices run them as their inputs arrive. Every process uses the same order, runs the pieces of its own stages, and takes part in every
 transfer between processes. This order excludes deadlock: the earliest unfinished instruction depends only on finished
 ones.
 """
@@ -26,7 +26,8 @@ from autopar.pipeline.run.levels import levels_of
 from autopar.pipeline.run.piece_programs import PlannedStage, StagePieces
 from autopar.pipeline.run.stacked_leaves import assembled, sharding_of_parts
 from autopar.pipeline.schedule.simulate import simulate
-from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.schedule.tasks import Schedule
+from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 __all__ = ["Pipeline", "PlannedStage"]
 
@@ -43,6 +44,7 @@ class Pipeline:
         literals: the outputs that are scalar constants of the program, by position.
         donated: positions of arguments whose memory the step may reuse; by default the carried ones.
         may_take: whether the step may also reuse the memory of arrays that the user made; else it copies them.
+        timeline: the planned timeline of the schedule, equal in all processes; by default all tasks take equally long.
         compiler_options: the option of the same name of `jax.jit`.
 
     Raises:
@@ -58,6 +60,7 @@ class Pipeline:
         *,
         donated: Collection[int] | None = None,
         may_take: bool = False,
+        timeline: PipelineTimeline | None = None,
         compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.stages, self.schedule = tuple(stages), schedule
@@ -71,8 +74,9 @@ class Pipeline:
         self.homes = _homes(stages)
         may_donate = {leaf for leaf in self.homes if (leaf in self.carried if donated is None else leaf[0] in donated)}
         self.arguments = PipelineArguments(self.pieces, self.homes, may_donate, may_take=may_take)
+        planned = timeline or simulate(schedule, lambda task: 1)
         self.instructions: Instructions = instructions_of(
-            self.pieces, _dispatched(schedule), self.arguments, self.carried, compiler_options
+            self.pieces, planned.tasks_by_start(), self.arguments, self.carried, compiler_options
         )
 
     @property
@@ -152,9 +156,3 @@ def _homes(stages: Sequence[PlannedStage]) -> dict[LeafKey, tuple[int, Any]]:
             if port.kind == "argument" and (port.leaf not in homes or position in carried):
                 homes[port.leaf] = (s, port)
     return homes
-
-
-def _dispatched(schedule: Schedule) -> list[Task]:
-    """The tasks in dispatch order: the order in which they would start if all took equally long."""
-    spans = simulate(schedule, lambda task: 1).spans
-    return [span.task for span in sorted(spans, key=lambda span: (span.start_s, span.submesh))]

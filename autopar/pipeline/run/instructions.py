@@ -311,14 +311,15 @@ class _Listing:
         devices = stage.stage.mesh.devices.flat
         call = Call(program, s, key, task, reads, writes, any(d.process_index == self.here for d in devices))
         self.steps.append(call)
-        for register, paths in zip(sends, self.sends[s][key].paths, strict=True):
-            for path in paths:
-                place = (path.target, path.slot, microbatch if path.slot.kind == "each" else None)
-                if path.crossing.is_here:
-                    self.at[place] = register
-                    continue
-                self.at[place] = self._new(path.target)
-                self.steps.append(Move(path.crossing, task, (register,), (self.at[place],)))
+        pairs = zip(sends, self.sends[s][key].paths, strict=True)
+        ways = [(register, path) for register, paths in pairs for path in paths]
+        for register, path in sorted(ways, key=lambda way: abs(way[1].target - s)):  # the nearest stage needs it first
+            place = (path.target, path.slot, microbatch if path.slot.kind == "each" else None)
+            if path.crossing.is_here:
+                self.at[place] = register
+                continue
+            self.at[place] = self._new(path.target)
+            self.steps.append(Move(path.crossing, task, (register,), (self.at[place],)))
         for (i, sharding), register in zip(program.results, results, strict=True):
             self._result(stage.stage.program.outputs[i], s, register, sharding)
 

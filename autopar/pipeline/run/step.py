@@ -69,7 +69,13 @@ class PipelinedStep:
         ]
         literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
         self.pipeline = Pipeline(
-            stages, plan.tasks(), len(trace.outputs), literals, donated=plan.donated, may_take=may_take
+            stages,
+            plan.tasks(),
+            len(trace.outputs),
+            literals,
+            donated=plan.donated,
+            may_take=may_take,
+            timeline=plan.timeline(),
         )
 
     @property

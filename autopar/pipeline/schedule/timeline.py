@@ -76,6 +76,11 @@ class PipelineTimeline:
         """A submesh's spans by their start."""
         return sorted((span for span in self.spans if span.submesh == submesh), key=lambda s: (s.start_s, s.end_s))
 
+    def tasks_by_start(self) -> list[Task]:
+        """The tasks of a simulated step in the order in which they start. Ties keep the simulator's order, in which each
+        task follows those that it depends on."""
+        return [span.task for span in sorted(self.spans, key=lambda span: span.start_s)]
+
     def rows(self) -> list[dict[str, Any]]:
         """The spans as JSON types."""
         return [
