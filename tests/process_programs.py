@@ -297,10 +297,12 @@ def pipelined(*cases: str) -> None:
     from pipelines import pipelined as in_stages
     from test_pipeline_run import mlp_batch, mlp_state, mlp_step
 
+    from autopar.pipeline.run.instructions import Call, Count, Move
+
     told: dict[str, Any] = {}
     for case in cases:
         num_stages, mesh, schedule, *virtual = case.split()
-        run, _ = in_stages(
+        run, pipeline = in_stages(
             mlp_step,
             (mlp_state(4), mlp_batch(0)),
             num_stages=int(num_stages),
@@ -323,6 +325,14 @@ def pipelined(*cases: str) -> None:
                 wanted = np.asarray(other)[shard.index]
                 off = max(off, float(np.max(np.abs(np.asarray(shard.data) - wanted) / (1e-6 + 1e-5 * np.abs(wanted)))))
         told[case] = {"losses": losses, "expected": expected, "off": off, "shards": mine}
+        steps = pipeline.instructions.steps
+        counted = [one.moves for one in steps if isinstance(one, Count)]
+        told[case] |= {
+            "moves": sum(isinstance(one, Move) and len(one.crossing.legs) for one in steps),
+            "counted": sum(one.num_legs for one in counted),
+            "counting calls": sum(len(one.calls) for one in counted),
+            "calls": sorted({one.stage for one in steps if isinstance(one, Call)}),
+        }
     tell(told)
 
 

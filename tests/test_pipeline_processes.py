@@ -14,7 +14,7 @@ from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.run.stacked_leaves import StackedLeaf, as_arrays
 
 
-def check(*cases: str, processes: int, devices: int) -> None:
+def check(*cases: str, processes: int, devices: int) -> list[Any]:
     """Every process has the losses, and of the state what its devices hold."""
     ended = run("pipelined", *cases, processes=processes, devices=devices)
     assert [one.code for one in ended] == [0] * processes, ended[-1].errors[-3000:]
@@ -23,6 +23,7 @@ def check(*cases: str, processes: int, devices: int) -> None:
         for case, told in one.last.items():
             assert told["losses"] == pytest.approx(told["expected"], rel=1e-5), case
             assert told["shards"] and told["off"] <= 1, case
+    return [one.last for one in ended]
 
 
 @pytest.mark.slow
@@ -36,7 +37,23 @@ def test_two_processes() -> None:
 @pytest.mark.slow
 def test_four_processes() -> None:
     """A stage in each; stages of two processes."""
-    check("4 1 1f1b", "4 1 zb-h1", "2 2 gpipe", "2 2 interleaved 2", processes=4, devices=1)
+    cases = ["4 1 1f1b", "4 1 zb-h1", "2 2 gpipe", "2 2 interleaved 2"]
+    told = check(*cases, processes=4, devices=1)
+    for case in cases[:2]:  # each move is one of two processes
+        (whole,) = {one[case]["moves"] + one[case]["counted"] for one in told}
+        assert sum(one[case]["moves"] for one in told) == 2 * whole
+        assert [one[case]["calls"] for one in told] == [[0], [1], [2], [3]]
+        assert sum(one[case]["counting calls"] for one in told) < sum(one[case]["counted"] for one in told)
+
+
+@pytest.mark.slow
+def test_three_processes_of_two_devices_each() -> None:
+    """A process counts the moves of the two others, by device or by process."""
+    cases = ["3 2 1f1b", "3 2 zb-h1"]
+    told = check(*cases, processes=3, devices=2)
+    for case in cases:
+        assert len({one[case]["moves"] + one[case]["counted"] for one in told}) == 1
+        assert all(one[case]["moves"] and one[case]["counted"] for one in told)
 
 
 @pytest.mark.slow

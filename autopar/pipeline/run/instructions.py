@@ -3,12 +3,13 @@
 In: the pieces of all stages, the tasks in dispatch order, and the placement of arguments.
 Out: `Instructions`: calls of pieces, transfers between submeshes, and broadcasts. A register holds one array at a time
 and is freed after its last use. A piece may overwrite an array that it uses last, unless another register may hold the
-same array. The list is the same in every process; instructions of other processes do nothing.
+same array. Every process makes the same list and keeps its own part: it leaves out the calls and moves of others, and
+counts their moves between processes (`moves_of_others`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +22,9 @@ from autopar.pipeline.cut.extract_stages import LeafKey, Port
 from autopar.pipeline.cut.pieces import Slot
 from autopar.pipeline.run.arguments import PipelineArguments, Values
 from autopar.pipeline.run.broadcast import Broadcaster, is_small
+from autopar.pipeline.run.moves_of_others import MovesOfOthers
 from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
-from autopar.pipeline.run.transfers import Crossing, is_mine, wire, without_shards
+from autopar.pipeline.run.transfers import Crossing, Leg, is_mine, wire, without_shards
 from autopar.pipeline.schedule.tasks import PHASES, Task
 
 
@@ -46,14 +48,11 @@ class Call:
     task: Task | None
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    is_mine: bool
     frees: tuple[int, ...] = ()
     donated: Callable[[], Sequence[int]] = tuple
     after_first: Callable[[], None] = lambda: None
 
     def run(self, values: Values) -> None:
-        if not self.is_mine:
-            return
         jitted, inputs = self.program.jitted, [values[i] for i in self.reads]
         if jitted is None:
             results = self.program.first_call(self.donated(), inputs)
@@ -98,6 +97,22 @@ class Broadcast:
             values[i] = None
 
 
+@dataclass(slots=True)
+class Count:
+    """Counts moves between other processes."""
+
+    moves: MovesOfOthers
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+
+    def run(self, values: Values) -> None:
+        self.moves.count()
+
+
+Instruction = Call | Move | Broadcast | Count
+
+
 @dataclass(frozen=True, slots=True)
 class Result:
     """The location of a result of the step.
@@ -117,7 +132,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Instructions:
-    """A pipelined step as instructions.
+    """A pipelined step as the instructions of this process.
 
     Args:
         results: each result or part of a result, by position and layers.
@@ -125,7 +140,7 @@ class Instructions:
         stage_of: the stage whose devices hold each register.
     """
 
-    steps: tuple[Call | Move | Broadcast, ...]
+    steps: tuple[Instruction, ...]
     num_registers: int
     results: Mapping[LeafKey, Result]
     out_shardings: Mapping[LeafKey, NamedSharding]
@@ -186,7 +201,6 @@ class _Listing:
         self.replacements = set(carried.values())
         self.results: dict[LeafKey, Result] = {}
         self.out_shardings: dict[LeafKey, NamedSharding] = {}
-        self.here = jax.process_index()
         self.sends = [{key: self._sends(s, key) for key in stage.whole} for s, stage in enumerate(stages)]
         compiled: dict[Mesh, Compiled] = {}
         self.programs = [
@@ -223,9 +237,8 @@ class _Listing:
             if level[0]:
                 self._call(s, level, None)
         self._free()
-        return Instructions(
-            tuple(self.steps), len(self.stage_of), self.results, self.out_shardings, tuple(self.stage_of)
-        )
+        steps = tuple(self._own_steps())
+        return Instructions(steps, len(self.stage_of), self.results, self.out_shardings, tuple(self.stage_of))
 
     def _check_covered(self) -> None:
         """Refuse a schedule without a task that the step needs."""
@@ -308,9 +321,7 @@ class _Listing:
         sends = [self._new(s) for _ in program.sends]
         results = [self._new(s) for _ in program.results]
         writes = (*gives, *sends, *results)
-        devices = stage.stage.mesh.devices.flat
-        call = Call(program, s, key, task, reads, writes, any(d.process_index == self.here for d in devices))
-        self.steps.append(call)
+        self.steps.append(Call(program, s, key, task, reads, writes))
         pairs = zip(sends, self.sends[s][key].paths, strict=True)
         ways = [(register, path) for register, paths in pairs for path in paths]
         for register, path in sorted(ways, key=lambda way: abs(way[1].target - s)):  # the nearest stage needs it first
@@ -351,6 +362,23 @@ class _Listing:
             return
         absent = None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
         self.results[result], self.out_shardings[result] = Result(register, absent), sharding
+
+    def _own_steps(self) -> Iterator[Instruction]:
+        """The instructions of this process, in order. Moves between others are counted before the next instruction that
+        passes arrays between processes."""
+        here = jax.process_index()
+        mine = [any(d.process_index == here for d in stage.stage.mesh.devices.flat) for stage in self.stages]
+        counts: dict[Any, Callable[[], Any]] = {}
+        others: list[Leg] = []
+        for one in (*self.steps, None):
+            if isinstance(one, Move) and not one.crossing.is_mine:
+                others += one.crossing.legs
+                continue
+            if others and (one is None or isinstance(one, Broadcast) or (isinstance(one, Move) and one.crossing.legs)):
+                yield Count(MovesOfOthers(others, counts))
+                others = []
+            if one is not None and not (isinstance(one, Call) and not mine[one.stage]):
+                yield one
 
     # -- memory ------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import jax
 
 from autopar.pipeline.run.arguments import Values
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.run.instructions import Broadcast, Call, Move
+from autopar.pipeline.run.instructions import Call, Instruction
 from autopar.pipeline.schedule.tasks import Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 from autopar.runtime.distributed.exchange import Exchange, among_processes
@@ -75,15 +75,17 @@ class _MeasuredRun:
         instructions = pipeline.instructions
         on = {task.stage: submesh for task, submesh in pipeline.schedule.submesh_of().items()}
         updates = {task.stage: task for task in pipeline.schedule.tasks if task.phase == "update"}
-        self.queues: dict[int, list[tuple[Call | Move | Broadcast, int, Task | None]]] = {}
+        self.queues: dict[int, list[tuple[Instruction, int, Task | None]]] = {}
         thread_of: list[int] = []
         for one in instructions.steps:
-            submesh = on[one.stage if isinstance(one, Call) else instructions.stage_of[one.reads[0]]]
-            queue = submesh if isinstance(one, Call) or jax.process_count() == 1 else _TRANSFERS
+            if isinstance(one, Call):
+                queue = on[one.stage]
+            else:
+                queue = _TRANSFERS if jax.process_count() > 1 else on[instructions.stage_of[one.reads[0]]]
             task = one.task if isinstance(one, Call) else None
             if isinstance(one, Call) and task is None and isinstance(one.key, tuple) and one.key[0]:
                 task = updates.get(one.stage, Task(one.stage, 0, "update"))
-            self.queues.setdefault(queue, []).append((one, submesh, task))
+            self.queues.setdefault(queue, []).append((one, queue, task))
             thread_of.append(queue)
         #: The event set after each instruction that another thread waits for, and the events each instruction waits
         #: for.
@@ -93,7 +95,7 @@ class _MeasuredRun:
         self.spans: list[Span] = []
         self.failed: list[BaseException] = []
 
-    def _order(self, steps: Sequence[Call | Move | Broadcast], thread_of: Sequence[int]) -> None:
+    def _order(self, steps: Sequence[Instruction], thread_of: Sequence[int]) -> None:
         """Order instructions of different threads: a register is written before it is read, and read before it is
         overwritten or freed."""
         filled: dict[int, int] = {}
@@ -120,7 +122,7 @@ class _MeasuredRun:
         if self.failed:
             raise self.failed[0]
 
-    def _run_queue(self, queue: Sequence[tuple[Call | Move | Broadcast, int, Task | None]], values: Values) -> None:
+    def _run_queue(self, queue: Sequence[tuple[Instruction, int, Task | None]], values: Values) -> None:
         try:
             for one, submesh, task in queue:
                 self._run_instruction(one, submesh, task, values)
@@ -129,19 +131,19 @@ class _MeasuredRun:
             for event in self.done.values():  # release the other threads
                 event.set()
 
-    def _run_instruction(self, one: Call | Move | Broadcast, submesh: int, task: Task | None, values: Values) -> None:
+    def _run_instruction(self, one: Instruction, submesh: int, task: Task | None, values: Values) -> None:
         if not isinstance(one, Call):
             self._wait(one)
             if not self.failed:
                 one.run(values)
-        elif one.is_mine:
+        else:
             self._wait(one)
             if not self.failed:
                 self._timed(one, submesh, task, values)
         if id(one) in self.done:
             self.done[id(one)].set()
 
-    def _wait(self, one: Call | Move | Broadcast) -> None:
+    def _wait(self, one: Instruction) -> None:
         for event in self.waits[id(one)]:
             event.wait()
 

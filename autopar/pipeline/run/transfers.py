@@ -4,9 +4,9 @@ In: a value's shape, dtype, source sharding and target sharding.
 Out: a `Wire`, the pair of equally split shardings that the value has during the transfer. The programs on either side
 reshard; the wire is chosen so that the cheaper side does. `Crossing` moves an array from device to device along a wire.
 
-Between processes, every process takes part in every transfer, in the same order, even in those of other processes:
-backends number transfers by counting, in each process, the transfers between any two (XLA's `CreateNewTransferKey`). A
-process that does not have the array passes one without shards.
+Between processes, all processes make the same transfers in the same order, because backends number transfers by
+counting them in each process. A process performs those in which one of its devices takes part, and counts the others
+(`moves_of_others`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from autopar.jax_interop import processes
 from autopar.runtime.distributed.cpu_transport import check_arrays_pass
 
 Shape = tuple[int, ...]
+#: A transfer between processes, from a sharding to an equal one on as many other devices.
+Leg = tuple[NamedSharding, NamedSharding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,11 @@ class Crossing:
         shape: the arrays' shape.
         dtype: the arrays' dtype.
 
+    Attributes:
+        is_here: whether sender and receiver are the same devices, so that nothing moves.
+        is_mine: whether a device of this process takes part.
+        legs: the transfers between processes; none inside one process.
+
     Raises:
         ProcessError: the two submeshes have some but not all processes in common.
     """
@@ -82,7 +89,6 @@ class Crossing:
     def __init__(self, shape: Shape, dtype: Any, wire: Wire) -> None:
         self.shape, self.dtype, self.wire = shape, dtype, wire
         one, other = processes_of(wire.source), processes_of(wire.target)
-        #: Whether sender and receiver are the same devices, so that nothing moves.
         self.is_here = tuple(devices_of(wire.source).flat) == tuple(devices_of(wire.target).flat)
         self.between_processes = not self.is_here and not (one == other and len(one) == 1)
         if self.between_processes and one & other:
@@ -92,14 +98,16 @@ class Crossing:
                 " or between processes. Give each process the devices of one submesh, or several whole submeshes"
             )
         self.is_mine = jax.process_index() in one | other
+        self._receives = jax.process_index() in other
+        self.legs: list[Leg] = []
         same_size = wire.source.mesh.size == wire.target.mesh.size
         self._put = processes.copying_to(wire.target) if same_size else lambda value: jax.device_put(value, wire.target)
         if self.between_processes:
             check_arrays_pass(devices_of(wire.source).flat[0].platform)
-            self._legs = _legs(shape, wire)
+            self.legs = _legs(shape, wire)
             here = jax.process_index()
-            self._copies = [processes.copying_to(target) for _, target in self._legs]
-            self._absent = [None if here in processes_of(a) else _absent(shape, dtype, a) for a, _ in self._legs]
+            self._copies = [processes.copying_to(target) for _, target in self.legs]
+            self._absent = [None if here in processes_of(a) else _absent(shape, dtype, a) for a, _ in self.legs]
 
     def move(self, value: Any) -> Any:
         """Start to move an array. None, as argument or result, stands for an array that only other processes have."""
@@ -108,11 +116,11 @@ class Crossing:
         if not self.between_processes:
             return self._put(value) if self.is_mine else None
         arrived = []
-        for (source, _), copy, absent in zip(self._legs, self._copies, self._absent, strict=True):
+        for (source, _), copy, absent in zip(self.legs, self._copies, self._absent, strict=True):
             arrived.append(copy(absent if absent is not None else self._part_of(value, source)))
-        if jax.process_index() not in processes_of(self.wire.target):
+        if not self._receives:
             return None
-        if len(arrived) == 1 and self._legs[0][1].mesh.size == self.wire.target.mesh.size:
+        if len(arrived) == 1 and self.legs[0][1].mesh.size == self.wire.target.mesh.size:
             return _seen_as(arrived[0], self.wire.target)
         shards = [shard.data for one in arrived for shard in one.addressable_shards]
         return jax.make_array_from_single_device_arrays(self.shape, self.wire.target, shards, dtype=self.dtype)
@@ -151,7 +159,7 @@ def _absent(shape: Shape, dtype: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
-def _legs(shape: Shape, wire: Wire) -> list[tuple[NamedSharding, NamedSharding]]:
+def _legs(shape: Shape, wire: Wire) -> list[Leg]:
     """The transfers between processes: from one copy at the sender to each copy at the receiver. JAX needs as many
     receiving devices as sending ones in each transfer."""
     source, target = wire.source, wire.target
