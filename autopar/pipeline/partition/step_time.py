@@ -60,11 +60,13 @@ def staged_timeline(
             else:
                 first.setdefault(task.stage, task)
                 last[task.stage] = task
-    needs = dict(schedule.needs)
     at_start = [(first[target], *how) for (_, target, when), how in times.items() if when == "start"]
-    for source, target, when in times:
-        if when == "end" and target in updates:
+    at_end = [(source, target) for source, target, when in times if when == "end" and target in updates]
+    if at_end:
+        needs = dict(schedule.needs)
+        for source, target in at_end:
             needs[updates[target]] = (*needs[updates[target]], last[source])
+        schedule = replace(schedule, needs=needs)
     nothing = (0, ())
 
     def how(source: Task, target: Task) -> tuple[float, tuple[Hashable, ...]]:
@@ -72,7 +74,7 @@ def staged_timeline(
         return times.get((source.stage, target.stage, when), nothing)
 
     return simulate(
-        replace(schedule, needs=needs),
+        schedule,
         task_seconds(costs),
         lambda source, target: how(source, target)[0],
         lambda source, target: how(source, target)[1],

@@ -51,61 +51,55 @@ def simulate(
     Raises:
         ScheduleError: the schedule deadlocks, or a task depends on one that no submesh runs.
     """
-    orders, submesh_of = schedule.orders, schedule.submesh_of()
-    users: dict[Task, list[Task]] = {}
-    missing: dict[Task, int] = {}  # inputs of a task that are not computed yet
-    for task in submesh_of:
-        needs = dict.fromkeys(schedule.needs.get(task, ()))
-        missing[task] = len(needs)
-        for need in needs:
-            users.setdefault(need, []).append(task)
-    arrived: dict[Task, float] = {}  # the last input that is known
+    wiring = schedule.wiring
+    tasks, orders, users, submesh_of = wiring.tasks, wiring.orders, wiring.users, wiring.submesh
+    missing = list(wiring.num_needs)  # inputs of a task that are not computed yet
+    arrived: list[float] = [0] * len(tasks)  # the last input that is known
     link_free_at: dict[Hashable, float] = {}
     spans: list[Span] = []
     position = [0] * len(orders)
     free_at: list[float] = [0] * len(orders)
     idle = [True] * len(orders)
-    running: list[tuple[float, int, Task]] = []  # a heap: end, submesh, task
+    running: list[tuple[float, int, int]] = []  # a heap: end, submesh, task
 
-    def arrive(user: Task, ready: float, taken: float, held: Names) -> None:
+    def arrive(user: int, ready: float, taken: float, held: Names) -> None:
         for link in held:
             ready = max(ready, link_free_at.get(link, 0))
         ready += taken
         for link in held:
             link_free_at[link] = ready
-        arrived[user] = max(arrived.get(user, 0), ready)
+        arrived[user] = max(arrived[user], ready)
 
     def start_next(submesh: int) -> None:
         order, at = orders[submesh], position[submesh]
         if not idle[submesh] or at == len(order) or missing[order[at]]:
             return
-        task = order[at]
-        start = max(free_at[submesh], arrived.get(task, 0))
-        end = start + seconds(task)
-        spans.append(Span(submesh, task, start, end))
+        n = order[at]
+        start = max(free_at[submesh], arrived[n])
+        end = start + seconds(tasks[n])
+        spans.append(Span(submesh, tasks[n], start, end))
         idle[submesh] = False
-        heapq.heappush(running, (end, submesh, task))
+        heapq.heappush(running, (end, submesh, n))
 
     for user, taken, held in at_start:
-        arrive(user, 0, taken, held)
+        arrive(tasks.index(user), 0, taken, held)
     for submesh in range(len(orders)):
         start_next(submesh)
     while running:
-        end, submesh, task = heapq.heappop(running)
+        end, submesh, n = heapq.heappop(running)
         free_at[submesh], idle[submesh] = end, True
         position[submesh] += 1
-        reached = users.get(task, ())
-        if len(reached) > 1:
-            reached = sorted(reached, key=lambda user: (abs(user.stage - task.stage), user.stage))
-        for user in reached:
+        for user in users[n]:
             there = submesh_of[user]
             if there != submesh:
-                arrive(user, end, transfer_s(task, user), links(task, user))
+                ends = tasks[n], tasks[user]
+                arrive(user, end, transfer_s(*ends), links(*ends))
             missing[user] -= 1
-            start_next(there)
+            if not missing[user]:
+                start_next(there)
         start_next(submesh)
-    if len(spans) < sum(map(len, orders)):
-        raise ScheduleError(_deadlock(schedule, position, {span.task for span in spans}, submesh_of))
+    if len(spans) < len(tasks):
+        raise ScheduleError(_deadlock(schedule, position, {span.task for span in spans}, schedule.submesh_of()))
     return PipelineTimeline(f"{schedule.name}, simulated", schedule.num_submeshes, tuple(spans))
 
 

@@ -7,6 +7,8 @@ are data, so a schedule may have more, fewer or other dependencies than a synchr
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +49,24 @@ Edges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
+class Wiring:
+    """A schedule by numbers of tasks, for the simulator.
+
+    Args:
+        submesh: the submesh of each task.
+        orders: the tasks of each submesh.
+        users: for each task, the tasks that depend on it, those of the nearest stages first.
+        num_needs: for each task, the number of tasks that it depends on, including those that no submesh runs.
+    """
+
+    tasks: tuple[Task, ...]
+    submesh: list[int]
+    orders: list[range]
+    users: list[list[int]]
+    num_needs: list[int]
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Ordered tasks and their dependencies.
 
@@ -77,6 +97,25 @@ class Schedule:
     @property
     def num_microbatches(self) -> int:
         return 1 + max((task.microbatch for task in self.tasks), default=-1)
+
+    @functools.cached_property
+    def wiring(self) -> Wiring:
+        """The schedule by numbers; a search simulates it many times."""
+        tasks = self.tasks
+        number = {task: n for n, task in enumerate(tasks)}
+        submesh = [on for on, order in enumerate(self.orders) for _ in order]
+        users: list[list[int]] = [[] for _ in tasks]
+        num_needs = [0] * len(tasks)
+        for n, task in enumerate(tasks):
+            for need in dict.fromkeys(self.needs.get(task, ())):
+                num_needs[n] += 1
+                if need in number:
+                    users[number[need]].append(n)
+        for task, own in zip(tasks, users, strict=True):
+            own.sort(key=lambda n: (abs(tasks[n].stage - task.stage), tasks[n].stage))
+        starts = [0, *itertools.accumulate(map(len, self.orders))]
+        orders = [range(start, stop) for start, stop in itertools.pairwise(starts)]
+        return Wiring(tasks, submesh, orders, users, num_needs)
 
     def stages_on(self, submesh: int) -> tuple[int, ...]:
         """The stages that a submesh runs, in program order."""

@@ -274,7 +274,7 @@ class StageSearch:
         partition = partitioner.partition(problem)
         steps = list(self._steps(name, virtual, partition, cost))
         direct = self._direct_bytes(partition.stages)
-        if partition.stages and direct != relayed:
+        if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
             again = partitioner.partition(replace(problem, transfer_s=self._there_and_back_s(direct)))
             steps += self._steps(name, virtual, again, cost)
         if steps:
@@ -284,8 +284,10 @@ class StageSearch:
     def _direct_bytes(self, stages: Sequence[Stage]) -> list[float]:
         """Bytes before each layer, if each value counts once per stage that gets it from its producer, spread evenly
         over the boundaries between stages that it crosses; at the other boundaries it counts whole."""
+        if not stages:
+            return [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
         stage_of, found = _stage_of(stages), [0.0] * len(self.keys)
-        for one in self.passing if stages else ():
+        for one in self.passing:
             source, last = stage_of[one.producer], stage_of[one.readers[-1]]
             receivers = len({stage_of[reader] for reader in one.readers} - {source})
             share = receivers / (last - source) if receivers else 1.0
