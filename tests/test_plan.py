@@ -222,6 +222,9 @@ def test_files_of_older_versions_are_read(name: str, tmp_path: Path) -> None:
     assert (before["version"], after["version"]) == (int(name[-1]), 8 if name.startswith("stages") else 7)
     assert before["prediction"] == after["prediction"]
     assert "time_s" not in str(after["outcome"])
+    if isinstance(plan, PipelinePlan):  # gradients were priced like activations
+        assert {(one.source, one.target) for one in plan.sends} == {(0, 1), (1, 0)}
+        assert plan.timeline().makespan_s == plan.prediction.step_time_s
 
 
 def test_older_files_of_stages_say_what_was_searched_then() -> None:

@@ -63,7 +63,9 @@ def _seventh_to_eighth(body: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(sends, list) or forward_only:
         return body
     known = [one for one in sends if isinstance(one, dict) and {"source", "target"} <= one.keys()]
-    return body | {"sends": sends + [one | {"source": one["target"], "target": one["source"]} for one in known]}
+    back = [one | {"source": one["target"], "target": one["source"]} for one in known]
+    ends = [(one["source"], one["target"]) for one in known]
+    return body | {"sends": sends + [one for one in back if (one["source"], one["target"]) not in ends]}
 
 
 MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_to_seventh, _seventh_to_eighth)
