@@ -15,12 +15,14 @@ import pytest
 from pipelines import QUICKLY, crossing, planned_stages
 
 from autopar.pipeline.cut.branches import branch_layers
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, edges_of
+from autopar.pipeline.cut.exchanges import exchanges_of
+from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.branches import Branches
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.problem import PartitionProblem, StageCost
+from autopar.pipeline.partition.sends import edges_between
 from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.schedule.dag import Backward, list_schedule
 from autopar.pipeline.schedule.in_flight import in_flight
@@ -124,7 +126,7 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
         objective=one_f_one_b(1),
         budget_bytes={"cpu": 1.0},
     )
-    whole = edges_of(cuttable.layered(layer_of, 2).stages(range(len(work()))))
+    whole = edges_between(exchanges_of(cuttable.layered(layer_of, 2).stages(range(len(work())))))
     branches = Branches(problem, whole, lambda layer, part, same_host: 1e-3)
     stages = ExactPartitioner().partition(branches.with_split_submeshes()).stages
     laid = branches.forked_stages(stages)
@@ -147,7 +149,7 @@ def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) ->
         submesh_of,
         lambda _, stage, num_devices: plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
     )
-    schedule = list_schedule(edges_of(stages), submesh_of, 2, backward=backward)
+    schedule = list_schedule(edges_between(exchanges_of(stages)), submesh_of, 2, backward=backward)
     pipeline = Pipeline(planned, schedule, len(cuttable.flow.trace.outputs), {}, compiler_options=QUICKLY)
     tree = jax.tree.structure(jax.eval_shape(step, state(), batch_of(0)))
     here = there = state()
@@ -211,4 +213,4 @@ def test_heavy_branches_side_by_side_take_less_time_than_a_chain(num_microbatche
 
     chains = [[int(layer >= cut) for layer in range(len(work()))] for cut in range(1, len(work()))]
     best = min(makespan(chain, [(0, 1)], [0, 1]) for chain in chains)
-    assert makespan(stage_of, edges_of(stages), submesh_of) < best
+    assert makespan(stage_of, edges_between(exchanges_of(stages)), submesh_of) < best

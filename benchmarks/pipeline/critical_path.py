@@ -1,6 +1,6 @@
 """Find the critical path of a step: the longest path through its dependences.
 
-In: the arguments of `simulate`. Out: the path's tasks, and its length, which equals the simulated makespan. The path is
+In: the arguments of `simulate`, with links that no transfers share. Out: the path's tasks, and its length, which equals the simulated makespan. The path is
 found independently of the simulator, backward from the last tasks, so that each checks the other.
 """
 

@@ -243,7 +243,7 @@ class Layers:
         return max(self.layer_of) + 1
 
     def stages(self, stage_of: Sequence[int]) -> tuple[StageProgram, ...]:
-        """The programs of the stages. `edges_of` returns which stage sends to which.
+        """The programs of the stages. `exchanges_of` returns what they send to each other.
 
         Args:
             stage_of: stage of each layer. A stage reads no stage with a higher number.
@@ -280,14 +280,6 @@ def layers_between(starts: Sequence[int], num_units: int) -> list[int]:
     [0, 0, 1]
     """
     return list(itertools.accumulate(int(position in starts[1:]) for position in range(num_units)))
-
-
-def edges_of(stages: Sequence[StageProgram]) -> tuple[tuple[int, int], ...]:
-    """Pairs of stages that exchange values in each microbatch, in forward order; cotangents pass in the other
-    direction."""
-    producers = {port: s for s, stage in enumerate(stages) for port in stage.outputs if port.kind == "inside"}
-    between = {(producers[port], s) for s, stage in enumerate(stages) for port in stage.inputs if port.kind == "inside"}
-    return tuple(sorted({(min(pair), max(pair)) for pair in between}))
 
 
 def _equal_starts(length: int) -> Sequence[int]:

@@ -12,7 +12,7 @@ one after another. What crosses a switch from other submeshes to others does not
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,7 +69,7 @@ def links_of(send: Send, source: Submesh, target: Submesh) -> tuple[Hashable, ..
     return ("out", source.first_device), ("in", target.first_device)
 
 
-def edges_between(sends: tuple[Send, ...]) -> tuple[tuple[int, int], ...]:
+def edges_between(sends: Iterable[Exchange | Send]) -> tuple[tuple[int, int], ...]:
     """Pairs of stages that exchange values in each microbatch, the lower one first."""
     pairs = ((one.source, one.target) for one in sends if one.when == "microbatch")
     return tuple(sorted({(min(pair), max(pair)) for pair in pairs}))

@@ -104,6 +104,7 @@ class Count:
     moves: MovesOfOthers
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
+    task: Task | None = None
     frees: tuple[int, ...] = ()
 
     def run(self, values: Values) -> None:
