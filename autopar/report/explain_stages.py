@@ -42,6 +42,8 @@ from autopar.system.units import human_bytes, human_seconds
 
 #: The most alternatives that are shown; the JSON has all.
 MAX_TRIED = 8
+#: Sends of a step below this are left out: step counters, keys, norms.
+_SMALL_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -212,7 +214,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
             sends or "-",
             Text(f"{stage.plan.mesh.describe()}\n{stage.plan.strategy}" + _remat(stage)),
         )
-    under = "seconds of one microbatch, `update` of a step; `sends`: of one microbatch; `at start`, `at end`: of a step"
+    under = "seconds and `sends` of one microbatch; `update`, `at start`, `at end`: of a step"
     return section("Stages", table, under)
 
 
@@ -224,8 +226,9 @@ def _remat(stage: StagePlan) -> str:
 
 
 def sends_from(plan: PipelinePlan, stage: int) -> list[Send]:
-    """What a stage sends to other submeshes."""
-    return [one for one in plan.sends if one.source == stage and one.num_bytes]
+    """What a stage sends to other submeshes, without small values that it sends once per step."""
+    sends = (one for one in plan.sends if one.source == stage and one.num_bytes)
+    return [one for one in sends if one.when == "microbatch" or one.num_bytes >= _SMALL_BYTES]
 
 
 def sent_text(send: Send, between: str = "\n") -> str:
