@@ -98,13 +98,13 @@ def _carried(stage: StageProgram) -> Iterator[tuple[int, int]]:
 def _sent(stage: StageProgram) -> Iterator[tuple[Port, When]]:
     """The values that a stage sends, and when."""
     trace = stage.program.trace
-    loop = next(region for region in trace.regions if region.source is trace.microbatches)
+    ends = next((one.exit[0] for one in trace.regions if one.source is trace.microbatches), len(trace.equations))
     for port, value in zip(stage.outputs, trace.outputs, strict=True):
         if port.kind == "inside":
             yield port, "microbatch"
         elif port.kind == "outside":
             made = trace.producers.get(value, 0) if isinstance(value, int) else 0
-            yield port, "start" if made < loop.exit[0] else "end"
+            yield port, "start" if made < ends else "end"
 
 
 def _exchanges(found: Mapping[tuple[int, int, When], list[float]]) -> tuple[Exchange, ...]:
