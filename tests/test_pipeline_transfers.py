@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,16 +18,16 @@ from pipelines import QUICKLY, pipelined
 from test_schedules import built, shapes
 
 from autopar.hardware.profile import load
-from autopar.pipeline.cut.exchanges import Passing, exchanges_of, exchanges_of_layers
+from autopar.pipeline.cut.exchanges import Passing, crossing_bytes, exchanges_of, exchanges_of_layers
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape
 from autopar.pipeline.partition.problem import Stage, StageCost
-from autopar.pipeline.partition.sends import Exchange, Send, links_of
+from autopar.pipeline.partition.sends import Exchange, Send, edges_between, links_of
 from autopar.pipeline.partition.step_time import staged_timeline, task_seconds
 from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.run.instructions import Call, Move
 from autopar.pipeline.schedule.simulate import Links, Seconds, TransferSeconds, simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build
-from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.schedule.tasks import Schedule, Task, chain_with
 from autopar.pipeline.search.stage_search import StageSearch, sends_of
 from benchmarks.pipeline.critical_path import longest_path
 
@@ -199,6 +200,39 @@ def test_values_are_priced_by_pairs_of_stages() -> None:
     assert direct[2] + direct[4] == 3.0 + 8.0 + 2.0, "the boundaries of these stages"
     assert (direct[2], direct[4]) == (3.0 + 4.0, 4.0 + 2.0)
     assert direct[1] == 3.0 + 4.0
+
+
+def test_a_skip_connection_is_searched_as_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that all stages would relay is a reason for fewer stages; sent once, it is none."""
+    num_bytes = 1.0 * V100.host_link.bytes_per_s  # 1 s
+    search = StageSearch(
+        cost=lambda first, last, shape: StageCost(forward_s=0.5 * (last - first + 1), backward_s=last - first + 1.0),
+        keys=range(6),
+        passing=[*(Passing(layer, (layer + 1,), 1e3) for layer in range(5)), Passing(0, (5,), num_bytes)],
+        cluster=Cluster((DeviceGroup(V100.name, 1, 6),)),
+        profiles={V100.name: V100},
+        budget_bytes={V100.name: 1.0},
+        shapes=(SubmeshShape(V100.name, 1, 1),),
+        num_microbatches=8,
+        relative_gap=0.0,
+    )
+    found = search.best(("1f1b",))
+    assert found is not None
+    cuts = [[0, *cut, 6] for count in range(6) for cut in itertools.combinations(range(1, 6), count)]
+    submeshes = on_hosts(*((0, n) for n in range(6)), per_host=6)
+    times = []
+    for cut in cuts:
+        stages = [Stage(a, b - 1, submeshes[n]) for n, (a, b) in enumerate(itertools.pairwise(cut))]
+        costs = [search.cost(one.first, one.last, one.submesh.shape) for one in stages]
+        sends = sends_of(search.exchanges(stages), submeshes, search.cluster, search.profiles)
+        schedule = build("1f1b", len(stages), 8, edges=chain_with(len(stages), edges_between(sends)))
+        times.append(staged_timeline(schedule, [c for c in costs if c], sends, submeshes).makespan_s)
+    assert found.step_time_s == min(times), "the best of all cuts"
+    monkeypatch.setattr(
+        StageSearch, "_direct_bytes", lambda self, _: [crossing_bytes(self.passing, n) for n in range(6)]
+    )
+    relayed = search.best(("1f1b",))
+    assert relayed is not None and found.step_time_s < 0.75 * relayed.step_time_s
 
 
 # -- what the executor sends -------------------------------------------------------------------

@@ -6,7 +6,7 @@ Out: the fastest simulated `StagedStep` that fits. For each schedule, the partit
 are searched separately, because one stage is one program with its own cost.
 
 An objective prices transfers at boundaries between consecutive stages. At first, a value with a distant reader counts at
-each boundary that it crosses, as if stages relayed it. If the stages found send such values directly, they are searched
+each boundary that it crosses, as if stages relayed it. If stages that were found send such values directly, they are searched
 again, with each value's bytes divided among the boundaries that it crosses there. Simulations price the pairs of
 stages that exchange values.
 """
@@ -273,7 +273,7 @@ class StageSearch:
         )
         partition = partitioner.partition(problem)
         steps = list(self._steps(name, virtual, partition, cost))
-        direct = self._direct_bytes(partition.stages)
+        direct = self._direct_bytes(max((partition.stages, *partition.others), key=len))
         if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
             again = partitioner.partition(replace(problem, transfer_s=self._there_and_back_s(direct)))
             steps += self._steps(name, virtual, again, cost)
