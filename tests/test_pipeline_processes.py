@@ -47,8 +47,9 @@ def test_four_processes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.contract
 def test_three_processes_of_two_devices_each() -> None:
-    """A process counts the moves of the two others, by device or by process."""
+    """A process counts the moves of the two others, as each JAX does."""
     cases = ["3 2 1f1b", "3 2 zb-h1"]
     told = check(*cases, processes=3, devices=2)
     for case in cases:
