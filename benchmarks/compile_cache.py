@@ -106,10 +106,13 @@ def load(folder: Path, name: str) -> CompiledStep | None:
     if not facts.exists() or not program.exists():
         return None
     kept = json.loads(facts.read_text(encoding="utf-8"))
+    kept.setdefault("output_shardings", None)  # unknown in entries of before; only pieces of pipelines need them
     wanted = {field.name for field in fields(CompiledStep)} - {"hlo_text"}
     if not wanted <= set(kept):
         return None
     kept["flags"], kept["hosts"] = tuple(kept["flags"]), tuple(kept["hosts"])
+    if kept["output_shardings"] is not None:
+        kept["output_shardings"] = tuple(kept["output_shardings"])
     with gzip.open(program, "rt", encoding="utf-8") as file:
         return CompiledStep(**{name: kept[name] for name in wanted}, hlo_text=file.read())
 

@@ -61,6 +61,10 @@ class Benchmark:
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
 #: Models whose steps run in pipeline stages.
 _EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
+#: Models whose compiled pieces are replayed.
+_PIECES = ("GPT", "GPT scanned", "BART", "ResNet-18", "U-Net")
+#: Models whose stages are compared with the best of all cuts.
+_BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "GPT-2", "BART")
 #: Data sets of the approximate searches, and the files that make them, in addition to the shared ones.
 _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
 #: Parts of serving, and the files that they measure with, in addition to their own module.
@@ -173,7 +177,14 @@ BENCHMARKS = {
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
     ),
     "pipeline": Benchmark(
-        ("theory", "partition", "clusters", *(f"execution: {model}" for model in _EXECUTED)),
+        (
+            "theory",
+            "partition",
+            "clusters",
+            *(f"execution: {m}" for m in _EXECUTED),
+            *(f"pieces: {m}" for m in _PIECES),
+            *(f"balance: {m}" for m in _BALANCED),
+        ),
         VIRTUAL_DEVICES,
         sources=(),
         summary="benchmarks.pipeline.page",
@@ -183,6 +194,8 @@ BENCHMARKS = {
             "partition": ("pipeline/partition.py",),
             "clusters": ("pipeline/clusters.py", "zoo/gpt.py", "zoo/mixed_precision.py", "zoo/training.py"),
             **{f"execution: {model}": ("pipeline/execution.py",) for model in _EXECUTED},
+            **{f"pieces: {model}": ("pipeline/pieces.py", "zoo/training.py") for model in _PIECES},
+            **{f"balance: {model}": ("pipeline/balance.py", "zoo/training.py") for model in _BALANCED},
         },
     ),
     "pipeline_partition": Benchmark(

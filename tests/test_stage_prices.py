@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from functools import cache, partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import LinkProfile, load
 from autopar.ir.mesh import MeshShape
+from autopar.pipeline.cut.deferred_reductions import deferrable
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, repeated_layers
 from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.search import quick_plan
+from autopar.pipeline.search.estimates import StageFigures
 from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import StageRequest, searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
@@ -154,7 +161,7 @@ def test_asking_all_prices_plans_no_more_than_layers_and_pairs() -> None:
 
 
 def test_sums_stay_pending_only_where_they_may() -> None:
-    """Between programs of their own, a gradient's sum over devices is taken in each microbatch."""
+    """Between programs of their own, a gradient's reduction over devices waits where the executor can defer it."""
     costs = prices()
     first, _ = middle(costs)
     program = costs.layers.run_of(first, first).program.forms[-1]
@@ -162,17 +169,17 @@ def test_sums_stay_pending_only_where_they_may() -> None:
     slowly = {dtype: rate / 1e4 for dtype, rate in H100.peak_flops_per_s.items()}  # so that work is worth splitting
     slow = replace(H100, network_link=LinkProfile(1e8, 1e-5), devices_per_host=1, peak_flops_per_s=slowly)
 
-    def pending(may: bool) -> int:
-        """How many sums stay pending on four hosts of one device."""
+    def pending(may: bool) -> set[int]:
+        """The sums that stay pending on four hosts of one device."""
         made = planner.planned_in(Way(MeshShape(("data",), (4,)), 0, pending=may), (form,), slow)
         f, choices = made.formulation, made.solution.choices
         carried = [v for node in f.graph.nodes if node.primitive == "enter_carry" for v in node.results]
-        known = [(f.value_made[v][1], choices[f.value_made[v][0]]) for v in carried if v in f.value_made]
+        known = {v: f.value_made[v][1][choices[f.value_made[v][0]]] for v in carried if v in f.value_made}
         assert known
-        return sum(bool(shardings[choice].unreduced) for shardings, choice in known)
+        return {v for v, sharding in known.items() if sharding.unreduced}
 
-    assert pending(True) > 0
-    assert pending(False) == 0
+    assert pending(True)
+    assert pending(False) <= deferrable(form.program.trace)
 
 
 @pytest.mark.slow
@@ -212,3 +219,72 @@ def test_a_climb_by_estimates_ends_where_one_by_searches_does() -> None:
     assert quickly[0].step_time_s == pytest.approx(slowly[0].step_time_s)
     assert len(quickly) < len(slowly)
     assert estimating.num_planned < searched.num_planned
+
+
+def odd_layers(params: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Four layers that examples are worth splitting for, and whose kernels two devices cannot share evenly."""
+
+    def loss(params: list[jax.Array]) -> jax.Array:
+        x = batch
+        for kernel in params:
+            x = jnp.tanh(x @ kernel)
+        return jnp.mean(x**2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["planned unreduced", "planned reduced"])
+def test_a_reduction_that_waits_is_priced_once_a_step(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not waits:
+        monkeypatch.setattr(quick_plan, "deferrable", lambda trace: set())
+    kernels = [jax.ShapeDtypeStruct((255, 255), "float32")] * 4
+    args = (kernels, jax.ShapeDtypeStruct((2**18, 255), "float32"))
+    layers = Cuttable.of(program_of(odd_layers, args, carry=None, donate=None)).layers([0, 4], 8)
+    stage = layers.run_of(0, 0)
+    form = Form(stage.program.forms[-1])
+    way = Way(MeshShape(("data",), (2,)), 0)
+    candidate = QuickPlanner(Ilp()).planned_in(way, (form,), H100)
+    layout = Layout(candidate.program.trace, stage.inputs)
+    in_pieces, in_one = StageFigures(candidate, layout), StageFigures(candidate, layout, separate=False)
+    assert len(in_pieces.deferred) == len(layout.carries) > 0 and not in_one.deferred
+    reductions = [op for op in candidate.parts.device.ops if op.collective == "all-reduce" and op.payload_bytes > 1e5]
+    seconds = sum(op_seconds(op, candidate.formulation.mesh, H100) for op in reductions)
+    assert sum(op.payload_bytes for op in reductions) == pytest.approx(len(layout.carries) * 4 * 255**2)
+    copied = sum(in_pieces.copied.values())  # the batch in microbatches: a view in one program
+    assert copied == 2**18 * 255 * 4 / 2 and not in_one.copied
+    copying_s = 2 * copied / H100.memory_bytes_per_s
+    if waits:  # all outside the loop already
+        assert in_pieces.update_s == pytest.approx(in_one.update_s + copying_s, rel=0.1)
+        assert in_pieces.backward_s == pytest.approx(in_one.backward_s)
+    else:
+        assert in_one.backward_s > in_pieces.backward_s
+        assert in_pieces.update_s > in_one.update_s + copying_s + 0.5 * seconds
+    assert in_pieces.update_s > 0.9 * seconds
+    assert in_pieces.state_bytes == pytest.approx(in_one.state_bytes + copied)  # one sum on each device
+
+
+def test_passes_on_a_cpu_are_priced_in_their_measured_ratio() -> None:
+    """Measured in stages of an MLP-Mixer on 8 virtual devices: the forward pass takes 0.4 to 0.5 times as long as the
+    backward pass. With tanh counted at hundreds of operations it was priced at 2.5 times."""
+
+    def blocks(params: list[tuple[jax.Array, jax.Array]], x: jax.Array) -> Any:
+        def loss(params: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+            h = x
+            for wide, narrow in params:
+                h = h + jax.nn.gelu(h @ wide) @ narrow
+            return jnp.mean(h**2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    def kernel(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    args = ([(kernel(128, 256), kernel(256, 128))] * 4, kernel(4096, 128))
+    cuttable = Cuttable.of(program_of(blocks, args, carry=None, donate=None))
+    layers = cuttable.layers([0, len(cuttable.chain.flops) // 2], 4)
+    profile = load("cpu-host")
+    costs = StageCosts(layers, {profile.name: profile}, range(2))
+    for devices in (1, 4):
+        cost = costs.cost(0, 0, SubmeshShape(profile.name, 1, devices))
+        assert 0.3 < cost.forward_s / cost.backward_s < 0.8

@@ -198,6 +198,16 @@ def match_collectives(plan: Plan, hlo: Module | str, hosts: Sequence[int] = ()) 
     Args:
         hosts: host of each device.
     """
+    return match_compiled(plan, compiled_collectives(hlo), hosts)
+
+
+def compiled_collectives(hlo: Module | str) -> list[Collective]:
+    """All collectives of XLA's program."""
+    return collectives(hlo, ignore_up_to=0, unknown_trip_counts=round(UNKNOWN_TRIP_COUNT))
+
+
+def match_compiled(plan: Plan, found: Sequence[Collective], hosts: Sequence[int] = ()) -> Collectives:
+    """Compare a plan's collectives with compiled ones; `hosts` as in `match_collectives`."""
     mesh = plan.mesh
     predicted: dict[tuple[str, tuple[str, ...] | None], list[tuple[int, CollectiveUse]]] = defaultdict(list)
     for position, use in enumerate(plan.collectives):
@@ -205,17 +215,17 @@ def match_collectives(plan: Plan, hlo: Module | str, hosts: Sequence[int] = ()) 
         if axes:
             predicted[use.kind, axes].append((position, use))
     compiled: dict[tuple[str, tuple[str, ...] | None], list[Collective]] = defaultdict(list)
-    for one in collectives(hlo, ignore_up_to=0, unknown_trip_counts=round(UNKNOWN_TRIP_COUNT)):
+    for one in found:
         axes = mesh_axes(one.groups, mesh, pairs=one.kind == "collective-permute")
         if axes != ():
             compiled[one.kind, None if axes is None else _real_axes(axes, mesh)].append(one)
     matches, rows, missing = [], [], []
     for key in sorted({*predicted, *compiled}, key=lambda key: (key[0], key[1] or ())):
         kind, axes = key
-        uses, found, size = predicted.get(key, []), compiled.get(key, []), mesh.sizes(key[1] or ())
-        matches.append(_match(kind, axes, [use for _, use in uses], found, mesh, hosts))
-        paired = pair(found, uses, mesh.num_devices)
-        for n, one in enumerate(found):
+        uses, same, size = predicted.get(key, []), compiled.get(key, []), mesh.sizes(key[1] or ())
+        matches.append(_match(kind, axes, [use for _, use in uses], same, mesh, hosts))
+        paired = pair(same, uses, mesh.num_devices)
+        for n, one in enumerate(same):
             rest = sent_bytes(kind, paired.compiled_left.get(n, 0.0), one.group_size(mesh.num_devices))
             path = describe_origin(one.op_name)
             members = paired.predicted.get(n, ())

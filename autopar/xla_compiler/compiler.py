@@ -98,6 +98,8 @@ class CompiledStep:
         flags: XLA_FLAGS of the compile.
         hlo_text: the optimized HLO.
         measured: measured runs; None where the step was not run.
+        output_shardings: XLA's shardings of the outputs, by `jax_interop.absent_devices`; empty for one device, None where
+            they are unknown.
     """
 
     argument_bytes: float
@@ -111,6 +113,7 @@ class CompiledStep:
     flags: tuple[str, ...]
     hlo_text: str = field(repr=False)
     measured: Measured | None = None
+    output_shardings: tuple[str, ...] | None = field(default=None, repr=False)
 
     @property
     def peak_bytes(self) -> float:
@@ -244,6 +247,7 @@ class Compiler:
         figures = json.loads((job / "figures").read_text(encoding="utf-8"))
         text = (job / "program").read_text(encoding="utf-8")
         hosts, ran = tuple(figures.pop("hosts")), figures.pop("measured", None)
+        shardings = tuple(figures.pop("output_shardings"))
         _check_hosts(hosts, num_hosts)
         total, exposed = read_times(log)
         return CompiledStep(
@@ -254,6 +258,7 @@ class Compiler:
             flags=self.flags,
             hlo_text=text,
             measured=Measured(**ran | {"runs_s": tuple(ran["runs_s"])}) if ran else None,
+            output_shardings=shardings,
         )
 
     def close(self) -> None:

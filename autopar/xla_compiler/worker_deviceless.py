@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from jax.experimental import topologies
 
+from autopar.jax_interop.absent_devices import serialized_output_shardings
 from autopar.jax_interop.compilation import compile_module
 
 #: (job's folder, devices, XLA's executable) -> further figures of the job.
@@ -84,6 +85,7 @@ def _figures(executable: Any, devices: Sequence[Any]) -> dict[str, Any]:
         "output_bytes": sizes.output_size_in_bytes,
         "alias_bytes": sizes.alias_size_in_bytes,
         "hosts": [device.process_index for device in devices],
+        "output_shardings": serialized_output_shardings(executable),
     }
 
 

@@ -53,16 +53,19 @@ class Call:
     after_first: Callable[[], None] = lambda: None
 
     def run(self, values: Values) -> None:
-        jitted, inputs = self.program.jitted, [values[i] for i in self.reads]
-        if jitted is None:
-            results = self.program.first_call(self.donated(), inputs)
-            self.after_first()
-        else:
-            results = jitted(*inputs)
+        inputs = [values[i] for i in self.reads]
+        self.settle(inputs)
+        results = self.program.jitted(*inputs)
         for i, value in zip(self.writes, results, strict=True):
             values[i] = value
         for i in self.frees:
             values[i] = None
+
+    def settle(self, inputs: Sequence[Any]) -> None:
+        """Choose the piece's programs, before its first call, for these inputs or their types."""
+        if self.program.jitted is None:
+            self.program.settle(self.donated(), inputs)
+            self.after_first()
 
 
 @dataclass(slots=True)

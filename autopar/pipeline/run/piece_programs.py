@@ -7,6 +7,7 @@ to send with their wires' shardings, then results of the step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -20,11 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import named_shardings
+from autopar.pipeline.cut.deferred_reductions import deferred_reductions
 from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
 from autopar.pipeline.cut.stage_programs import StageProgram
-from autopar.pipeline.run.deferred_reductions import partial_sums
+from autopar.pipeline.run.deferred_reductions import ConstrainedShardings, accumulate, initial
+from autopar.pipeline.run.uneven_values import UnevenValues
 from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
 from autopar.runtime.replay import Replay
 
 #: The name of a piece in its stage: a level outside the loop or a phase inside it.
@@ -55,6 +59,32 @@ class Send:
     sharding: NamedSharding
 
 
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One of the jitted programs that a piece runs, one after another, over a list of arrays.
+
+    Args:
+        jitted: a function of arrays.
+        out_shardings: the shardings of its results; None where XLA chooses.
+        places: the positions in the list that it reads and replaces; None where it makes a new list of the whole one.
+    """
+
+    jitted: Any
+    out_shardings: tuple[NamedSharding | None, ...]
+    places: tuple[int, ...] | None = None
+
+    def taken(self, flat: Sequence[Any]) -> list[Any]:
+        """Its arguments."""
+        return list(flat) if self.places is None else [flat[i] for i in self.places]
+
+    def after(self, flat: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """The list after it, given its results."""
+        if self.places is None:
+            return list(results)
+        replaced = dict(zip(self.places, results, strict=True))
+        return [replaced.get(i, value) for i, value in enumerate(flat)]
+
+
 #: Compiled pieces: by a key that is cheap to compare, the jitted functions and their traces.
 Compiled = dict[Any, list[tuple[Callable[..., Any], Any]]]
 
@@ -75,6 +105,7 @@ class PieceProgram:
         compiled: the compiled pieces of the same submesh, which equal pieces share; this piece adds its own.
         shared: the positions of outputs that may be the same array as another output or an input, and the positions of
             those inputs. Tracing fills both.
+        jitted, links: what the piece runs, and the jitted programs in it; None and empty before `settle`.
     """
 
     piece: Piece
@@ -90,6 +121,7 @@ class PieceProgram:
     compiled: Compiled = field(default_factory=dict)
     shared: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     jitted: Any = None
+    links: tuple[Link, ...] = ()
 
     def jit(self, donated: Sequence[int]) -> Any:
         """The jitted function.
@@ -113,27 +145,33 @@ class PieceProgram:
         pinned = [one.sharding for one in self.sends] + [sharding for _, sharding in self.results]
         return [None] * sum(self.counts[1]) + pinned
 
-    def first_call(self, donated: Sequence[int], values: Sequence[Any]) -> Any:
-        """Compile the piece, or reuse an equal compiled piece on the same devices, and call it."""
+    def settle(self, donated: Sequence[int], values: Sequence[Any]) -> None:
+        """Choose the jitted programs of the piece for its first call, or those of an equal piece on the same devices.
+
+        Args:
+            values: the inputs of the call, or their types with shardings.
+        """
         if jax_compat.needs_one_mesh(self.jit(()).trace(*values)):
-            self.jitted = self._on_one_mesh(donated, values)
-            return self.jitted(*values)
+            self.links = self._on_one_mesh(donated, values)
+            self.jitted = functools.partial(_run_links, self.links)
+            return
         usable = self._usable(donated, values, self._out_shardings)
         jitted = self.jit(usable)
         traced = jitted.trace(*values)
         out_types = tuple((one.shape, str(one.dtype)) for one in traced.out_info)
         primitives = tuple(str(equation.primitive) for equation in traced.jaxpr.jaxpr.eqns)
         in_types = tuple((one.shape, str(one.dtype), one.sharding) for one in values)
+        options = tuple(sorted((self.compiler_options or {}).items()))
         candidates = self.compiled.setdefault(
-            (in_types, out_types, tuple(self._out_shardings), tuple(usable), primitives), []
+            (in_types, out_types, tuple(self._out_shardings), tuple(usable), options, primitives), []
         )
         same = next((other for other, known in candidates if is_same_program(known, traced)), None)
         if same is None:
             candidates.append((jitted, traced))
         self.jitted = same or jitted
-        return self.jitted(*values)
+        self.links = (Link(self.jitted, tuple(self._out_shardings)),)
 
-    def _on_one_mesh(self, donated: Sequence[int], values: Sequence[Any]) -> Callable[..., list[Any]]:
+    def _on_one_mesh(self, donated: Sequence[int], values: Sequence[Any]) -> tuple[Link, ...]:
         """The piece with its transfers' shardings applied in programs of their own.
 
         A transfer may use another mesh of the same devices, and JAX lowers a program with a host callback for one mesh
@@ -146,27 +184,17 @@ class PieceProgram:
             self.arrivals.get(slot) or (None if value.sharding.mesh == self.mesh else whole)
             for slot, value in zip(slots, values, strict=True)
         ]
-        moved = [i for i, sharding in enumerate(arriving) if sharding is not None]
-        receive = jax.jit(lambda *flat: flat, out_shardings=tuple(arriving[i] for i in moved))
         first = sum(self.counts[1])
-        send = jax.jit(lambda *flat: flat, out_shardings=tuple(one.sharding for one in self.sends))
-
-        def received(flat: Sequence[Any]) -> list[Any]:
-            own = list(flat)
-            for i, value in zip(moved, receive(*(flat[i] for i in moved)), strict=True):
-                own[i] = value
-            return own
-
+        receive = _resharding({i: sharding for i, sharding in enumerate(arriving) if sharding is not None})
+        send = _resharding({first + i: one.sharding for i, one in enumerate(self.sends)})
+        received = [
+            value if sharding is None else jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            for value, sharding in zip(values, arriving, strict=True)
+        ]
         planned = [one.planned for one in self.sends] + [sharding for _, sharding in self.results]
         out_shardings = [*itertools.repeat(None, first), *planned]
-        jitted = self._jit(self._usable(donated, received(values), out_shardings), out_shardings)
-
-        def run(*flat: Any) -> list[Any]:
-            results = list(jitted(*received(flat)))
-            last = first + len(self.sends)
-            return [*results[:first], *send(*results[first:last]), *results[last:]]
-
-        return run
+        jitted = self._jit(self._usable(donated, received, out_shardings), out_shardings)
+        return (*receive, Link(jitted, tuple(out_shardings)), *send)
 
     def _usable(
         self, donated: Sequence[int], values: Sequence[Any], out_shardings: Sequence[NamedSharding | None]
@@ -202,8 +230,9 @@ class StagePieces:
         self.stage, self.pieces, self.layout = stage, pieces, layout
         self.replay = Replay(plan, trace, stage.mesh)
         self.entered = {leave: enter for enter, leave in layout.carries.items()}
-        sums = partial_sums(layout, self.replay, plan.mesh)
+        sums = deferred_reductions(layout, ConstrainedShardings(self.replay.shardings), plan.mesh)
         self.partial = {one.carry: one for one in sums.values()}
+        self.uneven = UnevenValues(self.replay.shardings.at_definition, trace, plan.mesh, stage.mesh, self.partial)
         self.shardings = dict(
             zip(stage.program.inputs, named_shardings([t.sharding for t in plan.inputs], stage.mesh), strict=True)
         )
@@ -270,12 +299,15 @@ class StagePieces:
             self.stage.mesh,
             arrivals,
             list,
-            dict(compiler_options or {}),
+            {**(compiler_options or {}), **self._options()} or None,
             compiled,
         )
         program.function = self._function(program, arrivals, isinstance(key, str))
-        program.compiler_options = program.compiler_options or None
         return program
+
+    def _options(self) -> dict[str, Any]:
+        """XLA's options of the stage's plan on its devices."""
+        return execute.jit_options(self.stage.plan, self.stage.mesh).get("compiler_options", {})
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -303,7 +335,8 @@ class StagePieces:
             arguments = iter(flat)
             values: dict[int, Any] = {}
             for slot, count in zip(program.takes, program.counts[0], strict=True):
-                arrays = [self._as_planned(slot, one, arrivals) for one in itertools.islice(arguments, count)]
+                given = itertools.islice(arguments, count)
+                arrays = [self.uneven.whole(slot.value, self._as_planned(slot, one, arrivals)) for one in given]
                 values[slot.value] = arrays[0] if slot.kind != "each" or in_loop else tuple(arrays)
             for slot, source in self.aliases.items():
                 if source in program.takes:
@@ -324,7 +357,9 @@ class StagePieces:
                     slot = self._leaves_as(start)
                     partial = self.partial.get(slot)
                     out[slot] = (
-                        partial.accumulate(accumulators[slot], part, mesh) if partial is not None else part.leave(start)
+                        accumulate(partial, accumulators[slot], part, mesh)
+                        if partial is not None
+                        else part.leave(start)
                     )
                 else:
                     slot = self._leaves_as(start)
@@ -333,7 +368,8 @@ class StagePieces:
             gives: list[Any] = []
             for slot, count in zip(program.gives, program.counts[1], strict=True):
                 value = out[slot.value] if slot.value in out else part.value(slot.value)
-                gives += value if isinstance(value, tuple) else [value] * count
+                each = value if isinstance(value, tuple) else (value,) * count
+                gives += [self.uneven.padded(slot.value, one) for one in each]
             sends = [
                 part.output(w.what) if isinstance(w.what, int) else part.value(w.what.value) for w in program.sends
             ]
@@ -351,7 +387,7 @@ class StagePieces:
 
     def _initial(self, slot: int, value: Any) -> Any:
         partial, shape = self.partial.get(slot), self.stage.plan.mesh
-        return value if partial is None else partial.initial(value, self.stage.mesh, shape.sizes(partial.axes))
+        return value if partial is None else initial(partial, value, self.stage.mesh, shape.sizes(partial.axes))
 
     def _as_planned(self, slot: Slot, value: Any, arrivals: Mapping[Slot, NamedSharding]) -> Any:
         """A value from another stage, with the dtype of the trace and the planned sharding."""
@@ -368,14 +404,32 @@ class StagePieces:
         return self.layout.trace.equations[self.entered.get(leave, leave)].results[0]
 
 
+def _resharding(shardings: Mapping[int, NamedSharding]) -> tuple[Link, ...]:
+    """The program that gives some arrays of a list other shardings, by their positions; none if there are none."""
+    out = tuple(shardings.values())
+    return (Link(jax.jit(lambda *flat: flat, out_shardings=out), out, tuple(shardings)),) if out else ()
+
+
+def _run_links(links: Sequence[Link], *flat: Any) -> list[Any]:
+    values = list(flat)
+    for one in links:
+        values = one.after(values, one.jitted(*one.taken(values)))
+    return values
+
+
 def is_same_program(one: Any, other: Any) -> bool:
     """Whether two traced pieces with equal arguments and devices are the same program. Programs with Python
     callbacks or with constants outside their text count as different, because their text does not show the
     difference."""
     if jax.config.jax_use_simplified_jaxpr_constants:
         return False
-    texts = [_MODULE_NAME.sub("module", traced.lower().as_text(), count=1) for traced in (one, other)]
+    texts = [without_module_name(traced.lower().as_text()) for traced in (one, other)]
     return texts[0] == texts[1] and "callback" not in texts[0]
+
+
+def without_module_name(text: str) -> str:
+    """A program's text without the name of its module, in which equal pieces differ."""
+    return _MODULE_NAME.sub("module", text, count=1)
 
 
 _MODULE_NAME = re.compile(r"module @\S+")

@@ -2,18 +2,23 @@
 
 In: the program of a stage as planned, and its device program.
 Out: `StageCost`s, one for each price of activations stashed between the passes. The device program runs all phases in
-one loop; here each phase is simulated by itself, because the pipeline runs it by itself.
+one loop; here each phase is simulated by itself, because the pipeline runs it by itself. Reductions that the executor
+defers until after the loop run once per step, in the update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from autopar.ir.device_program import DeviceProgram, Op
+from autopar.ir.sharding import TensorSharding
+from autopar.pipeline.cut.deferred_reductions import DeferredReduction, deferred_reductions
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.residuals import Crossing, Crossings
 from autopar.planner.candidate import Candidate
+from autopar.rules.grouping import SMALL_SIZE
 from autopar.xla_model.simulation import simulate
 from autopar.xla_model.timeline import Timeline
 
@@ -42,9 +47,28 @@ class StageFigures:
         together: Sequence[int] | None = None,
         by_layer: bool = False,
     ) -> None:
-        self.candidate, self.layout, self.splits_backward = candidate, layout, splits_backward
+        self.candidate, self.layout, self.separate = candidate, layout, separate
+        self.splits_backward = splits_backward
         self.phases = layout.phases(splits_backward, by_layer=by_layer)
         self.crossings = Crossings(candidate, layout, self.phases, separate=separate, together=together)
+        phase_of = self.phases
+        #: The accumulators whose reduction over devices waits until after the loop, by the equation that they enter by.
+        assigned, mesh = _AssignedShardings(candidate), candidate.formulation.mesh
+        self.deferred = deferred_reductions(layout, assigned, mesh) if separate else {}
+        #: Bytes of views of arguments that pieces copy, by the equation that brings them into the loop.
+        ops = candidate.parts.device.ops
+        self.copied = {op.node: op.written_bytes for op in ops if separate and self._is_copy(op)}
+        each, once = self._with_deferred([self._as_piece(op) for op in ops])
+        each += self._reductions_in_loop()
+        around = [op for op in each if op.node not in phase_of]
+        before = [op for op in around if op.node < layout.loop.exit[0]]
+        #: The operations of each phase, in the order of the program.
+        self.ops = {
+            "forward": [op for op in each if phase_of.get(op.node) == "forward"],
+            "backward": [op for op in each if phase_of.get(op.node) in ("backward", "input")],
+            "weight": [op for op in each if phase_of.get(op.node) == "weight"],
+            "update": [*before, *once, *around[len(before) :]],
+        }
         self.forward_s, self.backward_s, self.weight_s, self.update_s = map(self._seconds, PHASES)
         prediction = candidate.parts.prediction
         state = (
@@ -69,34 +93,102 @@ class StageFigures:
 
     def timeline(self, phase: str) -> Timeline | None:
         """A phase, simulated by itself; None if nothing runs in it."""
-        device, start = self.candidate.parts.device, self.layout.loop.enter[0]
-        ops = tuple(op for op in device.ops if self._phase_of(op) == phase)
+        device, start, ops = self.candidate.parts.device, self.layout.loop.enter[0], self.ops[phase]
         if not ops:
             return None
         loops = tuple(one for one in device.loops if one.start != start)
         f = self.candidate.formulation
-        return simulate(DeviceProgram(ops, device.buffers, loops), f.mesh, f.profile)
+        return simulate(DeviceProgram(tuple(ops), device.buffers, loops), f.mesh, f.profile)
 
     def held_by_node(self) -> Iterator[tuple[int, float]]:
-        """The node and the bytes of each buffer that is held during the whole loop besides arguments and outputs."""
-        device = self.candidate.parts.device
-        held = self._before_loop() | self._accumulators()
+        """The node and the bytes of each array that is held during the whole loop besides arguments and outputs. A deferred
+        accumulator has the sharding of its terms."""
+        device, carries = self.candidate.parts.device, self.layout.carries
+        held = self._before_loop()
+        held |= {b for op in device.ops if op.node in carries and op.node not in self.deferred for b in op.writes}
         seen: set[int] = set()
         for op in device.ops:
-            for b in op.writes:
-                if b in held and b not in seen:
-                    seen.add(b)
-                    yield op.node, device.buffers[b].num_bytes
-
-    def _phase_of(self, op: Op) -> str:
-        if not self.layout.loop.enter[0] <= op.node < self.layout.loop.exit[1]:
-            return "update"
-        phase = self.phases.get(op.node, "")
-        return "backward" if phase == "input" else phase
+            for b in held.intersection(op.writes) - seen:
+                seen.add(b)
+                yield op.node, 0.0 if device.buffers[b].argument else device.buffers[b].num_bytes
+        for enter, one in self.deferred.items():
+            yield enter, self._deferred_bytes(one)
+        yield from self.copied.items()
 
     def _seconds(self, phase: str) -> float:
         timeline = self.timeline(phase)
         return 0.0 if timeline is None else timeline.step_time_s
+
+    def _is_copy(self, op: Op) -> bool:
+        """Whether an operation brings a view of an argument into the loop, such as a batch in microbatches. Inside one
+        program it is free; a piece returns the view as a new array."""
+        trace, buffers = self.layout.trace, self.candidate.parts.device.buffers
+        if op.kind != "border" or op.node not in self.layout.enters or not all(buffers[b].argument for b in op.writes):
+            return False
+        return trace.equations[op.node].operands[0] not in self.layout.inputs
+
+    def _as_piece(self, op: Op) -> Op:
+        """An operation as it runs in a piece."""
+        is_copy = op.node in self.copied and op.kind == "border"
+        return replace(op, kind="fusion", read_bytes=op.written_bytes) if is_copy else op
+
+    def _reductions_in_loop(self) -> list[Op]:
+        """All-reduces in every microbatch of accumulators that are planned unreduced, but that cannot wait."""
+        explicit, graph = self.candidate.parts.explicit, self.candidate.formulation.graph
+        found: list[Op] = []
+        equations, producers = self.layout.trace.equations, self.layout.trace.producers
+        for enter, leave in self.layout.carries.items() if self.separate else ():
+            (carry,), total = equations[enter].results, equations[leave].operands[0]
+            array = explicit.made.get(carry)
+            sharding = None if array is None else explicit.arrays[array].sharding
+            if enter in self.deferred or sharding is None or not sharding.unreduced or not isinstance(total, int):
+                continue
+            size = sharding.local_size(graph.values[carry].shape, self.candidate.formulation.mesh)
+            num_bytes = size * graph.values[carry].itemsize
+            found.append(
+                Op(
+                    kind="collective",
+                    node=producers[total],
+                    reads=(),
+                    writes=(),
+                    read_bytes=0.0,
+                    written_bytes=0.0,
+                    collective="all-reduce",
+                    axes=tuple(sharding.unreduced),
+                    payload_bytes=num_bytes,
+                )
+            )
+        return found
+
+    def _with_deferred(self, ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
+        """The operations without the reductions that wait until after the loop, and these."""
+        equations, buffers = self.layout.trace.equations, self.candidate.parts.device.buffers
+        sums = {v: one for one in self.deferred.values() for n in one.term for v in equations[n].results}
+        holds = dict[int, int]()  # value -> buffer
+        for op in ops:
+            holds.update({buffers[b].value: b for b in op.writes if b >= 0})
+        each, once = list[Op](), list[Op]()
+        for op in ops:
+            of = [sums[v] for b in op.writes if b >= 0 and (v := buffers[b].value) in sums]
+            of = [one for one in of if op.collective == "all-reduce" and set(op.axes) == set(one.axes)]
+            share = sum(self._deferred_bytes(one) for one in of)
+            if not of:
+                each.append(op)
+                continue
+            totals = [self.layout.trace.equations[one.leave].operands[0] for one in of]
+            sent = tuple(holds[total] for total in totals if isinstance(total, int) and total in holds)
+            once.append(replace(op, reads=sent, writes=sent, payload_bytes=share))
+            left = op.payload_bytes - sum(self._deferred_bytes(one, of_term=True) for one in of)
+            if left > 0:  # combined with others
+                each.append(replace(op, payload_bytes=left))
+        return each, once
+
+    def _deferred_bytes(self, one: DeferredReduction, *, of_term: bool = False) -> float:
+        """Bytes of an accumulator on a device, or of what a microbatch adds to it."""
+        graph = self.candidate.formulation.graph
+        value = self.layout.trace.equations[one.term[-1]].results[0] if of_term else one.carry
+        tensor = graph.values[value]
+        return one.sharding.local_size(tensor.shape, self.candidate.formulation.mesh) * tensor.itemsize
 
     def _transferred_bytes(self) -> float:
         """Bytes that are received from or sent to other stages; they exist once per microbatch."""
@@ -134,10 +226,22 @@ class StageFigures:
         device, loop = self.candidate.parts.device, self.layout.loop
         candidate = {b for op in device.ops if op.node < loop.enter[1] for b in op.writes}
         read = {b for op in device.ops if loop.enter[1] <= op.node < loop.exit[0] for b in op.reads}
-        return {b for b in candidate & read if not device.buffers[b].argument} - self._accumulators()
+        return candidate & read - {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
 
-    def _accumulators(self) -> set[int]:
-        """Buffers of accumulators."""
-        device, carries = self.candidate.parts.device, self.layout.carries
-        found = {b for op in device.ops if op.node in carries for b in op.writes}
-        return {b for b in found if not device.buffers[b].argument}
+
+class _AssignedShardings:
+    """The shardings of a candidate's values; see `KnownShardings`."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self.explicit, self.sizes = candidate.parts.explicit, candidate.formulation.graph.values
+
+    def of_operand(self, node: int, index: int, value: int) -> TensorSharding | None:
+        array = self.explicit.reads.get((node, index))
+        return self._known(value, array)
+
+    def of_value(self, value: int) -> TensorSharding | None:
+        return self._known(value, self.explicit.made.get(value))
+
+    def _known(self, value: int, array: int | None) -> TensorSharding | None:
+        """None for values too small to plan for, which constraints leave to XLA."""
+        return None if array is None or self.sizes[value].size <= SMALL_SIZE else self.explicit.arrays[array].sharding

@@ -5,8 +5,8 @@ Out: a `Candidate` and its `Way`: the mesh and the form. Ways are compared by th
 assembled as device programs. The way found for one run of layers is reused for all runs of equal layers.
 
 State (parameters, optimizer state, accumulated gradients) can have a price. The higher it is, the fewer copies of state
-the devices of a submesh hold, and the more they communicate. Unreduced gradients across microbatches can be forbidden,
-because they are impossible if each microbatch runs as a separate program.
+the devices of a submesh hold, and the more they communicate. Values may be unreduced across microbatches where the
+executor can defer their reduction (`cut.deferred_reductions`); if all microbatches are one program, any may.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.errors import TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
+from autopar.pipeline.cut.deferred_reductions import deferrable
 from autopar.planner.candidate import Candidate
 from autopar.planner.mesh_search import distinct_meshes
 from autopar.planner.plan_assembly import assemble
@@ -43,7 +44,7 @@ class Way:
         mesh: the mesh of the submesh's devices.
         form: the position in `Program.forms`.
         state_price: the price of a byte of state, in units of its write and read time per microbatch.
-        pending: whether reductions may be deferred across microbatches.
+        pending: whether any reduction may be deferred across microbatches; else those that the executor defers.
     """
 
     mesh: MeshShape
@@ -180,7 +181,8 @@ def _priced(f: Formulation, program: Program, way: Way) -> Problem:
             info = graph.values[value]
             sizes = np.array([sharding.local_size(info.shape, f.mesh) for sharding in shardings])
             costs[node] = costs[node] + per_byte * info.itemsize * sizes
-    for value in () if way.pending else sums:
+    waiting = set(sums) if way.pending or loop is None else deferrable(program.trace)
+    for value in (value for value in sums if value not in waiting):
         if value in f.value_made:
             node, shardings = f.value_made[value]
             held = np.array([bool(sharding.unreduced) for sharding in shardings])
