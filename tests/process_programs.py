@@ -505,6 +505,82 @@ def in_stages_anew(step: autopar.ParallelStep) -> autopar.ParallelStep:
     return anew
 
 
+def fixed_in_stages(*cases: str) -> None:
+    """A step whose stages have a given mesh and pinned parameters, and a second step planned `like` it.
+
+    Args:
+        cases: `STAGES MESH SCHEDULE` each.
+    """
+    from autopar.runtime.distributed.device_order import in_host_order
+
+    def evaluate(state: State, batch: Batch) -> jax.Array:
+        x = batch["x"]
+        for kernel in state["params"]:
+            x = x + jnp.tanh(x @ kernel)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    told: dict[str, Any] = {}
+    for case in cases:
+        stages, mesh, schedule = case.split()
+        options: dict[str, Any] = {"stages": int(stages), "mesh": mesh, "schedule": schedule, "num_microbatches": 2}
+        pin = {"state/params/*": jax.P(None, "data"), "state/params/1": jax.P("data")}
+        step = autopar.parallelize(pin=pin, hardware="cpu-host", cache=False, **options)(staged_step)
+        beside = autopar.parallelize(like=step, cache=False)(evaluate)
+        state = step.init(staged_state, jax.random.key(0), batch=next(staged_batches()))
+        plain = jax.jit(staged_state)(jax.random.key(0))
+        specs = [str(kernel.sharding.spec) for kernel in state["params"]]
+        order = in_host_order(jax.devices())
+        devices = [sorted(map(order.index, kernel.sharding.device_set)) for kernel in state["params"]]
+        losses, expected, mine = [], [], 0
+        for batch in staged_batches(0, 3):
+            losses.append(float(beside(state, batch)))
+            expected.append(float(jax.jit(evaluate)(plain, batch)))
+            state, loss = step(state, step.shard_batch(share(batch)))
+            plain, plain_loss = jax.jit(staged_step)(plain, batch)
+            losses.append(float(loss))
+            expected.append(float(plain_loss))
+        for one, other in zip(state["params"], plain["params"], strict=True):
+            for shard in one.addressable_shards:
+                mine += 1
+                np.testing.assert_allclose(shard.data, np.asarray(other)[shard.index], rtol=1e-4, atol=1e-5)
+        assert specs == [str(kernel.sharding.spec) for kernel in state["params"]]
+        plan: Any = beside.latest_plan
+        told[case] = {"losses": losses, "expected": expected, "specs": specs, "devices": devices, "shards": mine}
+        told[case]["stages"] = [list(stage.devices) for stage in plan.stages]
+    tell(told)
+
+
+def branches(*numbers: str) -> None:
+    """Branches side by side over the devices of all processes, beside the step as it was written.
+
+    Args:
+        numbers: of stages.
+    """
+    from test_branches_chosen import H100, batch_of, create, step
+
+    told: dict[str, Any] = {}
+    for number in numbers:
+        options: dict[str, Any] = {"stages": number if number == "auto" else int(number), "num_microbatches": 1}
+        branched = autopar.parallelize(hardware=H100, cache=False, **options)(step)
+        state = branched.init(create, jax.random.key(0), x=batch_of(0))
+        plain = jax.jit(create)(jax.random.key(0))
+        losses, expected, mine = [], [], 0
+        for seed in range(2):
+            state, loss = branched(state, np.asarray(batch_of(seed)))
+            plain, plain_loss = jax.jit(step)(plain, batch_of(seed))
+            losses.append(float(loss))
+            expected.append(float(plain_loss))
+        for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
+            for shard in one.addressable_shards:
+                mine += 1
+                np.testing.assert_allclose(shard.data, np.asarray(other)[shard.index], rtol=1e-4, atol=1e-6)
+        plan: Any = branched.latest_plan
+        told[number] = {"losses": losses, "expected": expected, "shards": mine, "plan": plan.strategy}
+        told[number]["forks"] = len(plan.side_by_side())
+        told[number]["stages"] = len(plan.stages)
+    tell(told)
+
+
 def gathered() -> None:
     """Shares of an array go to submeshes of one process, of two, of all, split by rows and otherwise."""
     from jax.sharding import Mesh, NamedSharding, PartitionSpec

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,14 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from pipelines import tanh_layers
 
 import autopar
-from autopar.errors import PlanFileError
+from autopar.errors import ClusterError, PlanFileError
 from autopar.hardware.profile import load
 from autopar.pipeline.cut.branches import forked_layers
 from autopar.pipeline.cut.exchanges import exchanges_of_layers
 from autopar.pipeline.cut.stage_programs import Cuttable
+from autopar.pipeline.partition.branches import Branches
+from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape
+from autopar.pipeline.partition.objectives import forward_only
+from autopar.pipeline.partition.problem import PartitionProblem, Stage, StageCost
 from autopar.pipeline.schedule.dag import NAMES, side_by_side
 from autopar.transforms.program import Program, program_of
 
@@ -143,6 +151,104 @@ def test_towers_that_read_data_of_their_own_are_branches() -> None:
     ways = side_by_side(len(layers.keys), layers.edges)
     (fork,) = ways
     assert len(fork) == 2 and len(fork[0]) == len(fork[1]) == 3
+
+
+# -- a number of stages ----------------------------------------------------------------------
+
+
+def test_a_split_submesh_runs_an_exact_number_of_stages() -> None:
+    """The fastest of all ways to cut random layers into segments, as far as they make this number of stages."""
+    rng = random.Random(0)
+    shape = SubmeshShape("cpu", 1, 2, parts=2)
+    found = 0
+    for _ in range(20):
+        num_layers = rng.randint(3, 6)
+        edges = [(u, v) for v in range(1, num_layers) for u in range(v) if v - u == 1 and rng.random() < 0.4]
+        edges += [(u, v) for v in range(2, num_layers) for u in range(v - 1) if rng.random() < 0.3]
+        seconds = [rng.random() for _ in range(num_layers)]
+        problem = PartitionProblem(
+            num_layers=num_layers,
+            cluster=Cluster((DeviceGroup("cpu", 1, 2),)),
+            cost=lambda first, last, _, s=seconds: StageCost(forward_s=sum(s[first : last + 1])),
+            transfer_s=lambda *_: 0.0,
+            objective=forward_only(1),
+            budget_bytes={"cpu": 1.0},
+        )
+        stage = Stage(0, num_layers - 1, Submesh(shape, 0, 0))
+
+        def branches(number: int | None, problem: Any = problem, edges: Any = edges) -> Branches:
+            return Branches(problem, edges, lambda layer, part, same_host: 0.01, num_stages=number)
+
+        free = branches(None)
+        known: dict[int, float] = {}
+        for cuts in itertools.product([False, True], repeat=num_layers - 1):
+            bounds = [0, *(n + 1 for n, cut in enumerate(cuts) if cut), num_layers]
+            parts = [free._segment(a, b - 1, shape) for a, b in itertools.pairwise(bounds)]
+            segments = [part[1] for part in parts if part is not None]
+            busy = [[n for n, layers in enumerate(segment) if layers] for segment in segments]
+            joins = sum(len(one) == 1 and one == other for one, other in itertools.pairwise(busy))
+            number = sum(map(len, busy)) - joins
+            known[number] = min(known.get(number, math.inf), sum(part[0] for part in parts if part is not None))
+        for number in range(1, 2 * num_layers + 2):
+            exact = branches(number)
+            cost = exact.cost(0, num_layers - 1, shape)
+            assert (cost is not None) == (number in known)
+            if cost is not None:
+                found += 1
+                assert len(exact.forked_stages([stage]).place_of) == number
+                spans = [[layer for layers in segment for layer in layers] for segment in exact.segments(stage)]
+                parts = [exact._segment(min(span), max(span), shape) for span in spans]
+                made = sum(part[0] for part in parts if part is not None)
+                assert made == pytest.approx(known[number])
+    assert found > 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [4, 6])
+def test_a_number_of_stages_may_be_branches(number: int) -> None:
+    shapes = jax.eval_shape(create, jax.random.key(0)), jax.eval_shape(lambda: batch_of(0))
+    found = autopar.plan(step, *shapes, num_devices=4, **OPTIONS | {"stages": number})
+    assert len(found.stages) == number and found.side_by_side() and not found.is_chain
+    assert "not bounded" in str(autopar.explain(found)), "not all divisions of the stages are searched"
+    chains = [one.step_time_s for one in found.tried if one.schedule not in NAMES.values()]
+    assert found.prediction.step_time_s < min(chains, default=math.inf)
+    assert bool(chains) == (number <= 4), "a chain has at most as many stages as devices"
+    branched = on_devices(found)
+    state, loss = branched(branched.init(create, jax.random.key(0), x=batch_of(0)), batch_of(0))
+    expected, expected_loss = jax.jit(step)(create(jax.random.key(0)), batch_of(0))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_pins_and_a_mesh_hold_in_branches() -> None:
+    """Each branch has the mesh, on a part of a submesh that is larger; an evaluation finds the towers where they are."""
+    shapes = jax.eval_shape(create, jax.random.key(0)), jax.eval_shape(lambda: batch_of(0))
+    options = OPTIONS | {"stages": 4, "mesh": "tp=2", "num_devices": 8, "pin": {"params/towers/*": P(None, "tp")}}
+    found = autopar.plan(step, *shapes, **options)
+    assert found.side_by_side() and {stage.plan.mesh.describe() for stage in found.stages} == {"2 (tp=2)"}
+    branched = autopar.parallelize(plan=found)(step)
+    state = branched.init(create, jax.random.key(0), x=batch_of(0))
+    specs = {str(kernel.sharding.spec) for tower in state["towers"] for kernel in tower}
+    assert specs == {"P(None, 'tp')"}
+
+    def ends(params: Any, x: jax.Array) -> jax.Array:
+        shared = jnp.tanh(x @ params["stem"])
+        return sum(jnp.tanh(jnp.tanh(shared @ one) @ other) for one, other in params["towers"]) @ params["head"]
+
+    evaluate = autopar.parallelize(like=found, cache=False)(ends)
+    made = evaluate(state, batch_of(0))
+    np.testing.assert_allclose(made, jax.jit(ends)(create(jax.random.key(0)), batch_of(0)), rtol=1e-4, atol=1e-5)
+    like: Any = evaluate.latest_plan
+    assert like.side_by_side() == found.side_by_side()
+
+
+def test_more_stages_than_devices_are_refused_without_branches() -> None:
+    kernels = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 4
+    x = jax.ShapeDtypeStruct((32, 512), jnp.float32)
+    with pytest.raises(ClusterError, match="3 stages were requested, and 2 devices can have at most 2"):
+        autopar.plan(tanh_layers, kernels, x, num_devices=2, **OPTIONS | {"stages": 3})
 
 
 # -- plans -----------------------------------------------------------------------------------

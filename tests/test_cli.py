@@ -386,7 +386,6 @@ def test_wrong_size(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("--devices", "0"), "invalid device count '0': write a whole number, 1 or more"),
         (("--devices", "many"), "invalid device count 'many'"),
-        (("--devices", "8", "--mesh", "2x4"), "not allowed with argument --devices"),
         (("--time-limit", "nan"), "invalid time 'nan': write seconds, above 0"),
     ],
 )

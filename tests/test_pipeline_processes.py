@@ -88,6 +88,30 @@ def test_a_state_over_processes_is_saved_and_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("processes", "devices", "cases"), [(2, 2, ["2 2 1f1b", "4 1 zb-h1"]), (4, 1, ["2 2 1f1b"])])
+def test_pins_and_a_step_like_another(processes: int, devices: int, cases: list[str]) -> None:
+    """Parameters are as pinned, on the stages of both steps, in one process or in two."""
+    ended = run("fixed_in_stages", *cases, processes=processes, devices=devices)
+    assert [one.code for one in ended] == [0] * processes, ended[-1].errors[-3000:]
+    for one in ended:
+        for case, told in one.last.items():
+            assert told["losses"] == pytest.approx(told["expected"], rel=1e-5), case
+            assert told["specs"] == ["P(None, 'data')", "P('data',)", "P(None, 'data')", "P(None, 'data')"]
+            assert all(held in told["stages"] for held in told["devices"])
+            assert told["devices"] == ended[0].last[case]["devices"] and told["shards"]
+
+
+@pytest.mark.slow
+def test_branches_side_by_side_in_two_processes() -> None:
+    ended = run("branches", "4", "6", processes=2, devices=2)
+    assert [one.code for one in ended] == [0, 0], ended[-1].errors[-3000:]
+    for one in ended:
+        for number, told in one.last.items():
+            assert told["stages"] == int(number) and told["forks"], told["plan"]
+            assert told["losses"] == pytest.approx(told["expected"], rel=1e-5) and told["shards"]
+
+
+@pytest.mark.slow
 def test_each_process_gives_its_share_of_a_batch() -> None:
     two = run("shares_in_stages", processes=2, devices=1)
     assert [one.code for one in two] == [0, 0], two[-1].errors[-3000:]

@@ -17,7 +17,7 @@ import pytest
 from pipelines import tanh_layers
 
 import autopar
-from autopar.api.make_plan import cluster_of
+from autopar.api.plan_in_stages import cluster_of
 from autopar.cli.main import main
 from autopar.errors import (
     AutoparError,
@@ -221,8 +221,7 @@ def test_stages_stand_on_two_kinds_of_device() -> None:
         ({"stages": "two"}, ClusterError, '"auto"'),
         ({"stages": 1}, ClusterError, "`schedule` applies to pipeline stages only"),
         ({"stages": 9}, ClusterError, "at most"),
-        ({"mesh": "2x4"}, ClusterError, "`mesh` applies to one program"),
-        ({"pin": {"batch/x": None}}, ClusterError, "`pin` applies to one program"),
+        ({"rematerialize": False}, ClusterError, "`rematerialize` applies to one program"),
         ({"schedule": "gpip"}, ScheduleError, "Did you mean 'gpipe'"),
         ({"num_microbatches": 5}, MicrobatchError, "5"),
         ({"num_microbatches": 0}, MicrobatchError, "`num_microbatches` is 0"),
@@ -240,12 +239,6 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], error: type[AutoparE
 def test_one_program_takes_one_kind_of_device() -> None:
     with pytest.raises(ClusterError, match="one program runs on one kind of device"):
         autopar.plan(mlp().step, *mlp().abstract_args(), hardware={"h100-sxm": 4, "a100-sxm-40": 4})
-
-
-def test_a_step_is_not_laid_out_like_stages() -> None:
-    evaluate = autopar.parallelize(like=staged())(lambda state, batch: state.params["Dense_0"]["bias"].sum())
-    with pytest.raises(PlanMismatchError, match="runs in 2 pipeline stages"):
-        evaluate(*mlp().args())
 
 
 def test_devices_that_are_not_here_are_refused_before_planning() -> None:

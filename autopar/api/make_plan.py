@@ -10,50 +10,32 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args, overload
 
 import jax
 
+from autopar.api.plan_in_stages import Hardware, planning_in_stages
 from autopar.errors import (
-    AutoparError,
     BudgetError,
     ClusterError,
-    MicrobatchError,
     OptionError,
     PinError,
-    PlanMismatchError,
 )
 from autopar.frontend.sharding_metadata import Rules
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
-from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.partition.problem import Partitioner
-from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
-from autopar.pipeline.plan_files import plan_from_json
-from autopar.pipeline.search.plan_stages import StageRequest, plan_stages
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.planner import planner
-from autopar.planner.cache import plans as plan_cache
-from autopar.planner.request import Attention, Metadata, PlanRequest, Progress, requested_profile
+from autopar.planner.request import Attention, Metadata, PlanRequest, Progress
 from autopar.plans.plan import Plan
 from autopar.solve.problem import Solver
-from autopar.system.units import human_seconds, parse_size
+from autopar.system.units import parse_size
 from autopar.transforms.program import Program, program_of
 
-Hardware = str | HardwareProfile | Mapping[str, int]
 
-#: Options for one program that pipelines reject, with the values that pipelines accept.
-_OF_ONE_PROGRAM = {
-    "mesh": None,
-    "pin": None,
-    "like": None,
-    "rematerialize": True,
-    "dims_as_written": False,
-    "attention": "as_written",
-    "dump": None,
-}
-
-
+@overload
+def plan(step: Callable[..., Any], *args: Any, like: PipelinePlan, **options: Any) -> PipelinePlan: ...
 @overload
 def plan(step: Callable[..., Any], *args: Any, stages: Literal[1] = 1, **options: Any) -> Plan: ...
 @overload
@@ -73,7 +55,7 @@ def plan(
     donate: Sequence[str] | None = None,
     metadata: Metadata = "pin",
     logical_axis_rules: Rules | None = None,
-    like: Plan | None = None,
+    like: AnyPlan | None = None,
     stages: int | Literal["auto"] = 1,
     schedule: str = "auto",
     partitioner: Partitioner | None = None,
@@ -96,7 +78,7 @@ def plan(
             place, as Flax NNX modules. Leaves that are no arrays (texts, functions, settings) are static.
         args: arrays or `jax.ShapeDtypeStruct`s; only shapes and dtypes are read.
         mesh: `"2x4"` or `(2, 4)`, `"data=2,model=4"` or `{"data": 2, "model": 4}`, a `MeshShape` or a
-            `jax.sharding.Mesh`.
+            `jax.sharding.Mesh`. With `stages`, the mesh of each stage; a `jax.sharding.Mesh` has the devices of all.
         num_devices: the number of devices. Without `mesh`, every mesh of at most two axes is planned and the cheapest
             kept. Meshes over a part of the devices are planned too, and the plan uses fewer devices if more would not make the
             step faster. Without both, the visible devices are counted.
@@ -117,7 +99,7 @@ def plan(
         logical_axis_rules: a map from logical axis names in the metadata to mesh axes; by default the active
             `nn.logical_axis_rules`.
         like: a plan of another step. This step is planned on its mesh, and state that both steps have keeps its
-            sharding.
+            sharding. Like a plan in stages, it runs on the same submeshes.
         stages: the number of pipeline stages, each a program on its own devices; `"auto"` for the fastest number, which
             may be one. The planner chooses the layers, devices and mesh of each stage (`docs/pipelines.md`).
         schedule: the pipeline schedule (`docs/schedules.md`); `"auto"` for the fastest that fits.
@@ -192,34 +174,25 @@ def planning(
     """
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
-    count: int | Literal["auto"] = ("auto" if stages != 1 else 1) if num_microbatches is None else num_microbatches
-    check_like(options.get("like"))
+    like = options.get("like")
+    if like is not None and not isinstance(like, Plan | PipelinePlan):
+        raise OptionError(
+            f"`like` is a {type(like).__name__}: give the plan of another step, or in `parallelize` a step; a saved plan is"
+            " read by `autopar.load_plan(path)`"
+        )
+    in_stages = stages != 1 or isinstance(like, PipelinePlan)
+    count: int | Literal["auto"] = ("auto" if in_stages else 1) if num_microbatches is None else num_microbatches
     _check_attention(options.get("attention", "as_written"))
     _check_pin(options.get("pin"))
     options["memory_budget_bytes"] = _budget(options.get("memory_budget_bytes"))
     options["num_microbatches"] = count
-    if stages == 1:
+    if not in_stages:
         if schedule != "auto" or partitioner is not None:
             name = "schedule" if schedule != "auto" else "partitioner"
             raise ClusterError(f'`{name}` applies to pipeline stages only: give `stages="auto"`, or a number above 1')
         request = PlanRequest(hardware=_only_kind(hardware), **options)
         return functools.partial(planner.plan_program, request=request)
-    _refuse(options)
-    cluster, profiles = cluster_of(hardware, options.get("num_devices"), options.get("mesh"))
-    one = PlanRequest(**options | {"hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices})
-    staged = StageRequest(
-        cluster=cluster,
-        profiles=profiles,
-        stages=stages,
-        num_microbatches=count,
-        schedule=schedule,
-        own_statistics=one.per_microbatch_statistics,
-        memory_budget_bytes=one.memory_budget_bytes,
-        partitioner=partitioner,
-        planning={"solver": one.solver, "time_limit_s": one.time_limit_s},
-        progress=one.progress,
-    )
-    return functools.partial(_plan_in_stages, staged=staged, one=one)
+    return planning_in_stages(stages, schedule, partitioner, count, hardware, options)
 
 
 def _check_attention(attention: object) -> None:
@@ -233,79 +206,6 @@ def _check_attention(attention: object) -> None:
 def plan_program(program: Program, **options: Any) -> AnyPlan:
     """Plan a traced program; see `plan`."""
     return planning(**options)(program)
-
-
-def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest) -> AnyPlan:
-    """Plan a step in stages; if the number of stages is open, also plan it as one program and return the faster plan.
-
-    Args:
-        one: the request for one program on all devices of the first kind.
-    """
-    of_stages = ("stages", "schedule", "partitioner", "cluster", "profiles")
-    key = one.key() | {name: getattr(staged, name) for name in of_stages}
-    key |= {"metadata": one.metadata, "logical_axis_rules": one.logical_axis_rules}
-    entry = plan_cache.entry_of(program, key, plan_cache.folder_of(one.cache), plan_from_json)
-    cached = entry.read()
-    if cached is not None:
-        return cached
-    is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
-    plan = _faster(program, staged, replace(one, cache=False)) if is_open else plan_stages(program, staged)
-    if isinstance(plan, PipelinePlan) and program.annotations and one.metadata != "ignore":
-        note = "the sharding metadata of the arguments is ignored, because the step is planned in stages"
-        plan = replace(plan, notes=(*plan.notes, note))
-    if isinstance(plan, PipelinePlan) and staged.stages != "auto" and len(staged.cluster.groups) == 1:
-        note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
-        plan = replace(plan, notes=(*plan.notes, note))
-    entry.keep(plan)
-    return plan
-
-
-def cluster_of(
-    hardware: Hardware | None, num_devices: int | None, mesh: Any = None
-) -> tuple[Cluster, dict[str, HardwareProfile]]:
-    """The cluster to plan stages for, and the hardware profile of each device kind.
-
-    Args:
-        hardware: the argument of `plan`.
-        num_devices: the number of devices; by default the visible ones.
-        mesh: a `jax.sharding.Mesh` of the devices to use.
-
-    Raises:
-        ClusterError: a host would be used in part, or the numbers disagree.
-    """
-    if isinstance(hardware, Mapping):
-        counts = {requested_profile(name): number for name, number in hardware.items()}
-        total = sum(counts.values())
-        if num_devices is not None and num_devices != total:
-            raise ClusterError(
-                f"`hardware` names {total} devices, but {num_devices} were requested: leave `num_devices` out"
-            )
-    else:
-        given = mesh.size if isinstance(mesh, jax.sharding.Mesh) else num_devices
-        counts = {requested_profile(hardware): jax.device_count() if given is None else given}
-    groups = []
-    for profile, number in counts.items():
-        per_host = min(profile.devices_per_host, number)
-        if per_host < 1 or number % per_host:
-            raise ClusterError(
-                f"{number} devices of {profile.name!r} are not whole hosts of {profile.devices_per_host}: give a multiple"
-                f" of {profile.devices_per_host}, or fewer"
-            )
-        groups.append(DeviceGroup(profile.name, number // per_host, per_host))
-    return Cluster(tuple(groups)), {profile.name: profile for profile in counts}
-
-
-def check_like(like: Any) -> None:
-    """Reject a pipeline plan as `like`.
-
-    Raises:
-        PlanMismatchError: `like` is a pipeline plan.
-    """
-    if isinstance(like, PipelinePlan):
-        raise PlanMismatchError(
-            f"`like` is the plan of `{like.program.name}`, which runs in {len(like.stages)} pipeline stages, and `like` takes"
-            " plans of one program only: give this step `stages=`, too, or leave `like` out; then its state is resharded"
-        )
 
 
 #: Options of other systems that autopar lacks, and their replacements.
@@ -382,49 +282,3 @@ def _only_kind(hardware: Hardware | None) -> str | HardwareProfile | None:
         f"one program runs on one kind of device, but `hardware` names {', '.join(hardware) or 'none'}:"
         ' give `stages="auto"`, or one name'
     )
-
-
-def _refuse(options: Mapping[str, Any]) -> None:
-    """Reject options for one program, because each stage of a pipeline is a program."""
-    for name, usual in _OF_ONE_PROGRAM.items():
-        given = options.get(name)
-        if given is None or given is usual or (name == "mesh" and isinstance(given, jax.sharding.Mesh)):
-            continue
-        raise ClusterError(
-            f"`{name}` applies to one program, but with `stages` each stage has its own mesh, which the planner chooses:"
-            f" leave `{name}` or `stages` out"
-        )
-
-
-def _faster(program: Program, staging: StageRequest, request: PlanRequest) -> AnyPlan:
-    """Plan the step both as a pipeline and as one program, and return the faster plan; one of them may fail."""
-    failures: list[AutoparError] = []
-    one, staged = None, None
-    try:
-        one = planner.plan_program(program, request)
-    except (BudgetError, MicrobatchError) as error:
-        failures.append(error)
-    try:
-        staged = plan_stages(program, staging)
-    except (BudgetError, MicrobatchError) as error:
-        failures.append(error)
-    if one is None and staged is None:
-        raise failures[-1]
-    if staged is None:
-        assert one is not None
-        return replace(one, notes=(*one.notes, f"one program, for no stages can be: {failures[0]}"))
-    if one is not None and len(staged.stages) == 1:
-        return replace(one, notes=(*one.notes, "one program: stages would make the step no faster"))
-    if one is not None and one.prediction.step_time_s <= staged.prediction.step_time_s:
-        would = f"{staged.strategy} would take {human_seconds(staged.prediction.step_time_s)}"
-        return replace(one, notes=(*one.notes, f"one program: {would}"))
-    if one is None:
-        return replace(staged, notes=(*staged.notes, f"one program on all devices: {failures[0]}"))
-    alone = StagesTried(
-        schedule="",
-        num_stages=1,
-        num_microbatches=one.num_microbatches,
-        step_time_s=one.prediction.step_time_s,
-        peak_bytes=one.prediction.peak_bytes,
-    )
-    return replace(staged, tried=(*staged.tried, alone))

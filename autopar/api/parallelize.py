@@ -94,7 +94,7 @@ class ParallelStep(Generic[P]):
         like = options.get("like")
         self._like = {"like": like} if isinstance(like, ParallelStep) else {}
         own = {**options, "like": like._plans} if isinstance(like, ParallelStep) else options
-        if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan):
+        if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan) or isinstance(like, PipelinePlan):
             let_arrays_pass()
         self._plans = StepPlans(self.called, given, own)
         self._dispatch = Dispatcher(self._plans)

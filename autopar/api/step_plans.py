@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api import make_plan as plan_step
+from autopar.api.plan_in_stages import cluster_of
 from autopar.errors import PlanMismatchError
 from autopar.frontend.call import Call, Results
 from autopar.frontend.step import Step
@@ -66,10 +67,12 @@ class StepPlans:
     def __init__(self, called: Step, fixed: AnyPlan | None, options: Mapping[str, Any]) -> None:
         self.called, self.fixed = called, fixed
         like = options.get("like")
-        shared = (
-            {k: v for k, v in like.options.items() if k in ("mesh", "hardware")} if isinstance(like, StepPlans) else {}
-        )
-        self.options: dict[str, Any] = shared | dict(options)  # the devices of `like`, unless others are given
+        shared: dict[str, Any] = {}
+        if isinstance(like, StepPlans):  # its devices, unless others are given; the mesh of stages is in its plan
+            shared = {k: v for k, v in like.options.items() if k in ("mesh", "hardware")}
+            if like.options.get("stages", 1) != 1 and not isinstance(shared.get("mesh"), Mesh):
+                shared.pop("mesh", None)
+        self.options: dict[str, Any] = shared | dict(options)
         self.latest: AnyPlan | None = None  # the last one made or used
         self._known: dict[Any, Planned] = {}  # by the key of a call
 
@@ -131,7 +134,6 @@ class StepPlans:
                     f"`like` of `{self.called.name}` is the step `{like.called.name}`, which has no plan yet: call that step"
                     " first, or its `init` or `plan`"
                 )
-            plan_step.check_like(like.latest)
             options["like"] = like.latest
         return options
 
@@ -202,17 +204,24 @@ class StepPlans:
     def _is_staged(self) -> bool:
         if self.fixed is not None:
             return isinstance(self.fixed, PipelinePlan)
-        return self.options.get("stages", 1) != 1
+        return self.options.get("stages", 1) != 1 or self._stages_like() is not None
+
+    def _stages_like(self) -> PipelinePlan | None:
+        """The plan in stages that this step is planned like."""
+        like = self.options.get("like")
+        plan = like.latest if isinstance(like, StepPlans) else like
+        return plan if isinstance(plan, PipelinePlan) else None
 
     def _num_devices(self) -> int:
         """The number of devices that the step runs on."""
-        if isinstance(self.fixed, PipelinePlan):
-            return self.fixed.cluster.num_devices
+        given = self.fixed if self.fixed is not None else self._stages_like()
+        if isinstance(given, PipelinePlan):
+            return given.cluster.num_devices
         if not self._is_staged():
             shape, available = self._mesh_shape()
             return available or shape.num_devices
         options = (self.options.get(name) for name in ("hardware", "num_devices", "mesh"))
-        return plan_step.cluster_of(*options)[0].num_devices
+        return cluster_of(*options)[0].num_devices
 
     def _mesh_shape(self) -> tuple[MeshShape, int | None]:
         """The mesh of one program; if the planner chooses the mesh, any mesh over all devices. And the number of devices of which

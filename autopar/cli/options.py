@@ -50,13 +50,20 @@ def add_command(added: Any, name: str, about: str, examples: str = "") -> argpar
     return added.add_parser(name, help=about, description=about, epilog=epilog or None, formatter_class=raw)
 
 
-def add_mesh_options(command: argparse.ArgumentParser) -> None:
-    """Add the options for the number of devices, the mesh and the hardware."""
+def add_mesh_options(command: argparse.ArgumentParser, *, of_stages: bool = False) -> None:
+    """Add the options for the number of devices, the mesh and the hardware.
+
+    Args:
+        of_stages: whether the command also plans stages, each of which has the mesh on a part of the devices.
+    """
     group = command.add_argument_group("devices")
-    where = group.add_mutually_exclusive_group()
+    where = group if of_stages else group.add_mutually_exclusive_group()
     about = "plan every mesh of at most two axes over N devices, or fewer where as fast, and keep the best (default: as many as are visible)"
     where.add_argument("--devices", type=device_count, metavar="N", help=about)
-    where.add_argument("--mesh", metavar="MESH", help="plan this mesh alone: 8, 2x4 or data=2,model=4")
+    about = "plan this mesh alone: 8, 2x4 or data=2,model=4" + (
+        "; with --stages, the mesh of each stage" if of_stages else ""
+    )
+    where.add_argument("--mesh", metavar="MESH", help=about)
     about = "use all devices, even if fewer are as fast"
     group.add_argument("--all-devices", action="store_true", help=about)
     about = f"hardware profile: {', '.join(known_names())}, or the path of a .toml file (default: the visible devices);"

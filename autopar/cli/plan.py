@@ -18,6 +18,8 @@ plan train.py:make --mesh 2x4 --hardware h100-sxm -o gpt.plan.json
 plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
 plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
 plan train.py:make --devices 64 --stages auto --num-microbatches auto
+plan train.py:make --devices 8 --stages 2 --mesh 2x2 --pin 'state/params/*/kernel=P(None, "model")'
+plan train.py:evaluate --like gpt.plan.json
 """
 
 
@@ -27,8 +29,10 @@ def add_command(added: Any) -> None:
     plan.add_argument("target", metavar="TARGET", help="file.py:function or package.module:function")
     plan.add_argument("-o", "--output", metavar="FILE", help="plan file to write, e.g. gpt.plan.json")
     about = "write what each planner pass produces into this folder, as text: graph, problem, solution, timeline, ..."
+    about = "a saved plan of another step: state that both steps have stays in its sharding, and on its stages"
+    plan.add_argument("--like", metavar="PLAN.json", help=about)
     plan.add_argument("--dump", metavar="DIR", help=about)
-    shared.add_mesh_options(plan)
+    shared.add_mesh_options(plan, of_stages=True)
     shared.add_program_options(plan)
     shared.add_solver_options(plan)
     plan.set_defaults(run=run)

@@ -32,6 +32,10 @@ _ARGUMENTS = {
 def plan_target(options: argparse.Namespace) -> AnyPlan:
     """The plan of the target."""
     more = planning(options) | ({} if getattr(options, "dump", None) is None else {"dump": options.dump})
+    if getattr(options, "like", None) is not None:
+        from autopar.pipeline.plan_files import load_plan
+
+        more["like"] = load_plan(options.like)
     step, args = load_target(options.target)
     from autopar.api.make_plan import plan
 
@@ -40,7 +44,16 @@ def plan_target(options: argparse.Namespace) -> AnyPlan:
 
 
 def planning(options: argparse.Namespace) -> dict[str, Any]:
-    """The planner's keyword arguments."""
+    """The planner's keyword arguments.
+
+    Raises:
+        TargetError: --devices and --mesh, which give one program its devices twice.
+    """
+    if options.devices and options.mesh and getattr(options, "stages", None) in (None, 1):
+        raise TargetError(
+            "--mesh is not allowed with argument --devices: it says how many devices one program has; with --stages it is"
+            " the mesh of each stage"
+        )
     if options.hardware and (options.devices or options.mesh or "=" in options.hardware):
         use_cpu_only()
     pins = dict(parse_pin(text) for text in getattr(options, "pin", ()))

@@ -41,7 +41,7 @@ def add_command(added: Any) -> None:
     verify.add_argument("--html", metavar="FILE", help=about)
     about = "save the verified plan; if the first plan needed too much memory, the plan with a lower budget"
     verify.add_argument("-o", "--output", metavar="FILE", help=about)
-    shared.add_mesh_options(verify)
+    shared.add_mesh_options(verify, of_stages=True)
     shared.add_program_options(verify)
     shared.add_solver_options(verify)
     verify.set_defaults(run=run)

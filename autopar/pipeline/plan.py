@@ -178,6 +178,7 @@ class PipelinePlan:
         inputs, outputs: the step's arguments and results. Their `sharding` is that of their first part.
         input_parts, output_parts: the submeshes that hold each; several for a stack of layers.
         carried: positions of inputs and outputs that hold the same state.
+        read_state: positions of inputs that are state of another step, in whose stages this one runs (`like`).
         efficiency: the data for MFU and throughput; None in plans of older files.
     """
 
@@ -202,6 +203,7 @@ class PipelinePlan:
     run_layers: tuple[int, ...] = ()
     virtual: int = 1
     own_statistics: bool = False
+    read_state: tuple[int, ...] = ()
     tried: tuple[StagesTried, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
@@ -301,6 +303,9 @@ class PipelinePlan:
 def _check(plan: PipelinePlan) -> None:
     """Refuse fields that are well typed but inconsistent."""
     check_positions(plan)
+    renewed = {position for position, _ in plan.carried}
+    if any(not 0 <= n < len(plan.inputs) or n in renewed for n in plan.read_state):
+        raise WrongFieldError("read_state", "must name inputs that are not carried")
     if plan.virtual < 1:
         raise WrongFieldError("virtual", f"is {plan.virtual}, but must be at least 1")
     if not plan.stages or len(plan.stages) % plan.virtual:

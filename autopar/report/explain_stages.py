@@ -146,7 +146,7 @@ def _print(explained: StagesExplanation, console: Console) -> None:
 def _head(plan: PipelinePlan) -> list[RenderableType]:
     outcome = plan.outcome
     sure = f"stages {outcome.status}" if outcome.gap <= 1e-6 else f"stages within {100 * outcome.gap:.2g} % of the best"
-    if not math.isfinite(outcome.gap):
+    if not outcome.gap < 1:  # the lower bound is 0
         sure = f"not bounded; {outcome.status}"
     among = f" among {outcome.among}" if outcome.among and len(plan.stages) > 1 else ""
     searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.errors import MicrobatchError
 from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.extract_stages import Port
 from autopar.transforms.microbatch.units import Unit, backward_of
@@ -79,7 +80,12 @@ class Layout:
     def __init__(self, trace: Trace, inputs: Sequence[Port]) -> None:
         self.trace = trace
         self.inputs = dict(zip(trace.inputs, inputs, strict=True))
-        loop = next(region for region in trace.regions if region.source is trace.microbatches)
+        loop = next((region for region in trace.regions if region.source is trace.microbatches), None)
+        if loop is None:
+            raise MicrobatchError(
+                f"nothing in {trace.name} runs for each microbatch: something else than the batch was taken for the examples."
+                " Put the parameters into one argument, apart from the batch, or plan without `stages`"
+            )
         self.loop = loop
         self.wholes = {one.start: one.stop for one in trace.rewritten}
         self.body = list(self._units(*loop.sections[0]))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from autopar.errors import MicrobatchError
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace
+from autopar.frontend.trace_builder import flat_border
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.assign_layers import Homes, homes_of, labelled
 from autopar.pipeline.cut.extract_stages import Cut, Port, StageTrace, stage_trace, stage_traces
@@ -88,17 +89,22 @@ class Cuttable:
     _labelled: dict[tuple[int, ...], _Labelled] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, program: Program, *, own_statistics: bool = False) -> Cuttable:
-        """The step that a program was traced from, with its loops over layers cut."""
+    def of(cls, program: Program, *, own_statistics: bool = False, read_state: Sequence[int] = ()) -> Cuttable:
+        """The step that a program was traced from, with its loops over layers cut.
+
+        Args:
+            read_state: positions of arguments that are state of another step. The step is cut as if it returned those
+                that it reads, unchanged, so that each has one home; and none is taken for the batch.
+        """
         traced = program.as_traced
         form = traced.whole or traced
-        trace, graph = form.trace, form.graph
+        trace, graph, positions = _with_read_state(form.trace, form.graph, read_state)
         with suppress(MicrobatchError):  # it has no batch
             trace, graph = laid_for_parts(trace, graph)
         places = Places(graph)
         stacks = tuple(stacks_of(trace, graph, places))
         each = [_equal_starts(stack.length) for stack in stacks]
-        return cls._with(Whole(as_it_is(trace, graph), graph, places), stacks, each, own_statistics)
+        return cls._with(Whole(as_it_is(trace, graph, positions), graph, places), stacks, each, own_statistics)
 
     @classmethod
     def _with(
@@ -280,6 +286,28 @@ def layers_between(starts: Sequence[int], num_units: int) -> list[int]:
     [0, 0, 1]
     """
     return list(itertools.accumulate(int(position in starts[1:]) for position in range(num_units)))
+
+
+def _with_read_state(
+    trace: Trace, graph: Graph, read_state: Sequence[int]
+) -> tuple[Trace, Graph, tuple[int, ...] | None]:
+    """The step with some arguments as state: those that it reads are further results that it carries, the others are left
+    out. Also the positions of the arguments left; None for all."""
+    if not read_state:
+        return trace, graph, None
+    used, state = {*trace.users, *(atom for atom in trace.outputs if isinstance(atom, int))}, set(read_state)
+    kept = tuple(n for n, value in enumerate(trace.inputs) if value in used or n not in state)
+    at = {n: position for position, n in enumerate(kept)}
+    held = [n for n in kept if n in state]
+    taken = [(trace.inputs[n], trace.input_paths[n]) for n in kept]
+    given = [
+        *zip(trace.outputs, trace.output_paths, strict=True),
+        *((trace.inputs[n], trace.input_paths[n]) for n in held),
+    ]
+    carried = list(graph.carried)
+    carried += zip(held, range(len(trace.outputs), len(given)), strict=True)
+    made = replace(trace, **flat_border(taken, given))
+    return made, graph_of(made, tuple((at[n], output) for n, output in carried)), kept
 
 
 def _equal_starts(length: int) -> Sequence[int]:

@@ -74,9 +74,14 @@ class Unstacked:
     origins: tuple[tuple[int, int], ...]
 
 
-def as_it_is(trace: Trace, graph: Graph) -> Unstacked:
-    """A step with no loop cut."""
-    inputs, outputs = (tuple(map(Leaf, range(len(side)))) for side in (trace.inputs, trace.outputs))
+def as_it_is(trace: Trace, graph: Graph, positions: Sequence[int] | None = None) -> Unstacked:
+    """A step with no loop cut.
+
+    Args:
+        positions: the arguments that the trace's inputs are; by default all in order.
+    """
+    inputs = tuple(map(Leaf, range(len(trace.inputs)) if positions is None else positions))
+    outputs = tuple(map(Leaf, range(len(trace.outputs))))
     return Unstacked(trace, inputs, outputs, graph.carried, tuple((n, 0) for n in range(len(trace.equations))))
 
 

@@ -47,28 +47,38 @@ class Branches:
         sent_s: seconds to send a layer's result between parts and its gradient back, for one microbatch. Arguments: the
             layer, the shape of a part, whether the parts share a host.
         most_parts: the largest number of parts of a submesh.
+        num_stages: the exact number of stages that each split submesh runs; None for any.
     """
 
     problem: PartitionProblem
     edges: Sequence[tuple[int, int]]
     sent_s: Callable[[int, SubmeshShape, bool], float]
     most_parts: int = 4
+    num_stages: int | None = None
     _costs: dict[tuple[int, int, SubmeshShape], StageCost | None] = field(default_factory=dict)
     _segments: dict[tuple[int, int, SubmeshShape], tuple[float, Segment] | None] = field(default_factory=dict)
-    _ends: dict[tuple[int, SubmeshShape], list[tuple[float, int, Segment] | None]] = field(default_factory=dict)
+    _ends: dict[tuple[int, SubmeshShape], list[dict[_State, _Step]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert all(0 <= u < v < self.problem.num_layers for u, v in self.edges), "not in topological order"
 
-    def with_split_submeshes(self) -> PartitionProblem:
-        """The problem with additional shapes for split submeshes."""
+    def with_split_submeshes(
+        self,
+        shapes: Sequence[SubmeshShape] | None = None,
+        may_use: Callable[[int], bool] = lambda num_devices: True,
+    ) -> PartitionProblem:
+        """The problem with additional shapes for split submeshes.
+
+        Args:
+            shapes: the shapes to split; by default those of the problem.
+            may_use: whether a part may have this number of devices.
+        """
         problem = self.problem
-        shapes = problem.all_shapes
         split = [
             replace(shape, parts=parts)
-            for shape in shapes
+            for shape in shapes or problem.all_shapes
             for parts in range(2, self.most_parts + 1)
-            if _part(replace(shape, parts=parts)) is not None
+            if (part := _part(replace(shape, parts=parts))) is not None and may_use(part.num_devices)
         ]
         keys = (
             None
@@ -77,7 +87,7 @@ class Branches:
         )
         return replace(
             problem,
-            shapes=(*shapes, *split),
+            shapes=(*problem.all_shapes, *split),
             cost=self.cost,
             bound=self._bound if problem.growth is Growth.SUPERADDITIVE or problem.bound is not None else None,
             layer_keys=keys,
@@ -142,28 +152,41 @@ class Branches:
         return ForkedStages(tuple(stage_of[layer] for layer in range(self.problem.num_layers)), tuple(place_of))
 
     def _cut(self, first: int, last: int, shape: SubmeshShape) -> tuple[Segment, ...] | None:
-        """The fastest segments: a dynamic program over their ends."""
-        best = self._ends.setdefault((first, shape), [None])  # by number of layers: total, begin and last segment
+        """The fastest segments, with the exact number of stages if there is one: a dynamic program over their ends."""
+        best = self._ends.setdefault((first, shape), [{_State(): _Step(0.0)}])  # by number of layers
         for end in range(first + len(best) - 1, last + 1):
-            best.append(None)
+            best.append({})
             for begin in range(first, end + 1):
-                before = best[begin - first]
-                found = self._segment(begin, end, shape) if begin == first or before is not None else None
+                found = self._segment(begin, end, shape) if best[begin - first] else None
                 if found is None:
                     continue
-                total = found[0] + (before[0] if before is not None else 0.0)
-                now = best[end - first + 1]
-                if now is None or total < now[0]:
-                    best[end - first + 1] = (total, begin, found[1])
+                seconds, segment = found
+                for state, before in best[begin - first].items():
+                    after, total = self._after(state, segment), before.seconds + seconds
+                    known = best[-1].get(after)
+                    if (self.num_stages or 0) >= after.num_stages and (known is None or total < known.seconds):
+                        best[-1][after] = _Step(total, begin, state, segment)
+        ends = {
+            state: step for state, step in best[last - first + 1].items() if state.num_stages == (self.num_stages or 0)
+        }
+        if not ends:
+            return None
+        state, end = min(ends, key=lambda one: ends[one].seconds), last + 1
         cut: list[Segment] = []
-        end = last + 1
         while end > first:
-            step = best[end - first]
-            if step is None:
-                return None
-            cut.append(step[2])
-            end = step[1]
+            step = best[end - first][state]
+            cut.append(step.segment)
+            state, end = step.state, step.begin
         return tuple(reversed(cut))
+
+    def _after(self, state: _State, segment: Segment) -> _State:
+        """The state after one more segment, as `forked_stages` makes stages of it; one state if any number is allowed."""
+        if self.num_stages is None:
+            return state
+        busy = [part for part, layers in enumerate(segment) if layers]
+        alone = busy[0] if len(busy) == 1 else None
+        joins = alone is not None and alone == state.alone
+        return _State(state.num_stages + len(busy) - joins, alone)
 
     def _segment(self, first: int, last: int, shape: SubmeshShape) -> tuple[float, Segment] | None:
         """The fastest assignment of a segment's branches to the parts, and its seconds."""
@@ -258,6 +281,29 @@ class Branches:
         if key not in self._costs:
             self._costs[key] = self.problem.cost(first, last, shape)
         return self._costs[key]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What the segments so far have made.
+
+    Args:
+        num_stages: the number of their stages; 0 if any number is allowed.
+        alone: the only part that the last segment uses; None if it uses several.
+    """
+
+    num_stages: int = 0
+    alone: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The fastest segments up to an end: their seconds, the first layer of the last one, and the state before it."""
+
+    seconds: float
+    begin: int = 0
+    state: _State = _State()
+    segment: Segment = ()
 
 
 @dataclass(frozen=True, slots=True)

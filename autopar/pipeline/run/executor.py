@@ -42,6 +42,7 @@ class Pipeline:
         schedule: a schedule for that number of stages.
         num_outputs: the number of outputs of the traced step.
         literals: the outputs that are scalar constants of the program, by position.
+        homes: the stage that holds each argument; by default the one that updates it, else the first that uses it.
         donated: positions of arguments whose memory the step may reuse; by default the carried ones.
         may_take: whether the step may also reuse the memory of arrays that the user made; else it copies them.
         timeline: the planned timeline of the schedule, equal in all processes; by default all tasks take equally long.
@@ -58,6 +59,7 @@ class Pipeline:
         num_outputs: int,
         literals: Mapping[int, Any],
         *,
+        homes: Mapping[LeafKey, int] | None = None,
         donated: Collection[int] | None = None,
         may_take: bool = False,
         timeline: PipelineTimeline | None = None,
@@ -71,7 +73,7 @@ class Pipeline:
         taken = [pieces_of(layout, level, splits_backward) for layout, level in zip(layouts, levels, strict=True)]
         self.pieces = [StagePieces(*one) for one in zip(stages, taken, layouts, strict=True)]
         self.carried = _carried(stages)
-        self.homes = _homes(stages)
+        self.homes = _homes(stages, homes or {})
         may_donate = {leaf for leaf in self.homes if (leaf in self.carried if donated is None else leaf[0] in donated)}
         self.arguments = PipelineArguments(self.pieces, self.homes, may_donate, may_take=may_take)
         planned = timeline or simulate(schedule, lambda task: 1)
@@ -147,12 +149,15 @@ def _carried(stages: Sequence[PlannedStage]) -> dict[LeafKey, LeafKey]:
     return found
 
 
-def _homes(stages: Sequence[PlannedStage]) -> dict[LeafKey, tuple[int, Any]]:
-    """The home stage of each argument and its port: the stage that updates it, else the first stage that uses it."""
+def _homes(stages: Sequence[PlannedStage], given: Mapping[LeafKey, int]) -> dict[LeafKey, tuple[int, Any]]:
+    """The home stage of each argument and its port: the stage that updates it, else the given one if it uses it, else
+    the first that does."""
     homes: dict[LeafKey, tuple[int, Any]] = {}
     for s, stage in enumerate(stages):
         carried = {position for position, _ in stage.program.program.graph.carried}
         for position, port in enumerate(stage.program.inputs):
-            if port.kind == "argument" and (port.leaf not in homes or position in carried):
+            if port.kind != "argument":
+                continue
+            if port.leaf not in homes or position in carried or given.get(port.leaf) == s:
                 homes[port.leaf] = (s, port)
     return homes

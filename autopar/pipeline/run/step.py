@@ -15,11 +15,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import PlanMismatchError
 from autopar.frontend.equations import LiteralOperand
 from autopar.jax_interop.partition_spec import named_shardings
+from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows
-from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.plan import LeafPart, PipelinePlan
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.measured import run_measured
+from autopar.pipeline.run.stacked_leaves import sharding_of_parts
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.runtime import jit as execute
 from autopar.runtime.own_arrays import OwnArguments, items, make_own
@@ -32,7 +34,7 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
     Raises:
         PlanMismatchError: the plan was made by another version of autopar or for another program.
     """
-    cuttable = Cuttable.of(program, own_statistics=plan.own_statistics)
+    cuttable = Cuttable.of(program, own_statistics=plan.own_statistics, read_state=plan.read_state)
     layer_of = plan.layers_of_units(len(cuttable.flow.forward))
     stages = cuttable.settled(layer_of, plan.stage_of, plan.num_microbatches)
     for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):
@@ -73,6 +75,7 @@ class PipelinedStep:
             plan.tasks(),
             len(trace.outputs),
             literals,
+            homes=_homes(plan),
             donated=plan.donated,
             may_take=may_take,
             timeline=plan.timeline(),
@@ -82,21 +85,29 @@ class PipelinedStep:
     def in_shardings(self) -> list[NamedSharding]:
         """The sharding of each argument; for layer stacks in unequal parts, the sharding of the assembled array."""
         known = self.pipeline.in_shardings
-        whole = NamedSharding(self.meshes[0], PartitionSpec())
-        return [known.get(position, whole) for position in range(len(self.plan.inputs))]
+        unread = NamedSharding(self.meshes[0], PartitionSpec())
+        return [
+            known.get(position) or sharding_of_parts(self._parts(position)) or unread
+            for position in range(len(self.plan.inputs))
+        ]
 
     @property
     def uneven(self) -> dict[int, dict[Rows, NamedSharding]]:
         """The shardings of the parts of layer stacks that are in unequal parts on several submeshes."""
         known = self.pipeline.in_shardings
+        several = [n for n, parts in enumerate(self.plan.input_parts) if len(parts) > 1 and n not in known]
+        places = {n: self._parts(n) for n in several}
         return {
-            position: {
-                Rows(*part.rows): named_shardings([part.sharding], self.meshes[part.stage])[0]
-                for part in parts
-                if part.rows is not None
-            }
-            for position, parts in enumerate(self.plan.input_parts)
-            if len(parts) > 1 and position not in known
+            n: {rows: place for rows, place in parts.items() if rows is not None}
+            for n, parts in places.items()
+            if sharding_of_parts(parts) is None
+        }
+
+    def _parts(self, position: int) -> dict[Rows | None, NamedSharding]:
+        """The shardings of an argument's parts, as planned."""
+        return {
+            _rows(part): named_shardings([part.sharding], self.meshes[part.stage])[0]
+            for part in self.plan.input_parts[position]
         }
 
     def __call__(self, *trees: Any) -> Any:
@@ -115,3 +126,12 @@ class PipelinedStep:
     def _returned(self, leaves: Sequence[Any]) -> Any:
         make_own(self._renewed(leaves))
         return jax.tree.unflatten(self.out_tree, leaves)
+
+
+def _homes(plan: PipelinePlan) -> dict[LeafKey, int]:
+    """The stage that holds each argument or part of one."""
+    return {(n, _rows(part)): part.stage for n, parts in enumerate(plan.input_parts) for part in parts}
+
+
+def _rows(part: LeafPart) -> Rows | None:
+    return None if part.rows is None else Rows(*part.rows)

@@ -8,14 +8,14 @@ branches in parallel. It partitions the layers as a chain on submeshes that may 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.branches import ForkedLayers
 from autopar.pipeline.cut.exchanges import crossing_bytes, exchanges_of, exchanges_of_layers
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.cut.stage_programs import Cuttable, Layers, StageProgram
 from autopar.pipeline.partition.branches import Branches, on_part
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
@@ -24,8 +24,11 @@ from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stag
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline, task_seconds
 from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_schedule
-from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts
+from autopar.pipeline.search.searches_by_microbatches import keys_with_pins
+from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
+from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, sends_of, sent_s, unsplit_backward
+from autopar.solve.problem import Status
 
 #: The number of partitions to simulate.
 _MOST_SIMULATED = 3
@@ -41,6 +44,8 @@ class BranchSearch:
         layers: the layers; each branch has its own.
         profiles: the hardware profile of each kind of device.
         time_limit_s: seconds for one partition.
+        num_stages: the exact number of stages; None for any. Then all split submeshes of a partition run equally many.
+        layouts: the meshes and shardings of stages that the user fixes.
         planning: options of `StageCosts`.
     """
 
@@ -49,6 +54,8 @@ class BranchSearch:
     cluster: Cluster
     profiles: Mapping[str, HardwareProfile]
     time_limit_s: float
+    num_stages: int | None = None
+    layouts: StageLayouts = field(default_factory=StageLayouts)
     planning: Mapping[str, Any] = field(default_factory=dict)
     _costs: dict[int, StageCosts] = field(default_factory=dict)
     _num_planned: int = 0
@@ -82,28 +89,19 @@ class BranchSearch:
             shapes=costs.in_options(shapes, budget_bytes),
             bound=costs.bound,
         )
-
-        output_bytes = self.layers.made_bytes
-
-        def to_and_fro_s(layer: int, part: SubmeshShape, same_host: bool) -> float:
-            return 2 * sent_s(output_bytes[layer] / count, part, part, same_host, self.cluster, self.profiles)
-
-        branches = Branches(problem, self.layers.edges, to_and_fro_s)
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
-        with_split_submeshes = branches.with_split_submeshes()
-        split = tuple(
-            shape for shape in with_split_submeshes.shapes if shape.parts > 1 and _differs(shape, problem.shapes)
-        )
         backwards: list[Backward] = ["whole", "split"] if self._trains else ["none"]
+        to_split = None if self.layouts.by_size is None else costs.in_options(self._splittable(), budget_bytes)
         steps: list[StagedStep] = []
-        for shapes in ((*problem.shapes, *split), split) if split else ():
-            partition = partitioner.partition(replace(with_split_submeshes, shapes=shapes))
+        for branches, split in self._problems(problem, count, to_split):
+            partition = partitioner.partition(split)
+            if self.num_stages is not None:  # other divisions of the stages among submeshes were not searched
+                partition = replace(partition, status=Status.UNPROVEN, lower_bound_s=0.0)
             found = dict.fromkeys((partition.stages, *partition.others))
             forked = [stages for stages in found if any(stage.submesh.shape.parts > 1 for stage in stages)]
-            forked_stages = [
-                self._forked_stages(branches, stages, partition, count) for stages in forked[:_MOST_SIMULATED]
-            ]
-            steps += [one.run(backward) for one in forked_stages for backward in backwards]
+            laid = [self._forked_stages(branches, stages, partition, count) for stages in forked]
+            wanted = [one for one in laid if self.num_stages in (None, len(one.stages))]
+            steps += [one.run(backward) for one in wanted[:_MOST_SIMULATED] for backward in backwards]
         fitting = [step for step in steps if step.over(budget_bytes) <= 1]
         outcomes: list[tuple[str, Outcome]] = []
         for name in (NAMES[backward] for backward in backwards):
@@ -119,7 +117,7 @@ class BranchSearch:
         layers = self.cuttable.layered([stage_of[layer] for layer in step.layer_of], count)
         numbers = range(len(step.stages))
         programs = self.cuttable.settled(step.layer_of, stage_of, count)
-        costs = StageCosts(layers, self.profiles, numbers, splits_backward=True, **self.planning)
+        costs = self._stage_costs(layers, numbers)
         runs = [
             costs.planned(number, number, stage.submesh.shape, program)
             for number, stage, program in zip(numbers, step.stages, programs, strict=True)
@@ -137,12 +135,46 @@ class BranchSearch:
     def _trains(self) -> bool:
         return bool(self.cuttable.flow.backward)
 
+    def _problems(
+        self, problem: PartitionProblem, count: int, to_split: Sequence[SubmeshShape] | None
+    ) -> Iterator[tuple[Branches, PartitionProblem]]:
+        """The problems to solve: with all shapes, and with split submeshes only. For an exact number of stages, one for
+        each number of submeshes of which equally many stages each run on some, and one stage each on the others.
+
+        Args:
+            to_split: the shapes of submeshes that may be split; by default those of the problem.
+        """
+        output_bytes, wanted = self.layers.made_bytes, self.num_stages
+
+        def to_and_fro_s(layer: int, part: SubmeshShape, same_host: bool) -> float:
+            return 2 * sent_s(output_bytes[layer] / count, part, part, same_host, self.cluster, self.profiles)
+
+        for number, on_split in _divisions(wanted, problem.most_stages):
+            branches = Branches(problem, self.layers.edges, to_and_fro_s, num_stages=on_split)
+            both = branches.with_split_submeshes(to_split, self.layouts.may_use)
+            split = tuple(shape for shape in both.shapes if shape.parts > 1 and _differs(shape, problem.shapes))
+            if not split:
+                continue
+            either = (*problem.shapes, *split)
+            if number is None or on_split is None:
+                among = [either, split]
+            else:
+                among = [split if number * on_split == wanted else either]
+            for shapes in among:
+                yield branches, replace(both, shapes=shapes, num_stages=number)
+
+    def _splittable(self) -> Sequence[SubmeshShape]:
+        """The shapes whose parts may be what the user's mesh and pins allow, though the whole may not."""
+        return self.cluster.shapes() if self.layouts.is_one_mesh else likely_shapes(self.cluster)
+
     def _costs_for(self, count: int) -> StageCosts:
         if count not in self._costs:
             layers = self.cuttable.layered(self.layers.layer_of, count)
-            keys = self.layers.keys
-            self._costs[count] = StageCosts(layers, self.profiles, keys, splits_backward=True, **self.planning)
+            self._costs[count] = self._stage_costs(layers, keys_with_pins(self.layers.keys, layers, self.layouts))
         return self._costs[count]
+
+    def _stage_costs(self, layers: Layers, keys: Sequence[int]) -> StageCosts:
+        return StageCosts(layers, self.profiles, keys, splits_backward=True, layouts=self.layouts, **self.planning)
 
     def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
         """The seconds to transfer activations and gradients where a chain of these layers is cut."""
@@ -207,6 +239,23 @@ class _ForkedStages:
         timeline = staged_timeline(schedule, costs, self.sends, submeshes)
         peaks = staged_peaks(schedule, costs)
         return StagedStep(self.stages, costs, self.sends, schedule, timeline, peaks, self.partition, self.layer_of)
+
+
+def _divisions(num_stages: int | None, most: int) -> Iterator[tuple[int | None, int | None]]:
+    """The numbers of submeshes, and of stages on each submesh that is split, with which there can be exactly so many
+    stages if each other submesh runs one.
+
+    >>> list(_divisions(4, 8))
+    [(1, 4), (2, 3), (2, 2), (3, 2)]
+    """
+    if num_stages is None:
+        yield None, None
+        return
+    for number in range(1, min(num_stages - 1, most) + 1):
+        more = num_stages - number
+        for on_split in range(more + 1, 1, -1):
+            if more % (on_split - 1) == 0 and more // (on_split - 1) <= number:
+                yield number, on_split
 
 
 def _differs(shape: SubmeshShape, plain: Sequence[SubmeshShape]) -> bool:

@@ -18,30 +18,27 @@ from typing import Any, Literal
 from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
-from autopar.ir.sharding import TensorSharding
-from autopar.pipeline.cut.branches import forked_layers
+from autopar.ir.mesh import MeshShape, factorisations
+from autopar.pipeline.cut.branches import ForkedLayers, forked_layers
 from autopar.pipeline.cut.exchanges import exchanges_of
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
-from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
 from autopar.pipeline.partition.problem import Partitioner
-from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
+from autopar.pipeline.plan import PipelinePlan, StagesTried
 from autopar.pipeline.schedule.table import find
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
+from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
+from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
-from autopar.planner.efficiency import efficiency_of
 from autopar.planner.memory_budget import MARGIN, MemoryBudget
-from autopar.plans.records import TensorPlan
 from autopar.system.gc_pause import seldom_collect
 from autopar.system.units import human_bytes
 from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
-from autopar.version import versions_of
 
 #: The first number of microbatches to try has about so many per device, and at least so many examples per microbatch:
 #: with fewer microbatches stages wait, with fewer examples kernels are small.
@@ -72,6 +69,8 @@ class StageRequest:
         profiles: the hardware profile of each kind of device in the cluster.
         memory_budget_bytes: bytes per device; None for the profile's usable memory.
         partitioner: by default `ExactPartitioner` or `InterleavedPartitioner`, which prove optimality by their costs.
+        mesh: the mesh of each stage; None for the fastest.
+        pins: path or glob of arguments -> `PartitionSpec`, of the user and of sharding metadata.
         planning: options of `planner.plan_and_parts` for each stage.
     """
 
@@ -83,8 +82,21 @@ class StageRequest:
     own_statistics: bool = False
     memory_budget_bytes: float | None = None
     partitioner: Partitioner | None = None
+    mesh: MeshShape | None = None
+    pins: Mapping[str, Any] = field(default_factory=dict)
     planning: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress | None = None
+
+    @property
+    def shapes(self) -> tuple[SubmeshShape, ...]:
+        """The shapes that submeshes may have: with a given mesh any shape, because only those of its size are searched."""
+        return likely_shapes(self.cluster) if self.mesh is None else self.cluster.shapes()
+
+    @property
+    def meshes(self) -> tuple[MeshShape, ...]:
+        """The meshes that stages may have, the largest first."""
+        sizes = sorted({shape.num_devices for shape in self.shapes}, reverse=True)
+        return (self.mesh,) if self.mesh is not None else tuple(mesh for n in sizes for mesh in factorisations(n))
 
     @property
     def budgets(self) -> dict[str, float]:
@@ -105,9 +117,14 @@ def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
     return _Planning(program, request).run()
 
 
-def searches_of(cuttable: Cuttable, request: StageRequest) -> Searches:
-    """The searches of a step that `plan_stages` uses."""
-    clustering, units = _layers(cuttable, request)
+def searches_of(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts | None = None) -> Searches:
+    """The searches of a step that `plan_stages` uses.
+
+    Args:
+        layouts: the meshes and shardings of stages that the user fixes.
+    """
+    layouts = layouts or StageLayouts()
+    clustering, units = _layers(cuttable, request, layouts)
     return Searches(
         cuttable,
         clustering,
@@ -117,11 +134,12 @@ def searches_of(cuttable: Cuttable, request: StageRequest) -> Searches:
         request.budgets,
         _SEARCH_LIMIT_S,
         num_stages=None if request.stages == "auto" else request.stages,
+        layouts=layouts,
         planning=request.planning,
     )
 
 
-def _layers(cuttable: Cuttable, request: StageRequest) -> tuple[Clustering, Units | None]:
+def _layers(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts) -> tuple[Clustering, Units | None]:
     """The layers of a step, and its units if each has a price of its own.
 
     That is more exact, and borders of stages may be anywhere, but a plan of all units for each shape of submesh takes longer
@@ -137,24 +155,12 @@ def _layers(cuttable: Cuttable, request: StageRequest) -> tuple[Clustering, Unit
             return repeated, None
     _, count = _numbers(cuttable, request)
     layers, together = cuttable.layers(range(num_units), count), (0,) * num_units
-    prices = StageCosts(layers, request.profiles, range(num_units), together=together)
+    prices = StageCosts(layers, request.profiles, range(num_units), together=together, layouts=layouts)
     seconds = prices.layers_s(SubmeshShape(request.cluster.kinds[0], 1, 1))
     least = 1 if request.stages == "auto" else min(request.stages, num_units)
     parts = cheapest_cuts(seconds, cuts, _REMATERIALIZED_PARTS).layers(num_units)
     together = tuple(part for part, layers in enumerate(parts) for _ in layers)
     return cheapest_cuts(seconds, cuts, _MOST_TIMED, least), Units(tuple(seconds), together)
-
-
-def _bounds(stages: Sequence[StagePlan], timeline: PipelineTimeline) -> dict[str, float]:
-    """Seconds of a step by bottleneck: bubbles, and the bottlenecks of the stages' programs by device time."""
-    waiting = timeline.bubble_fraction * timeline.makespan_s
-    seconds: dict[str, float] = defaultdict(float)
-    for stage in stages:
-        for bound, time_s in stage.plan.efficiency.bound_s.items() if stage.plan.efficiency else ():
-            seconds[bound] += time_s * stage.plan.num_devices
-    scale = (timeline.makespan_s - waiting) / (sum(seconds.values()) or 1.0)
-    found = {"pipeline bubbles": waiting, **{bound: scale * time_s for bound, time_s in seconds.items()}}
-    return dict(sorted(found.items(), key=lambda one: -one[1]))
 
 
 def likely_numbers(cuttable: Cuttable, cluster: Cluster) -> tuple[tuple[int, ...], int]:
@@ -172,9 +178,57 @@ def _numbers(cuttable: Cuttable, request: StageRequest) -> tuple[Sequence[int], 
     count = request.num_microbatches
     if count == "auto":
         return likely_numbers(cuttable, request.cluster)
+    return (checked_count(count),), count
+
+
+def frozen_arguments(graph: Graph) -> tuple[int, ...]:
+    """The positions of arguments that hold parameters, in a step that updates no state, such as an evaluation: pytrees
+    of floating-point arrays whose leading dims differ, as the examples of a batch have not. Nothing if no other argument
+    is left to be the batch."""
+    if graph.carried:
+        return ()
+    arguments: dict[str, list[int]] = defaultdict(list)
+    for position, path in enumerate(graph.input_paths):
+        arguments[path.split("/")[0]].append(position)
+    found: list[int] = []
+    for positions in arguments.values():
+        infos = [graph.values[graph.inputs[position]] for position in positions]
+        arrays = [info for info in infos if info.shape]
+        are_floats = all("float" in info.dtype for info in arrays)  # a batch often has token ids or labels
+        found += positions if are_floats and len({info.shape[0] for info in arrays}) > 1 else []
+    rest = [graph.values[value].shape for n, value in enumerate(graph.inputs) if n not in set(found)]
+    return tuple(found) if any(shape and shape[0] > 1 for shape in rest) else ()
+
+
+def checked_count(count: Any) -> int:
+    """A number of microbatches.
+
+    Raises:
+        MicrobatchError: it is none.
+    """
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise MicrobatchError(f'`num_microbatches` is {count!r}: give 1 or more, or "auto"')
-    return (count,), count
+    return count
+
+
+def check_schedule(cuttable: Cuttable, name: str, schedule: str) -> None:
+    """Refuse a forward-only schedule for a step with a backward pass.
+
+    Args:
+        name: the step's name.
+        schedule: the schedule's name, or "auto".
+
+    Raises:
+        ScheduleError: it is one, or there is no schedule of this name.
+    """
+    if schedule == "auto":
+        return
+    kind = find(schedule)
+    if kind.backward == "none" and cuttable.flow.backward:
+        raise ScheduleError(
+            f"schedule {kind.name!r} runs forward passes only, but `{name}` has a backward pass: its gradients and updates"
+            f" would never be computed. Leave schedule='auto', or choose one of {', '.join(map(repr, SCHEDULES))}"
+        )
 
 
 class _Planning:
@@ -186,10 +240,22 @@ class _Planning:
         self.program = traced.whole or traced
         self.report = request.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
-        self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics)
-        self._check_request()
-        self.searches = searches_of(self.cuttable, request)
-        self.branches = self._branches()
+        self.read_state = frozen_arguments(self.program.graph)
+        self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics, read_state=self.read_state)
+        forked = self._forked_layers()
+        self._check_request(forks=forked is not None)
+        self.layouts = self._layouts(forks=forked is not None)
+        self.searches = searches_of(self.cuttable, request, self.layouts)
+        self.branches = forked and BranchSearch(
+            self.cuttable,
+            forked,
+            request.cluster,
+            request.profiles,
+            _SEARCH_LIMIT_S,
+            self.searches.num_stages,
+            self.layouts,
+            request.planning,
+        )
         self.tried: list[StagesTried] = []
         #: The best chain and the best forking stages, by whether they fork: the number of microbatches, the step, and the
         #: searches whose layers it has.
@@ -259,23 +325,19 @@ class _Planning:
             )
         return plan
 
-    def _check_request(self) -> None:
-        """Refuse more stages than devices, and a forward-only schedule for a step with a backward pass."""
+    def _check_request(self, *, forks: bool) -> None:
+        """Refuse more stages than devices, and a forward-only schedule for a step with a backward pass.
+
+        Args:
+            forks: whether branches are searched, of which a submesh runs several stages.
+        """
         num_devices = self.request.cluster.num_devices
-        if self.request.stages != "auto" and self.request.stages > num_devices:
+        if self.request.stages != "auto" and self.request.stages > num_devices and not forks:
             raise ClusterError(
                 f"{self.request.stages} stages were requested, and {num_devices} device{'s' * (num_devices > 1)} can have"
                 f" at most {num_devices}: choose 1 to {num_devices}"
             )
-        if self.request.schedule == "auto":
-            return
-        kind = find(self.request.schedule)
-        if kind.backward == "none" and self.cuttable.flow.backward:
-            raise ScheduleError(
-                f"schedule {kind.name!r} runs forward passes only, but `{self.program.signature.name}` has a backward"
-                " pass: its gradients and updates would never be computed. Leave schedule='auto', or choose one"
-                f" of {', '.join(map(repr, SCHEDULES))}"
-            )
+        check_schedule(self.cuttable, self.program.signature.name, self.request.schedule)
 
     # -- the search --------------------------------------------------------------------------
 
@@ -318,19 +380,32 @@ class _Planning:
         if self.branches is not None:
             shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
             yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
-        for name in self._schedules():
+        for name in self._schedules() if self._chain_may_be() else ():
             yield name, search.outcome((name,), self.request.partitioner)
 
-    def _branches(self) -> BranchSearch | None:
-        """The search for stages that fork and join, if the step does and the request leaves everything open."""
+    def _chain_may_be(self) -> bool:
+        """Whether a chain may have the requested number of stages. If not, stages that fork may have it."""
+        most = min(len(self.searches.clustering.starts), self.request.cluster.num_devices)
+        return self.branches is None or self.request.stages == "auto" or self.request.stages <= most
+
+    def _forked_layers(self) -> ForkedLayers | None:
+        """The layers of stages that fork and join, if the step does and the request leaves the schedule open."""
         request = self.request
-        free = request.stages == request.schedule == "auto" and request.partitioner is None
-        if not free or request.cluster.num_devices == 1:
+        is_open = request.schedule == "auto" and request.partitioner is None and request.stages != 1
+        if not is_open or request.cluster.num_devices == 1:
             return None
-        layers = forked_layers(self.cuttable.flow, self.cuttable.chain)
-        if layers is None:
-            return None
-        return BranchSearch(self.cuttable, layers, request.cluster, request.profiles, _SEARCH_LIMIT_S, request.planning)
+        return forked_layers(self.cuttable.flow, self.cuttable.chain)
+
+    def _layouts(self, *, forks: bool) -> StageLayouts:
+        """The meshes and shardings of stages that the request fixes."""
+        request, cluster = self.request, self.request.cluster
+        least = 1 if request.stages == "auto" else request.stages
+        if least > 1 and forks:
+            least = 2  # parts of one submesh
+        elif least > 3 and least % 2 == 0 and request.schedule in ("auto", "interleaved"):
+            least //= 2
+        sizes = {shape.num_devices for shape in request.shapes}
+        return stage_layouts(self.program.graph, request.pins, request.mesh, sizes, cluster.num_devices, least)
 
     def _schedules(self) -> Sequence[str]:
         if self.request.schedule == "auto":
@@ -341,71 +416,28 @@ class _Planning:
 
     def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
         """The plan of these stages, and their largest ratio of memory to budget."""
-        request, schedule = self.request, step.schedule
         programs, runs, planned = self._stages(count, step)
-        stages = [
-            StagePlan(
-                first_layer=stage.first,
-                last_layer=stage.last,
-                submesh=stage.submesh,
-                cost=cost,
-                plan=replace(run.plan, memory_budget_bytes=None),  # the budget depends on the schedule
-            )
-            for stage, cost, run in zip(step.stages, planned.costs, runs, strict=True)
-        ]
         starts, run_layers = self.searches.clustering.starts, ()
         if step.layer_of is not None:
-            layers = step.layer_of
-            starts = tuple(n for n in range(len(layers)) if n == 0 or layers[n] != layers[n - 1])
-            run_layers = tuple(layers[start] for start in starts)
-        timeline = planned.timeline
-        graph = self.program.graph
-        inputs = _placed(graph, programs, runs, "argument")
-        outputs = _placed(graph, programs, runs, "result")
-        plan = PipelinePlan(
-            program=self.program.signature,
-            cluster=request.cluster,
-            memory_budget_bytes=request.memory_budget_bytes,
-            strategy=_description(stages, schedule.name, count, forks=bool(run_layers)),
-            schedule=schedule.name,
+            starts, run_layers = runs_of_layers(step.layer_of)
+        plan = recorded(
+            self.program,
+            planned,
+            programs,
+            [run.plan for run in runs],
+            cluster=self.request.cluster,
+            profiles=self.request.profiles,
+            memory_budget_bytes=self.request.memory_budget_bytes,
             num_microbatches=count,
             starts=starts,
             run_layers=run_layers,
-            virtual=1 if run_layers else len(stages) // schedule.num_submeshes,
-            stages=tuple(stages),
-            sends=planned.sends,
-            inputs=tuple(tensor for tensor, _ in inputs),
-            outputs=tuple(tensor for tensor, _ in outputs),
-            input_parts=tuple(parts for _, parts in inputs),
-            output_parts=tuple(parts for _, parts in outputs),
-            carried=graph.carried,
-            donated=self.program.donated,
-            prediction=PipelinePrediction(
-                step_time_s=timeline.makespan_s,
-                bubble_fraction=timeline.bubble_fraction,
-                stage_bytes=planned.peak_bytes,
-            ),
-            efficiency=efficiency_of(
-                self.program.as_traced.graph,
-                [tensor for tensor, _ in inputs],
-                [(group.num_devices, request.profiles[group.kind]) for group in request.cluster.groups],
-                _bounds(stages, timeline),
-            ),
-            outcome=SearchOutcome(
-                status=step.partition.status.value,
-                gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
-                num_layers=step.stages[-1].last + 1,
-                num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
-                among=step.partition.among,
-                search_time_s=time.perf_counter() - self.started,
-            ),
-            own_statistics=request.own_statistics,
+            num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
+            own_statistics=self.request.own_statistics,
+            read_state=self.read_state,
             tried=tuple(self.tried),
-            versions=versions_of(),
-            in_tree=self.program.trace.in_tree,
-            out_tree=self.program.trace.out_tree,
+            search_time_s=time.perf_counter() - self.started,
         )
-        return plan, planned.over(request.budgets)
+        return plan, planned.over(self.request.budgets)
 
     def _stages(
         self, count: int, step: StagedStep
@@ -417,64 +449,3 @@ class _Planning:
         programs, runs = self.searches.planned(count, step.stages)
         costs, sent = [run.cost for run in runs], exchanges_of(programs)
         return programs, runs, self.searches.search(count).with_costs(step, costs, sent)
-
-
-def _gap(cost: float, bound: float) -> float:
-    return max(0.0, (cost - bound) / cost) if cost else 0.0
-
-
-def _placed(
-    graph: Graph, programs: Sequence[StageProgram], runs: Sequence[PlannedRun], kind: Literal["argument", "result"]
-) -> list[tuple[TensorPlan, tuple[LeafPart, ...]]]:
-    """The shardings and stages of the step's arguments or results. Carried state is on the stage that updates it; other
-    leaves on the first stage that uses or produces them; unused ones on the first stage, replicated."""
-    given = kind == "argument"
-    values, paths = (graph.inputs, graph.input_paths) if given else (graph.outputs, graph.output_paths)
-    found: dict[int, dict[Rows | None, tuple[TensorPlan, int]]] = defaultdict(dict)
-    for s, (program, run) in enumerate(zip(programs, runs, strict=True)):
-        ports, tensors = (program.inputs, run.plan.inputs) if given else (program.outputs, run.plan.outputs)
-        renewed = {position for position, _ in program.program.graph.carried} if given else set[int]()
-        for position, (port, tensor) in enumerate(zip(ports, tensors, strict=True)):
-            if port.kind == kind and (port.rows not in found[port.value] or position in renewed):
-                found[port.value][port.rows] = tensor, s
-    placed = []
-    for position, value in enumerate(values):
-        whole = _whole(graph, paths[position], value)
-        parts = sorted(found[position].items(), key=lambda item: item[0].start if item[0] else 0)
-        if parts:
-            largest = max(tensor.num_bytes for _, (tensor, _) in parts)
-            whole = replace(parts[0][1][0], path=whole.path, shape=whole.shape, num_bytes=largest)
-        placed.append((whole, tuple(_part(s, t, rows) for rows, (t, s) in parts) or (_part(0, whole, None),)))
-    return placed
-
-
-def _part(stage: int, tensor: TensorPlan, rows: Rows | None) -> LeafPart:
-    place = None if rows is None else (rows.dim, rows.start, rows.stop)
-    return LeafPart(stage=stage, sharding=tensor.sharding, rows=place)
-
-
-def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
-    """The plan of a leaf that no stage uses or produces."""
-    info = None if value is None else graph.values[value]
-    shape = info.shape if info else ()
-    return TensorPlan(
-        path=path,
-        shape=shape,
-        dtype=info.dtype if info else "literal",
-        role="data",
-        sharding=TensorSharding(((),) * len(shape)),
-        num_bytes=info.num_bytes if info else 0.0,
-    )
-
-
-def _description(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
-    """A description of the plan in one line."""
-    inside = list(dict.fromkeys(stage.plan.strategy for stage in stages))
-    submeshes = list(dict.fromkeys(stage.devices for stage in stages))
-    sizes = " + ".join(str(len(devices)) for devices in submeshes)
-    virtual = f", {len(stages) // len(submeshes)} on each submesh" if not forks and len(submeshes) < len(stages) else ""
-    count = f"{len(stages)} stages on {sizes} devices{virtual}" if len(stages) > 1 else f"one stage on {sizes} devices"
-    count += ", branches side by side" if forks else ""
-    batches = f"{num_microbatches} microbatches" if num_microbatches > 1 else "1 microbatch"
-    within = f"; inside: {inside[0]}" if len(inside) == 1 else f"; inside: {' | '.join(inside)}"
-    return f"{count}, {schedule}, {batches}{within}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,6 +23,7 @@ from autopar.errors import TimeLimitError
 from autopar.formulate.formulation import Formulation, formulate
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.deferred_reductions import deferrable
 from autopar.planner.candidate import Candidate
 from autopar.planner.mesh_search import distinct_meshes
@@ -54,14 +55,18 @@ class Way:
 
 
 class Form:
-    """A form of a program and what does not depend on the mesh: its groups, and its primitives without a rule."""
+    """A form of a program and what does not depend on the mesh: its groups, and its primitives without a rule.
 
-    def __init__(self, program: Program) -> None:
-        self.program = program
+    Args:
+        pins: the shardings of inputs that are fixed, by position.
+    """
+
+    def __init__(self, program: Program, pins: Mapping[int, TensorSharding] | None = None) -> None:
+        self.program, self.pins = program, dict(pins or {})
 
     @functools.cached_property
     def _grouped(self) -> ProgramGroups:
-        return program_groups(self.program.graph)
+        return program_groups(self.program.graph, self.pins)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -80,18 +85,28 @@ class _Solved:
     solution: Solution
 
     def assembled(self, *, figures_only: bool = True) -> Candidate:
-        parts = assemble(self.formulation, self.solution.choices, {}, figures_only=figures_only)
+        parts = assemble(self.formulation, self.solution.choices, self.form.pins, figures_only=figures_only)
         return Candidate(self.form.program, self.formulation, self.solution, parts)
 
 
-def forms_of(program: Program) -> tuple[Form, ...]:
-    """The forms of a program; the original form is the last."""
-    return tuple(map(Form, program.forms))
+def forms_of(program: Program, pins: Mapping[int, TensorSharding] | None = None) -> tuple[Form, ...]:
+    """The forms of a program; the original form is the last.
+
+    Args:
+        pins: the shardings of inputs that are fixed, by position.
+    """
+    return tuple(Form(form, pins) for form in program.forms)
 
 
-def meshes_for(meshes: Sequence[MeshShape], profile: HardwareProfile) -> list[MeshShape]:
-    """The meshes worth planning: two axes can express every sharding of a single axis with as many devices."""
-    distinct, _ = distinct_meshes(meshes, profile, symmetric=True)
+def meshes_for(meshes: Sequence[MeshShape], profile: HardwareProfile, *, symmetric: bool = True) -> list[MeshShape]:
+    """The meshes worth planning: two axes can express every sharding of a single axis with as many devices.
+
+    Args:
+        symmetric: whether the names of axes have no effect. A pin of one axis means another sharding on each mesh.
+    """
+    distinct, _ = distinct_meshes(meshes, profile, symmetric=symmetric)
+    if not symmetric:
+        return distinct
     with_two = [mesh for mesh in distinct if sum(size > 1 for size in mesh.axis_sizes) > 1]
     return with_two or distinct
 
@@ -152,7 +167,7 @@ class QuickPlanner:
             return known[3]
         times = self._times.setdefault((mesh, profile), ReshardingTimes(mesh, profile))
         graph = form.program.graph
-        f = formulate(graph, form.groups, mesh, profile, pins={}, resharding=times)
+        f = formulate(graph, form.groups, mesh, profile, pins=form.pins, resharding=times)
         self._formulations[id(form)] = form, mesh, profile, f
         return f
 

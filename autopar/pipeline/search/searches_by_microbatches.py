@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.exchanges import Passing, passing_of
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram, layers_between
+from autopar.pipeline.cut.stage_programs import Cuttable, Layers, StageProgram, layers_between
+from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cuts_near
 from autopar.pipeline.partition.problem import Stage
 from autopar.pipeline.search.scaled_costs import ScaledCosts
 from autopar.pipeline.search.stage_costs import PlannedRun, StageCosts, at_state_price, likely_shapes
+from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.pipeline.search.stage_search import StageSearch
 
 #: The most places for borders of stages on one side of the chosen ones, together.
@@ -52,6 +54,7 @@ class Searches:
         budget_bytes: the memory budget of a device of each kind.
         time_limit_s: seconds for the partition of one schedule.
         num_stages: the exact number of stages; None for any.
+        layouts: the meshes and shardings of stages that the user fixes.
         planning: options of `StageCosts`.
         costs: costs by number of microbatches.
     """
@@ -64,6 +67,7 @@ class Searches:
     budget_bytes: Mapping[str, float]
     time_limit_s: float
     num_stages: int | None = None
+    layouts: StageLayouts = field(default_factory=StageLayouts)
     planning: Mapping[str, Any] = field(default_factory=dict)
     costs: dict[int, StageCosts] = field(default_factory=dict)
     _shapes: tuple[SubmeshShape, ...] | None = None
@@ -83,7 +87,7 @@ class Searches:
         """The search for a number of microbatches, on all shapes or on some."""
         costs = self._costs(count)
         if self._shapes is None:  # the bytes of state do not depend on the number of microbatches
-            self._shapes = costs.in_options(likely_shapes(self.cluster), self.budget_bytes)
+            self._shapes = costs.in_options(usable_shapes(self.cluster, self.layouts), self.budget_bytes)
         shapes = self._shapes
         if among is not None:
             plain = {replace(shape, option=0) for shape in among}
@@ -147,7 +151,8 @@ class Searches:
                 starts = keys = tuple(range(len(self.units.seconds)))
                 together = self.units.together
             layers = self.cuttable.layers(starts, count)
-            options = {"together": together, "splits_backward": True, **self.planning}
+            keys = keys_with_pins(keys, layers, self.layouts)
+            options = {"together": together, "splits_backward": True, "layouts": self.layouts, **self.planning}
             self.costs[count] = StageCosts(layers, self.profiles, keys, **options)
         return self.costs[count]
 
@@ -158,7 +163,7 @@ class Searches:
             cost=lambda first, last, shape: costs.cost(*self._run(first, last), shape),
             alone=costs.alone,
             bound=lambda first, last, shape: costs.bound(*self._run(first, last), shape),
-            keys=self.clustering.keys,
+            keys=self.clustering.keys if self.units is not None else self._costs(count).keys,
             passing=[replace(one, num_bytes=one.num_bytes / count) for one in self._passing],
             trains=bool(self.cuttable.flow.backward),
             cluster=self.cluster,
@@ -169,3 +174,32 @@ class Searches:
             num_stages=self.num_stages,
             time_limit_s=self.time_limit_s,
         )
+
+
+def usable_shapes(cluster: Cluster, layouts: StageLayouts) -> tuple[SubmeshShape, ...]:
+    """The shapes of submeshes to search: those that a given mesh, or the pins, fit; else the likely ones."""
+    shapes = cluster.shapes() if layouts.is_one_mesh else likely_shapes(cluster)
+    return tuple(shape for shape in shapes if layouts.may_use(shape.num_devices))
+
+
+def keys_with_pins(keys: Sequence[int], layers: Layers, layouts: StageLayouts) -> tuple[int, ...]:
+    """Keys of layers, equal only where the arguments that layers read are also pinned alike."""
+    if not layouts.pins:
+        return tuple(keys)
+    trace, inputs = layers.trace, layers.cut.inputs
+    pinned = {
+        value: (layouts.pins[leaf.position].dims, _without_layers(trace.avals[value].shape, leaf.rows))
+        for value, leaf in zip(trace.inputs, inputs, strict=True)
+        if leaf.position in layouts.pins
+    }
+    read: list[set[int]] = [set() for _ in keys]
+    for equation in trace.equations:
+        if equation.layer is not None:
+            read[equation.layer].update(pinned.keys() & equation.reads)
+    numbers: dict[Hashable, int] = {}
+    pins = (tuple(sorted(map(repr, (pinned[value] for value in values)))) for values in read)
+    return tuple(numbers.setdefault(one, len(numbers)) for one in zip(keys, pins, strict=True))
+
+
+def _without_layers(shape: tuple[int, ...], rows: Rows | None) -> tuple[int, ...]:
+    return tuple(size for dim, size in enumerate(shape) if rows is None or dim != rows.dim)

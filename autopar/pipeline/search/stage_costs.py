@@ -32,9 +32,9 @@ from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.estimates import StageFigures
 from autopar.pipeline.search.layer_shares import LayerShares
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
+from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.planner.candidate import Candidate
 from autopar.planner.plan_record import plan_of
-from autopar.planner.request import requested_meshes
 from autopar.plans.plan import Plan
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
@@ -125,7 +125,7 @@ class StageCosts:
         together: for each layer, a number that layers rematerialized together share, where layers do not repeat; None where
             they do, and each is rematerialized by itself.
         splits_backward: whether the backward pass has an input part and a weight part.
-        mesh: the mesh of every submesh, e.g. `"2x4"`; by default the best one for its number of devices.
+        layouts: the meshes and shardings of stages that the user fixes.
     """
 
     def __init__(
@@ -136,12 +136,12 @@ class StageCosts:
         *,
         together: Sequence[int] | None = None,
         splits_backward: bool = False,
-        mesh: str | None = None,
+        layouts: StageLayouts | None = None,
         solver: Solver | None = None,
         time_limit_s: float = 60.0,
     ) -> None:
         self.layers, self.profiles, self.keys = layers, profiles, tuple(keys)
-        self.together, self.splits_backward, self.mesh = together, splits_backward, mesh
+        self.together, self.splits_backward, self.layouts = together, splits_backward, layouts or StageLayouts()
         self.planner = QuickPlanner(solver or Ilp(time_limit_s=time_limit_s))
         most, count = Counter(self.keys).most_common(1)[0]
         #: The most common layer, which determines how shapes are used; None if layers share the cost of one plan.
@@ -248,12 +248,13 @@ class StageCosts:
         if key in self._planned:  # equal inputs and outputs: the program is the same, wherever other stages are cut
             return replace(self._planned[key], program=program)
         use, started, profile = _Use(shape), time.perf_counter(), self._profile(shape)
-        forms = forms_of(program.program)
-        way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, len(forms))
+        num_forms = len(program.program.forms)
+        way = self._base(first, last, use).way if self.usual is None else self._usual_way(use, num_forms)
+        forms = forms_of(program.program, self.layouts.pinned(program.inputs, way.mesh))
         base = self.planner.planned_in(way, forms, profile)
         crossing = self._figures(program, base).crossings.at(use.stash_price)
         rematerialized = recomputing(base.program, [one.segment for one in crossing.recomputed])
-        form = Form(rematerialized)
+        form = Form(rematerialized, forms[way.form].pins)
         candidate = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
         seconds = time.perf_counter() - started
         plan = plan_of(candidate, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
@@ -274,7 +275,8 @@ class StageCosts:
         if key not in self._bases:
             profile, forms = self._profile(shape), self._forms_of(first, last)
             if self.usual is None or (first, last) == (self.usual, self.usual):
-                meshes = meshes_for(requested_meshes(self.mesh, shape.num_devices), profile)
+                given = self.layouts.meshes(shape.num_devices)
+                meshes = meshes_for(given, profile, symmetric=not self.layouts.axes)
                 prices = {"state_price": use.state_price, "pending": use.alone}
                 candidate, way = self.planner.quickest(meshes, forms, profile, **prices)
             else:
@@ -347,7 +349,8 @@ class StageCosts:
 
     def _forms_of(self, first: int, last: int) -> tuple[Form, ...]:
         if (first, last) not in self._forms:
-            self._forms[first, last] = forms_of(self._program(first, last).program)
+            stage = self._program(first, last)
+            self._forms[first, last] = forms_of(stage.program, self.layouts.pinned(stage.inputs))
         return self._forms[first, last]
 
 
