@@ -126,6 +126,7 @@ class _Following:
             num_microbatches=best.count,
             starts=starts,
             run_layers=() if is_chain else run_layers,
+            num_layers=best.step.stages[-1].last + 1,
             num_planned=self.num_planned,
             own_statistics=self.request.own_statistics,
             tried=(),

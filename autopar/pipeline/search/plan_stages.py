@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape, factorisations
 from autopar.pipeline.cut.branches import ForkedLayers, forked_layers
 from autopar.pipeline.cut.exchanges import exchanges_of
-from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
 from autopar.pipeline.partition.problem import Partitioner
@@ -31,7 +31,7 @@ from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
-from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
+from autopar.pipeline.search.stage_costs import STATE_PRICES, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
 from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
 from autopar.planner.memory_budget import MARGIN, MemoryBudget
@@ -49,6 +49,8 @@ _MOST_LAYERS = 64
 _MOST_PLANNED = 16_000
 #: The most layers of a step whose units have prices of their own, and the parts that are each rematerialized together.
 _MOST_TIMED, _REMATERIALIZED_PARTS = 96, 16
+#: What the proof says of stages whose borders are moved.
+_MOVED = ", borders then moved by single equations"
 #: How far borders of stages are moved, one after the other, as shares of the time of all units.
 _WINDOWS = (0.06, 0.015, 0.004)
 #: A chain and stages that fork are both planned if their step times are within this factor.
@@ -246,6 +248,7 @@ class _Planning:
         self._check_request(forks=forked is not None)
         self.layouts = self._layouts(forks=forked is not None)
         self.searches = searches_of(self.cuttable, request, self.layouts)
+        self.num_layers = len(self.searches.clustering.starts)
         self.branches = forked and BranchSearch(
             self.cuttable,
             forked,
@@ -301,7 +304,10 @@ class _Planning:
             shapes = tuple(dict.fromkeys(stage.submesh.shape for stage in step.stages))
             found = finer.search(count, shapes).outcome((step.schedule.name,)).step
             if found is not None and found.step_time_s < step.step_time_s:
-                self.best[False] = count, found, finer
+                proven = step.partition  # what is proven is the search among all layers
+                if proven.among and not proven.among.endswith(_MOVED):
+                    proven = replace(proven, among=proven.among + _MOVED)
+                self.best[False] = count, replace(found, partition=proven), finer
 
     def _within(self, count: int, step: StagedStep) -> PipelinePlan:
         """The plan of these stages. If they exceed the budget once planned, search again with a smaller budget."""
@@ -416,10 +422,17 @@ class _Planning:
 
     def _plan(self, count: int, step: StagedStep) -> tuple[PipelinePlan, float]:
         """The plan of these stages, and their largest ratio of memory to budget."""
-        programs, runs, planned = self._stages(count, step)
-        starts, run_layers = self.searches.clustering.starts, ()
-        if step.layer_of is not None:
+        if step.layer_of is None:
+            searches, step = self.searches.in_parts(step)
+            starts, run_layers, num_layers = searches.clustering.starts, (), self.num_layers
+            programs, runs = searches.planned(count, step.stages)
+            costs, sent = [run.cost for run in runs], exchanges_of(programs)
+            planned = searches.search(count).with_costs(step, costs, sent)
+        else:
+            assert self.branches is not None, "who else finds such stages?"
             starts, run_layers = runs_of_layers(step.layer_of)
+            num_layers = step.stages[-1].last + 1
+            programs, runs, planned = self.branches.planned(count, step)
         plan = recorded(
             self.program,
             planned,
@@ -431,6 +444,7 @@ class _Planning:
             num_microbatches=count,
             starts=starts,
             run_layers=run_layers,
+            num_layers=num_layers,
             num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
             own_statistics=self.request.own_statistics,
             read_state=self.read_state,
@@ -438,14 +452,3 @@ class _Planning:
             search_time_s=time.perf_counter() - self.started,
         )
         return plan, planned.over(self.request.budgets)
-
-    def _stages(
-        self, count: int, step: StagedStep
-    ) -> tuple[tuple[StageProgram, ...], Sequence[PlannedRun], StagedStep]:
-        """The programs of stages, their plans, and the step with the costs of these plans."""
-        if step.layer_of is not None:
-            assert self.branches is not None, "who else finds such stages?"
-            return self.branches.planned(count, step)
-        programs, runs = self.searches.planned(count, step.stages)
-        costs, sent = [run.cost for run in runs], exchanges_of(programs)
-        return programs, runs, self.searches.search(count).with_costs(step, costs, sent)

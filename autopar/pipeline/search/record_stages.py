@@ -42,6 +42,7 @@ def recorded(
     num_microbatches: int,
     starts: tuple[int, ...],
     run_layers: tuple[int, ...],
+    num_layers: int,
     num_planned: int,
     own_statistics: bool,
     tried: tuple[StagesTried, ...],
@@ -55,6 +56,7 @@ def recorded(
         program: the step with its dims as written.
         step: the stages with the costs of their plans.
         programs, plans: of each stage.
+        num_layers: number of layers that stages were cut from.
         homes: the stages that hold arguments which no stage updates, where not the first that reads them.
     """
     schedule, timeline, graph = step.schedule, step.timeline, program.graph
@@ -103,7 +105,7 @@ def recorded(
         outcome=SearchOutcome(
             status=step.partition.status.value,
             gap=_gap(step.partition.cost_s, step.partition.lower_bound_s),
-            num_layers=step.stages[-1].last + 1,
+            num_layers=num_layers,
             num_planned=num_planned,
             among=step.partition.among,
             search_time_s=search_time_s,

@@ -23,7 +23,7 @@ from autopar.pipeline.partition.problem import Stage
 from autopar.pipeline.search.scaled_costs import ScaledCosts
 from autopar.pipeline.search.stage_costs import PlannedRun, StageCosts, at_state_price, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
-from autopar.pipeline.search.stage_search import StageSearch
+from autopar.pipeline.search.stage_search import StagedStep, StageSearch
 
 #: The most places for borders of stages on one side of the chosen ones, together.
 _MOST_NEAR = 48
@@ -119,16 +119,28 @@ class Searches:
         near = cuts_near(chosen, seconds, cut_bytes, window_s, window_s * len(chosen) / _MOST_NEAR)
         return replace(self, clustering=near, num_stages=len(stages))
 
+    def in_parts(self, step: StagedStep) -> tuple[Searches, StagedStep]:
+        """The searches whose layers are what each of these stages rematerializes together, and the step with these layers. It is
+        itself where layers repeat."""
+        if self.units is None:
+            return self, step
+        starts, together = self.clustering.starts, self.units.together
+        first_of = [starts[stage.first] for stage in step.stages]
+        parts = (n for n in range(1, len(together)) if together[n] != together[n - 1])
+        layers = tuple(sorted({0, *first_of, *parts}))
+        ends = [*(layers.index(first) for first in first_of[1:]), len(layers)]
+        stages = tuple(
+            replace(stage, first=layers.index(first), last=end - 1)
+            for stage, first, end in zip(step.stages, first_of, ends, strict=True)
+        )
+        found = Clustering(starts=layers, keys=tuple(range(len(layers))), cut_bytes=0.0, delta=1.0)
+        return replace(self, clustering=found), replace(step, stages=stages)
+
     def planned(self, count: int, stages: Sequence[Stage]) -> tuple[tuple[StageProgram, ...], tuple[PlannedRun, ...]]:
         """The programs of stages, and their plans."""
         starts, num_units = self.clustering.starts, len(self.cuttable.chain.units)
-        first_of = [starts[stage.first] for stage in stages]
-        if self.units is not None:  # what is rematerialized together is a layer
-            together = self.units.together
-            parts = (n for n in range(1, num_units) if together[n] != together[n - 1])
-            starts = tuple(sorted({0, *first_of, *parts}))
         layer_of = [bisect_right(starts, unit) - 1 for unit in range(num_units)]
-        stage_of = [bisect_right(first_of, start) - 1 for start in starts]
+        stage_of = [s for s, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
         programs = self.cuttable.settled(layer_of, stage_of, count)
         runs = (
             self._costs(count).planned(*self._run(stage.first, stage.last), stage.submesh.shape, program)
