@@ -96,11 +96,13 @@ class Units:
     """The units of a chain.
 
     Args:
-        before: the `bottleneck` of all units before each one, float[units + 1]; runs of units add up.
+        before: the `bottleneck` of all units before each one, float[units + 1].
+        border: what a cut before each unit adds to the stages on both sides, float[units + 1].
         sent: what a stage that ends before each unit adds to it for its transfers, float[units + 1].
     """
 
     before: np.ndarray
+    border: np.ndarray
     sent: np.ndarray
 
     @classmethod
@@ -110,26 +112,32 @@ class Units:
         layers, together = cuttable.layers(range(count), MICROBATCHES), (0,) * count
         costs = StageCosts(layers, {_PROFILE.name: _PROFILE}, range(count), together=together)
         shape = SubmeshShape(_PROFILE.name, 1, 1)
-        before = [0.0, *(bottleneck(costs.cost(0, unit, shape)) for unit in range(count))]
+        first = np.array([0.0, *(bottleneck(costs.cost(0, unit, shape)) for unit in range(count))])
+        second = np.array([*(bottleneck(costs.cost(unit, count - 1, shape)) for unit in range(count)), 0.0])
+        border = (first + second - first[-1]) / 2
         cuts = np.array([0.0, *chain.cut_bytes, 0.0]) / MICROBATCHES
         link = _PROFILE.host_link
         sent = 2 * (MICROBATCHES - 1) * (cuts / link.bytes_per_s + link.latency_s)
         sent[-1] = 0.0  # nothing is sent from the last stage
-        return cls(np.array(before), sent)
+        return cls(first - border, border, sent)
 
     def slowest(self, plan: PipelinePlan) -> float:
         """The slowest stage of a plan."""
         starts = [plan.starts[stage.first_layer] for stage in plan.stages]
         ends = [*starts[1:], len(self.before) - 1]
-        return float(max(self.before[j] - self.before[i] + self.sent[j] for i, j in zip(starts, ends, strict=True)))
+        until, since = self.before + self.border + self.sent, self.before - self.border
+        return float(max(until[j] - since[i] for i, j in zip(starts, ends, strict=True)))
 
     def least_slowest(self, num_stages: int) -> float:
         """The least slowest stage over all cuts into `num_stages` runs.
 
-        >>> Units(np.array([0.0, 1.0, 3.0, 4.0, 8.0]), np.zeros(5)).least_slowest(2)
-        4.000001
+        >>> Units(np.array([0.0, 1.0, 3.0, 4.0, 8.0]), np.zeros(5), np.zeros(5)).least_slowest(2)
+        4.000004
         """
-        low, high = float(self.before[-1]) / num_stages, float(self.before[-1] + self.sent.max())
+        low, high = (
+            float(self.before[-1]) / num_stages,
+            float(self.before[-1] + 2 * self.border.max() + self.sent.max()),
+        )
         while high - low > _EXACT * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._are_enough(num_stages, middle) else (middle, high)
@@ -137,13 +145,10 @@ class Units:
 
     def _are_enough(self, num_stages: int, most: float) -> bool:
         """Whether so many stages of at most these seconds have all units."""
-        count = len(self.before)
-        starts = np.zeros(1, int)  # where a stage can begin
+        until, since = self.before + self.border + self.sent, self.before - self.border
+        reached = np.zeros(len(until), bool)  # where a stage can begin
+        reached[0] = True
         for _ in range(num_stages):
-            ends = np.arange(1, count)
-            last = starts[np.maximum(np.searchsorted(starts, ends) - 1, 0)]  # the nearest start before each end
-            fits = (last < ends) & (self.before[ends] - self.before[last] + self.sent[ends] <= most)
-            starts = ends[fits]
-            if not len(starts):
-                return False
-        return bool(starts[-1] == count - 1)
+            latest = np.maximum.accumulate(np.where(reached, since, -np.inf))
+            reached = np.append(False, until[1:] - latest[:-1] <= most)
+        return bool(reached[-1])

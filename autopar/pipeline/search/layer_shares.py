@@ -5,7 +5,8 @@ In: the figures of all layers planned as one stage on a submesh. Out: `LayerShar
 One plan prices every run of layers on a submesh. The price of a run is a sum, so a cut costs what it changes: layers
 that do not repeat need not be planned in every combination. Each kernel belongs to the layer of its equation, and time in
 which kernels wait for a collective to the layer of the next kernel. A residual belongs to the layer that makes it, and
-to each other layer whose backward pass reads it, if that one is in another run.
+to each other layer whose backward pass reads it, if that one is in another run. A cut through a kernel adds the time to
+write the values that the kernel kept to itself, and to read them.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class LayerShares:
         self._layers: dict[int, int] = {}
         self._seconds = {phase: self._summed(self._phase_s(phase)) for phase in PHASES}
         self._state = self._summed(self._state_bytes())
+        self._border_s = self._unstored_bytes() / self.candidate.formulation.profile.memory_bytes_per_s
         self._residuals: dict[float, _Residuals] = {}
         whole = figures.cost(figures.crossings.without_recompute())
         self._working_bytes = whole.working_bytes
@@ -80,12 +82,13 @@ class LayerShares:
 
         received = (held.read_before < first) & (held.read_by >= first) & (held.read_by <= last)
         received &= held.made_by < first
+        border_s = float(self._border_s[first] + self._border_s[last + 1])
         written_s, waited_s, weight_s = of(held.written_s), of(self._seconds["backward"]), of(self._seconds["weight"])
         if first == 0 and self.figures.splits_backward:  # no stage waits for the first one
             waited_s, weight_s = 0.0, waited_s + weight_s
         return StageCost(
-            forward_s=of(self._seconds["forward"]) + written_s,
-            backward_s=waited_s + written_s + of(held.recompute_s),
+            forward_s=of(self._seconds["forward"]) + written_s + border_s,
+            backward_s=waited_s + written_s + of(held.recompute_s) + border_s,
             weight_s=weight_s,
             update_s=of(self._seconds["update"]),
             state_bytes=of(self._state),
@@ -162,6 +165,22 @@ class LayerShares:
         for layer in list(found) or [0]:  # outputs that are no state, in proportion
             found[layer] += missing * (found[layer] / total if (total := sum(found.values())) else 1.0)
         return found
+
+    def _unstored_bytes(self) -> np.ndarray:
+        """Bytes of the forward values that pass each border between layers inside a kernel, float[layers + 1]. As many
+        bytes of gradients pass back."""
+        graph, crossings = self.candidate.formulation.graph, self.figures.crossings
+        passing = np.zeros(self.num_layers + 2)
+        for n, layer in crossings.layer_of.items():
+            if layer is None:
+                continue
+            for value in (v for v in graph.nodes[n].results if v not in crossings.costs.stored):
+                readers = (crossings.layer_of.get(user) for user, _ in graph.users.get(value, ()))
+                last = max((reader for reader in readers if reader is not None), default=layer)
+                size = crossings.num_bytes([value]) if last > layer else 0.0
+                passing[layer + 1] += size
+                passing[last + 1] -= size
+        return np.cumsum(passing)[:-1]
 
     def _held(self, stash_price: float) -> _Residuals:
         if stash_price not in self._residuals:
