@@ -26,7 +26,7 @@ from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
 from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.run.deferred_reductions import ConstrainedShardings, accumulate, initial
-from autopar.pipeline.run.uneven_values import UnevenValues
+from autopar.pipeline.run.uneven_values import UnevenValues, even_part
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.replay import Replay
@@ -239,7 +239,8 @@ class StagePieces:
         for value, inner in pieces.takes_inside.items():
             path = self.replay.shardings.at_definition.get(inner, ())
             if path:  # it arrives with the loop's sharding
-                self.shardings[Port("inside", value)] = named_shardings(path[-1:], stage.mesh)[0]
+                even = even_part(path[-1].resolved(), trace.avals[inner].shape, plan.mesh)
+                self.shardings[Port("inside", value)] = named_shardings([even], stage.mesh)[0]
         out = named_shardings([t.sharding.resolved() for t in plan.outputs], stage.mesh)
         self.out_shardings = dict(zip(stage.program.outputs, out, strict=True))
         slots = [(port, Slot("once", value)) for port, value in zip(stage.program.inputs, trace.inputs, strict=True)]
