@@ -59,10 +59,14 @@ class Benchmark:
 
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count=8"
+_UNOPTIMISED = "--xla_backend_optimization_level=0"
 #: Models whose steps run in pipeline stages.
 _EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
 #: Models whose compiled pieces are replayed.
 _PIECES = ("GPT", "GPT scanned", "BART", "ResNet-18", "U-Net")
+#: Models that are trained in planned stages.
+_TRAINED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GPT-2 scanned", "MLP-Mixer")
+_SMALL_ZOO = ("zoo/training.py", "zoo/patches_and_branches.py")
 #: Models whose stages are compared with the best of all cuts.
 _BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "GPT-2", "BART")
 #: Data sets of the approximate searches, and the files that make them, in addition to the shared ones.
@@ -184,6 +188,7 @@ BENCHMARKS = {
             *(f"execution: {m}" for m in _EXECUTED),
             *(f"pieces: {m}" for m in _PIECES),
             *(f"balance: {m}" for m in _BALANCED),
+            *(f"models: {m}" for m in _TRAINED),
         ),
         VIRTUAL_DEVICES,
         sources=(),
@@ -196,7 +201,9 @@ BENCHMARKS = {
             **{f"execution: {model}": ("pipeline/execution.py",) for model in _EXECUTED},
             **{f"pieces: {model}": ("pipeline/pieces.py", "zoo/training.py") for model in _PIECES},
             **{f"balance: {model}": ("pipeline/balance.py", "zoo/training.py") for model in _BALANCED},
+            **{f"models: {model}": ("pipeline/models.py", *_SMALL_ZOO) for model in _TRAINED},
         },
+        xla_flags_of={f"models: {model}": f"{VIRTUAL_DEVICES} {_UNOPTIMISED}" for model in _TRAINED},
     ),
     "pipeline_partition": Benchmark(
         ("GPT 39B, 8x8 V100", "ResNet-152, 2x8 V100", "GPT 6.7B, 8 A100 and 2x8 V100"),

@@ -40,6 +40,7 @@ def pipelined(
     mesh: str | Sequence[str] | None = None,
     own_statistics: bool = False,
     option: int | None = None,
+    starts: Sequence[int] | None = None,
 ) -> tuple[Callable[..., Any], Pipeline]:
     """The step, run in stages, and what runs it.
 
@@ -48,11 +49,14 @@ def pipelined(
         mesh: of each submesh, or one per stage; by default any of all its devices.
         own_statistics: whether each microbatch may have its own.
         option: of `StageCosts`, how much the backward pass computes again; by default nothing.
+        starts: the first unit of each stage; by default stages have about equal FLOPs.
     """
     program = program_of(step, args, carry=None, donate=None)
     cuttable = Cuttable.of(program, own_statistics=own_statistics)
     count = num_stages * virtual
-    layers = cuttable.layers(equal_starts(cuttable.chain, count), num_microbatches)
+    if starts is None:
+        starts = equal_starts(cuttable.chain, count)
+    layers = cuttable.layers(starts, num_microbatches)
     stages = layers.stages(range(count))
     costs = StageCosts(layers, {"cpu-host": load("cpu-host")}, range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)

@@ -336,6 +336,30 @@ def pipelined(*cases: str) -> None:
     tell(told)
 
 
+def mixer_in_stages() -> None:
+    """A model in two stages, one in each process, and the leaves that this process has."""
+    from test_stages_of_models import tiny
+
+    from benchmarks.pipeline.models import STEPS, Case, trained, unsharded
+
+    model = tiny()
+    case = Case(2, 2, "1f1b", 2)
+    there, expected = trained(model, unsharded(model.of.step, case))
+    step, state, losses = autopar.parallelize(model.of.step, **case.options()), model.state(), []
+    for seed in range(STEPS):
+        state, loss = step(state, model.of.make_batch(seed))
+        losses.append(float(loss))
+    held, off = [], 0.0
+    leaves, _ = jax.tree.flatten_with_path(state)
+    for (path, one), other in zip(leaves, jax.tree.leaves(there), strict=True):
+        for shard in one.addressable_shards:
+            held.append(jax.tree_util.keystr(path))
+            wanted = np.asarray(other)[shard.index]
+            off = max(off, float(np.linalg.norm(np.asarray(shard.data) - wanted) / max(np.linalg.norm(wanted), 1e-4)))
+    names = [jax.tree_util.keystr(path) for path, _ in leaves]
+    tell({"losses": losses, "expected": expected, "off": off, "held": held, "all": names})
+
+
 def out_of_order() -> None:
     """A step in three stages: the first and the last are in the first process, the one between them in the other."""
     from test_stages_out_of_order import mlp, planned

@@ -8,7 +8,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding, replicated
 from autopar.pipeline.run.transfers import Crossing, devices_of, unchanged_wire, wire
+from autopar.pipeline.run.uneven_values import even_part
 
 
 def on(devices: slice, *sizes: int, spec: P) -> NamedSharding:
@@ -47,3 +50,10 @@ def test_a_wire_without_resharding_needs_equal_sizes() -> None:
     passing = unchanged_wire(two, other)
     assert passing is not None and (passing.source, passing.target.spec) == (two, two.spec)
     assert unchanged_wire(two, four) is None
+
+
+def test_a_value_passes_in_even_parts_to_a_stage_that_splits_it_unevenly() -> None:
+    mesh, both = MeshShape(("a", "b"), (3, 2)), TensorSharding((("a",), ("b",)))
+    assert even_part(both, (6, 8), mesh) == both
+    assert even_part(both, (8, 8), mesh) == TensorSharding(((), ("b",)))
+    assert even_part(both, (8, 7), mesh) == replicated(2)

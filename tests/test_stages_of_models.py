@@ -1,0 +1,53 @@
+"""Models that nobody wrote for stages train in them as without (`benchmarks/pipeline/models.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from several_processes import run
+
+import autopar
+from benchmarks.pipeline.models import CASES, MODELS, Case, Model, apart, by_sgd, errors, rounding, trained, unsharded
+from benchmarks.zoo.patches_and_branches import mlp_mixer
+
+#: A bias before a normalization has no gradient but rounding: in float32, 1e-8 of all changes, of which a thousandth counts.
+TOLERANCE = 3e-5
+
+
+def tiny() -> Model:
+    """One block of MLP-Mixer."""
+    return Model(by_sgd(mlp_mixer(width=8, tokens=4, blocks=1, patch=4, batch=4, size=8, classes=3)))
+
+
+def test_a_small_mixer_and_its_saved_plan(tmp_path: Path) -> None:
+    """On four devices each, which divide none of its microbatches."""
+    model, case = tiny(), Case(2, 2, "1f1b", 8)
+    losses, parameters, step = errors(model, case)
+    assert max(losses, parameters) < TOLERANCE
+    assert len(step.latest_plan.stages) == 2
+    step.latest_plan.save(tmp_path / "mixer.plan.json")
+    state, found = trained(model, autopar.parallelize(model.of.step, plan=tmp_path / "mixer.plan.json"))
+    there, expected = trained(model, unsharded(model.of.step, case))
+    assert max(apart(found, state, expected, there, model.state())) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, of in MODELS.items() for case in of().cases])
+def test_models(name: str, case: Case) -> None:
+    model = MODELS[name]()
+    losses, parameters, step = errors(model, case)
+    assert len(step.latest_plan.stages) == case.stages and step.latest_plan.schedule == case.schedule
+    assert losses < TOLERANCE
+    assert parameters < (TOLERANCE if model.cases is CASES else max(TOLERANCE, 3 * rounding(model, case)))
+
+
+@pytest.mark.slow
+def test_a_mixer_in_two_processes() -> None:
+    ended = run("mixer_in_stages", processes=2, devices=1)
+    assert [one.code for one in ended] == [0, 0], ended[-1].errors[-3000:]
+    for one in ended:
+        assert one.last["losses"] == pytest.approx(one.last["expected"], rel=1e-5)
+        assert one.last["off"] < 1e-5
+    assert {name for one in ended for name in one.last["held"]} == set(ended[0].last["all"])
+    assert all(one.last["held"] for one in ended)
