@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from several_processes import run
 
@@ -51,3 +53,26 @@ def test_a_mixer_in_two_processes() -> None:
         assert one.last["off"] < 1e-5
     assert {name for one in ended for name in one.last["held"]} == set(ended[0].last["all"])
     assert all(one.last["held"] for one in ended)
+
+
+@pytest.mark.parametrize(("microbatches", "own"), [(1, False), (4, True)])
+def test_normalized_layers_run_by_the_plan_that_was_made(microbatches: int, own: bool) -> None:
+    """What is rematerialized together crosses the layers of the plan: both give one program."""
+
+    def step(params: list[jax.Array], batch: dict[str, jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        def loss(params: list[jax.Array]) -> jax.Array:
+            h = batch["x"]
+            for kernel in params:
+                h = h @ kernel
+                h = jnp.tanh((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-2))
+            return jnp.mean((h - batch["x"]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return [p - 0.1 * g for p, g in zip(params, gradients, strict=True)], value
+
+    params = [0.4 * jax.random.normal(key, (8, 8)) for key in jax.random.split(jax.random.key(0), 4)]
+    batch = {"x": jax.random.normal(jax.random.key(1), (8, 8))}
+    case = Case(2, microbatches, "1f1b", 2, own)
+    _, expected = unsharded(step, case)(params, batch)
+    _, loss = autopar.parallelize(step, **case.options())(params, batch)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
