@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, overload
 
 import jax
 
+from autopar.api.everything import plan_one_program, with_everything
 from autopar.api.plan_in_stages import Hardware, planning_in_stages
 from autopar.errors import (
     BudgetError,
@@ -37,6 +38,10 @@ from autopar.transforms.program import Program, program_of
 @overload
 def plan(step: Callable[..., Any], *args: Any, like: PipelinePlan, **options: Any) -> PipelinePlan: ...
 @overload
+def plan(  # pyright: ignore[reportOverlappingOverload]
+    step: Callable[..., Any], *args: Any, everything: Literal["auto"], **options: Any
+) -> Any: ...
+@overload
 def plan(step: Callable[..., Any], *args: Any, stages: Literal[1] = 1, **options: Any) -> Plan: ...
 @overload
 def plan(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any) -> Any: ...
@@ -56,7 +61,8 @@ def plan(
     metadata: Metadata = "pin",
     logical_axis_rules: Rules | None = None,
     like: AnyPlan | None = None,
-    stages: int | Literal["auto"] = 1,
+    everything: Literal["auto"] | None = None,
+    stages: int | Literal["auto"] | None = None,
     schedule: str = "auto",
     partitioner: Partitioner | None = None,
     num_microbatches: int | Literal["auto"] | None = None,
@@ -100,7 +106,10 @@ def plan(
             `nn.logical_axis_rules`.
         like: a plan of another step. This step is planned on its mesh, and state that both steps have keeps its
             sharding. Like a plan in stages, it runs on the same submeshes.
-        stages: the number of pipeline stages, each a program on its own devices; `"auto"` for the fastest number, which
+        everything: `"auto"` chooses all of this: the devices used, mesh, sharding, rematerialization, microbatches, stages and
+            schedule, whichever is the fastest that fits. Other options fix a part of it. `considered` of the plan says what lost,
+            and why.
+        stages: by default 1; the number of pipeline stages, each a program on its own devices; `"auto"` for the fastest number, which
             may be one. The planner chooses the layers, devices and mesh of each stage (`docs/pipelines.md`).
         schedule: the pipeline schedule (`docs/schedules.md`); `"auto"` for the fastest that fits.
         partitioner: an object that assigns layers to stages; by default the package's, which proves optimality by its
@@ -130,6 +139,7 @@ def plan(
     """
     check_options(unknown)
     planned = planning(
+        everything=everything,
         stages=stages,
         schedule=schedule,
         partitioner=partitioner,
@@ -159,19 +169,16 @@ def plan(
 
 
 def planning(
-    *,
-    stages: int | Literal["auto"] = 1,
-    schedule: str = "auto",
-    partitioner: Partitioner | None = None,
-    num_microbatches: int | Literal["auto"] | None = None,
-    hardware: Hardware | None = None,
-    **options: Any,
+    *, hardware: Hardware | None = None, schedule: str = "auto", partitioner: Partitioner | None = None, **options: Any
 ) -> Callable[[Program], AnyPlan]:
     """Check the options of `plan` now, and return a function that plans a traced program with them.
 
     Raises:
         AutoparError: one of its subclasses; the text names the option.
     """
+    options = with_everything(options)
+    stages, num_microbatches = options.pop("stages", 1), options.get("num_microbatches")
+    everything = options.get("everything") is not None
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
     like = options.get("like")
@@ -190,8 +197,9 @@ def planning(
         if schedule != "auto" or partitioner is not None:
             name = "schedule" if schedule != "auto" else "partitioner"
             raise ClusterError(f'`{name}` applies to pipeline stages only: give `stages="auto"`, or a number above 1')
+        options.pop("everything", None)
         request = PlanRequest(hardware=_only_kind(hardware), **options)
-        return functools.partial(planner.plan_program, request=request)
+        return functools.partial(plan_one_program if everything else planner.plan_program, request=request)
     return planning_in_stages(stages, schedule, partitioner, count, hardware, options)
 
 

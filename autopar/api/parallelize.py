@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from autopar.api import make_plan as plan_step
 from autopar.api.dispatch import Dispatcher, as_written
+from autopar.api.everything import check_no_plan, with_everything
 from autopar.api.measure_stages import measure_stages
 from autopar.api.measure_step import FEWEST_STEPS, measure
 from autopar.api.prepared_step import built
@@ -44,6 +45,10 @@ P = TypeVar("P", bound=AnyPlan)
 
 
 @overload
+def parallelize(  # pyright: ignore[reportOverlappingOverload]
+    *, everything: Literal["auto"], **options: Any
+) -> Callable[[Callable[..., Any]], ParallelStep[Any]]: ...
+@overload
 def parallelize(
     step: Callable[..., Any], /, *, plan: AnyPlan | str | Path | None = None, **options: Any
 ) -> ParallelStep[Plan]: ...
@@ -68,7 +73,7 @@ def parallelize(
             `(state, batch) -> (state, loss)`; or of objects that it changes in place, as Flax NNX modules and
             optimizers. It is not changed.
         plan: a saved plan (a path, a `Plan` or a `PipelinePlan`) to run instead of planning; refused for another program.
-        options: those of `autopar.plan`: mesh, num_devices, hardware, memory_budget_bytes, stages, num_microbatches,
+        options: those of `autopar.plan`: everything, mesh, num_devices, hardware, memory_budget_bytes, stages, num_microbatches,
             schedule, pin, static_argnames, carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress,
             cache; `like` may also be another step made by `parallelize`. Here `cache` is on by default: the plan and the compiled
             program are kept on disk for the next start.
@@ -88,6 +93,8 @@ class ParallelStep(Generic[P]):
     def __init__(
         self, step: Callable[..., Any], fixed: AnyPlan | str | Path | None, options: Mapping[str, Any]
     ) -> None:
+        check_no_plan(options, fixed)
+        options = with_everything(options)
         self.called = Step.of(step, options.get("static_argnames"))
         functools.update_wrapper(self, self.called.function)
         given = load_plan(fixed) if isinstance(fixed, str | Path) else fixed

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import jax
 
+from autopar.api.everything import decided
 from autopar.errors import (
     AutoparError,
     BudgetError,
@@ -69,7 +70,8 @@ def planning_in_stages(
     Raises:
         AutoparError: one of its subclasses; the text names the option.
     """
-    _refuse(options)
+    everything = options.get("everything") is not None
+    _refuse(options, everything)
     mesh, like = options.get("mesh"), options.get("like")
     own_mesh = None if mesh is None or isinstance(mesh, jax.sharding.Mesh) else mesh_of(mesh)
     if like is None:
@@ -86,7 +88,7 @@ def planning_in_stages(
         "memory_budget_bytes": like.memory_budget_bytes if budget is None and like is not None else budget,
         "like": None,
     }
-    one = PlanRequest(**{**options, **of_all})
+    one = PlanRequest(**{name: value for name, value in {**options, **of_all}.items() if name != "everything"})
     staged = StageRequest(
         cluster=cluster,
         profiles=profiles,
@@ -101,7 +103,7 @@ def planning_in_stages(
         planning={"solver": one.solver, "time_limit_s": one.time_limit_s},
         progress=one.progress,
     )
-    return functools.partial(_plan_in_stages, staged=staged, one=one, like=like)
+    return functools.partial(_plan_in_stages, staged=staged, one=one, like=like, everything=everything)
 
 
 def cluster_of(
@@ -182,12 +184,15 @@ def _profiles_like(like: PipelinePlan, hardware: Hardware | None) -> dict[str, H
     return profiles
 
 
-def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest, like: PipelinePlan | None) -> AnyPlan:
+def _plan_in_stages(
+    program: Program, staged: StageRequest, one: PlanRequest, like: PipelinePlan | None, everything: bool
+) -> AnyPlan:
     """Plan a step in stages; if the number of stages is open, also plan it as one program and return the faster plan.
 
     Args:
         one: the request for one program on all devices of the first kind.
         like: the plan whose stages to take.
+        everything: whether to record what was considered.
     """
     meshes = staged.meshes if like is None else tuple({stage.plan.mesh: None for stage in like.stages})
     given = staged.mesh is not None or like is not None
@@ -195,6 +200,7 @@ def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest, li
     of_stages = ("stages", "schedule", "partitioner", "cluster", "profiles", "mesh")
     key = one.key() | {name: getattr(staged, name) for name in of_stages}
     key |= {"metadata": one.metadata, "logical_axis_rules": one.logical_axis_rules, "layouts": hints}
+    key |= {"everything": "auto"} if everything else {}
     key |= {"like": None if like is None else _digest(like)}
     entry = plan_cache.entry_of(program, key, plan_cache.folder_of(one.cache), plan_from_json)
     cached = entry.read()
@@ -209,18 +215,42 @@ def _plan_in_stages(program: Program, staged: StageRequest, one: PlanRequest, li
     )
     is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
     is_one_mesh = staged.mesh is not None and staged.mesh.num_devices != staged.cluster.num_devices
-    if is_open and not is_one_mesh:
+    if everything:
+        left_out = _why_stages_only(staged, like)
+        plan = decided(program, None if left_out else one, in_stages, max(staged.budgets.values()), left_out)
+    elif is_open and not is_one_mesh:
         plan = _faster(program, in_stages, replace(one, cache=False))
     else:
         plan = in_stages()
         if is_open:
-            note = f"one program on all devices was not planned: it cannot have the mesh {staged.mesh} of a stage"
+            note = f"one program on all devices was not planned: {_why_stages_only(staged, like)}"
             plan = replace(plan, notes=(*plan.notes, note))
-    if isinstance(plan, PipelinePlan) and staged.stages != "auto" and like is None and len(staged.cluster.groups) == 1:
+    if (
+        not everything
+        and isinstance(plan, PipelinePlan)
+        and staged.stages != "auto"
+        and like is None
+        and len(staged.cluster.groups) == 1
+    ):
         note = 'one program on all devices was not planned: `stages="auto"` plans both, and takes the faster'
         plan = replace(plan, notes=(*plan.notes, note))
     entry.keep(plan)
     return plan
+
+
+def _why_stages_only(staged: StageRequest, like: PipelinePlan | None) -> str:
+    """Why the step is not planned as one program too; "" if it is."""
+    if like is not None:
+        return f"`like` is the plan of `{like.program.name}` in {len(like.stages)} stages"
+    if staged.stages != "auto":
+        return f"`stages` is {staged.stages}"
+    if staged.partitioner is not None:
+        return "`partitioner` cuts stages"
+    if len(staged.cluster.groups) > 1:
+        return f"one program runs on one kind of device, and these are {staged.cluster}"
+    if staged.mesh is not None and staged.mesh.num_devices != staged.cluster.num_devices:
+        return f"it cannot have the mesh {staged.mesh} of a stage"
+    return ""
 
 
 #: Plans a step in stages with the pins of sharding metadata, by path.
@@ -260,15 +290,17 @@ def _staged_if_no_slower(planned: Planned, hints: Layouts) -> PipelinePlan:
     return replace(other, notes=(*other.notes, note))
 
 
-def _refuse(options: Mapping[str, Any]) -> None:
+def _refuse(options: Mapping[str, Any], everything: bool) -> None:
     """Reject options for one program, because each stage of a pipeline is a program."""
+    plans = "`everything`, which plans stages too," if everything else "`stages`"
+    way_out = "give `stages=1` too, or leave" if everything else "leave"
     for name, usual in _OF_ONE_PROGRAM.items():
         given = options.get(name)
         if given is None or given is usual:
             continue
         raise ClusterError(
-            f"`{name}` applies to one program, but with `stages` each stage is a program of its own:"
-            f" leave `{name}` or `stages` out"
+            f"`{name}` applies to one program, but with {plans} each stage is a program of its own:"
+            f" {way_out} `{name}` or `{'everything' if everything else 'stages'}` out"
         )
 
 

@@ -33,6 +33,7 @@ OF_PROGRAM = (
     "num_microbatches",
     "per_microbatch_statistics",
     "time_limit",
+    "everything",
     "stages",
     "schedule",
 )
@@ -108,6 +109,8 @@ def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = Fa
     if any_mesh:
         return
     add_pin(group)
+    about = "auto: choose devices, mesh, sharding, rematerialization, microbatches, stages and schedule; other options fix a part"
+    group.add_argument("--everything", choices=("auto",), help=about)
     about = 'pipeline parallelism: N stages, each on its own devices; "auto": the fastest number, which may be one'
     group.add_argument("--stages", type=microbatches, metavar="N", help=about)
     about = f"pipeline schedule: {', '.join(SCHEDULES)} (default: the fastest that fits)"

@@ -17,6 +17,7 @@ _EXAMPLES = """
 plan train.py:make --mesh 2x4 --hardware h100-sxm -o gpt.plan.json
 plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
 plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
+plan train.py:make --devices 64 --hardware h100-sxm --everything auto
 plan train.py:make --devices 64 --stages auto --num-microbatches auto
 plan train.py:make --devices 8 --stages 2 --mesh 2x2 --pin 'state/params/*/kernel=P(None, "model")'
 plan train.py:evaluate --like gpt.plan.json

@@ -21,6 +21,7 @@ _ARGUMENTS = {
     "time_limit": "time_limit_s",
     "num_microbatches": "num_microbatches",
     "per_microbatch_statistics": "per_microbatch_statistics",
+    "everything": "everything",
     "stages": "stages",
     "schedule": "schedule",
     "dims_as_written": "dims_as_written",
@@ -49,7 +50,8 @@ def planning(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         TargetError: --devices and --mesh, which give one program its devices twice.
     """
-    if options.devices and options.mesh and getattr(options, "stages", None) in (None, 1):
+    in_stages = getattr(options, "stages", None) or ("auto" if getattr(options, "everything", None) else 1)
+    if options.devices and options.mesh and in_stages == 1:
         raise TargetError(
             "--mesh is not allowed with argument --devices: it says how many devices one program has; with --stages it is"
             " the mesh of each stage"

@@ -23,6 +23,7 @@ from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
+from autopar.plans.considered import Considered
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.plans.plan import Plan, sixth_to_seventh
 from autopar.plans.records import Efficiency, ProgramSignature, TensorPlan
@@ -135,6 +136,8 @@ class StagesTried:
 
     Args:
         schedule: the schedule's name; "" for one program on all devices.
+        reason: why nothing fitted.
+        planned: whether each stage was planned with what it sends; otherwise the stages have the costs of planned layers.
     """
 
     schedule: str
@@ -142,6 +145,8 @@ class StagesTried:
     num_microbatches: int
     step_time_s: MaybeInfinite
     peak_bytes: MaybeInfinite
+    planned: bool = False
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +184,8 @@ class PipelinePlan:
         input_parts, output_parts: the submeshes that hold each; several for a stack of layers.
         carried: positions of inputs and outputs that hold the same state.
         read_state: positions of inputs that are state of another step, in whose stages this one runs (`like`).
+        tried: the stages that were searched.
+        considered: with `everything="auto"`, this plan and the alternatives, each with the reason why it was not chosen.
         efficiency: the data for MFU and throughput; None in plans of older files.
     """
 
@@ -205,6 +212,7 @@ class PipelinePlan:
     own_statistics: bool = False
     read_state: tuple[int, ...] = ()
     tried: tuple[StagesTried, ...] = ()
+    considered: tuple[Considered, ...] = ()
     notes: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     in_tree: Any = field(default=None, compare=False, repr=False)
@@ -280,6 +288,8 @@ class PipelinePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
+        if not self.considered:  # newer than version 8
+            del body["considered"]
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
     @classmethod

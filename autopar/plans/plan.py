@@ -16,6 +16,7 @@ from autopar.errors import PlanMismatchError
 from autopar.ir.mesh import MeshShape
 from autopar.ir.placement import Part, Parts
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
+from autopar.plans.considered import Considered
 from autopar.plans.json_codec import as_it_is, decoder, encode, read_document, renamed, reworded, without
 from autopar.plans.records import (
     CollectiveUse,
@@ -76,7 +77,7 @@ def sixth_to_seventh(body: dict[str, Any]) -> dict[str, Any]:
 MIGRATIONS = (as_it_is, without("solve_time_s", of="outcome"), as_it_is, as_it_is, as_it_is, sixth_to_seventh)
 VERSION = len(MIGRATIONS) + 1
 #: Fields newer than version 7 that most plans do not need. A file has them only where they are set.
-_NEWER = ("prefetched_gathers", "attention_kernel")
+_NEWER = ("prefetched_gathers", "attention_kernel", "considered")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,7 @@ class Plan:
         trace, memory: timeline of a step; None in plans from files of version 1.
         dims_as_written: option of the request not to view dims as two.
         attention_kernel: the fused kernel that replaces attention; None if the step runs as written.
+        considered: with `everything="auto"`, this plan and the alternatives, each with the reason why it was not chosen.
         in_tree, out_tree: JAX tree structures of arguments and results; absent from files.
     """
 
@@ -133,6 +135,7 @@ class Plan:
     pins: dict[str, str] = field(default_factory=dict)
     dims_as_written: bool = False
     attention_kernel: str | None = None
+    considered: tuple[Considered, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     in_tree: Any = field(default=None, compare=False, repr=False)
     out_tree: Any = field(default=None, compare=False, repr=False)

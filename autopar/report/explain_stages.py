@@ -140,7 +140,7 @@ def _print(explained: StagesExplanation, console: Console) -> None:
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
     console.print(Text("Timeline of a step, simulated", "bold"), Text())
     console.print(inset(timeline_text(explained.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
-    console.print(Group(*_tried(plan.tried, plan), *notes_section(plan.notes)))
+    console.print(Group(*_tried([one for one in plan.tried if not one.planned], plan), *notes_section(plan.notes)))
 
 
 def _head(plan: PipelinePlan) -> list[RenderableType]:

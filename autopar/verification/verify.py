@@ -49,6 +49,8 @@ def verify(  # pyright: ignore[reportOverlappingOverload]
     step: Callable[..., Any], *args: Any, plan: PipelinePlan, **options: Any
 ) -> StagesVerification: ...
 @overload
+def verify(step: Callable[..., Any], *args: Any, everything: Literal["auto"], **options: Any) -> Any: ...
+@overload
 def verify(step: Callable[..., Any], *args: Any, stages: int | Literal["auto"], **options: Any) -> Any: ...
 @overload
 def verify(step: Callable[..., Any], *args: Any, **options: Any) -> Verification: ...
@@ -176,7 +178,9 @@ class _Verifier:
         """A plan within a memory limit; None where there is none."""
         before = time.perf_counter()
         options = self.parallel.planning_options()
-        own = {name: options[name] for name in options if name not in ("stages", "schedule", "partitioner")}
+        own = {
+            name: options[name] for name in options if name not in ("everything", "stages", "schedule", "partitioner")
+        }
         try:
             plan = plan_program(program, **own | {"memory_budget_bytes": limit})
             assert isinstance(plan, Plan), "it has no stages"

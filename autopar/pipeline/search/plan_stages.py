@@ -289,7 +289,7 @@ class _Planning:
         if not plans:
             raise failures[0]
         self.report("done", 1.0)
-        return min(plans, key=lambda plan: plan.prediction.step_time_s)
+        return replace(min(plans, key=lambda plan: plan.prediction.step_time_s), tried=tuple(self.tried))
 
     def _move_cuts(self) -> None:
         """Move the borders of the best stages by single units, where that makes the step faster."""
@@ -358,19 +358,11 @@ class _Planning:
         return self.searches.estimate(count, known, among)
 
     def _found(self, search: StageSearch) -> Outcome:
-        """The best result of all schedules. The result of each schedule is added to `tried`."""
+        """The best result of all schedules. The result of each schedule is recorded in `tried`."""
         best = Outcome(None)
         for name, found in self._outcomes(search):
             step = found.step
-            self.tried.append(
-                StagesTried(
-                    schedule=name,
-                    num_stages=len(step.stages) if step else 0,
-                    num_microbatches=search.num_microbatches,
-                    step_time_s=step.step_time_s if step else math.inf,
-                    peak_bytes=max(step.peak_bytes) if step else math.inf,
-                )
-            )
+            self._note_tried(search.num_microbatches, name, step, reason=found.reason)
             if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
                 best = found
             if step is not None:
@@ -379,6 +371,22 @@ class _Planning:
                 if step.step_time_s < self.best.setdefault(forks, one)[1].step_time_s:
                     self.best[forks] = one
         return best
+
+    def _note_tried(
+        self, count: int, schedule: str, step: StagedStep | None, *, planned: bool = False, reason: str = ""
+    ) -> None:
+        """Record stages that were priced or planned, or that nothing fits."""
+        self.tried.append(
+            StagesTried(
+                schedule=schedule,
+                num_stages=len(step.stages) if step else 0,
+                num_microbatches=count,
+                step_time_s=step.step_time_s if step else math.inf,
+                peak_bytes=max(step.peak_bytes) if step else math.inf,
+                planned=planned,
+                reason="" if step else reason,
+            )
+        )
 
     def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
         """The results with parallel branches, if there are any, then those of each schedule. If nothing fits, the last
@@ -448,7 +456,8 @@ class _Planning:
             num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
             own_statistics=self.request.own_statistics,
             read_state=self.read_state,
-            tried=tuple(self.tried),
+            tried=(),
             search_time_s=time.perf_counter() - self.started,
         )
+        self._note_tried(count, plan.schedule, planned, planned=True)
         return plan, planned.over(self.request.budgets)

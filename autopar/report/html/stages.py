@@ -158,7 +158,7 @@ def _strategy_text(stage: StagePlan) -> str:
 
 def tried_table(explained: StagesExplanation) -> Element | None:
     """The alternatives that were tried, the fastest first."""
-    tried = sorted(explained.plan.tried, key=lambda one: one.step_time_s)
+    tried = sorted((one for one in explained.plan.tried if not one.planned), key=lambda one: one.step_time_s)
     if len(tried) < 2:
         return None
     own = explained.plan.prediction.step_time_s
