@@ -32,6 +32,7 @@ from autopar.report.breakdown import (
     step_time,
     tie_text,
 )
+from autopar.report.considered import considered_json, considered_section
 from autopar.report.module_tree import ModuleTree, module_tree
 from autopar.report.rows import (
     CollectiveRow,
@@ -135,7 +136,7 @@ def render_program(plan: Plan, console: Console) -> None:
 
 def render_program_summary(plan: Plan, console: Console) -> None:
     """Print the summary: strategy, certainty, step time, memory."""
-    console.print(Group(*_head(plan), *_totals(plan), *_closing(plan)))
+    console.print(Group(*_head(plan), *_totals(plan), *considered_section(plan.considered), *_closing(plan)))
 
 
 def program_json(plan: Plan) -> dict[str, Any]:
@@ -166,6 +167,7 @@ def program_json(plan: Plan) -> dict[str, Any]:
         "tie": {**asdict(plan.tie), "mesh": plan.tie.mesh.describe()} if plan.tie else None,
         **{name: [_row_json(row) for row in table] for name, table in rows.items()},
         "rejected": [{**asdict(other), "mesh": other.mesh.describe()} for other in plan.rejected],
+        "considered": considered_json(plan.considered),
         "regions": [asdict(region) for region in plan.regions],
         "rematerialized": [
             {
@@ -447,8 +449,8 @@ def _collective_section(rows: Sequence[CollectiveRow]) -> list[RenderableType]:
 
 
 def _rejected_section(plan: Plan) -> list[RenderableType]:
-    if not plan.rejected:
-        return []
+    if plan.considered or not plan.rejected:
+        return considered_section(plan.considered)
     table = new_table("mesh", "predicted step", "peak memory", "strategy", right=["predicted step", "peak memory"])
     for other in sorted(plan.rejected, key=lambda other: other.step_time_s):
         slower = other.step_time_s / plan.prediction.step_time_s - 1 if plan.prediction.step_time_s else math.inf

@@ -24,6 +24,7 @@ from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import SCHEDULES
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.report.breakdown import efficiency_text, replicated_text
+from autopar.report.considered import considered_json, considered_section
 from autopar.report.explain_program import Explanation, explain_program
 from autopar.report.submeshes import SubmeshUse, submesh_uses
 from autopar.system.text_tables import (
@@ -94,7 +95,8 @@ def render_stages(plan: PipelinePlan, console: Console) -> None:
 
 def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
     """Print the explanation without the timeline and the alternatives that were tried."""
-    console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *notes_section(plan.notes)))
+    considered = considered_section(plan.considered)
+    console.print(Group(*_head(plan), *_totals(plan), *_stages(plan), *considered, *notes_section(plan.notes)))
 
 
 def stages_json(plan: PipelinePlan) -> dict[str, Any]:
@@ -118,6 +120,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "timeline": timeline.rows(),
         "submeshes": [asdict(use) | {"peak_bytes": use.peak_bytes} for use in submesh_uses(plan, timeline)],
         "tried": [asdict(other) for other in plan.tried],
+        "considered": considered_json(plan.considered),
         "notes": plan.notes,
         "versions": plan.versions,
     }
@@ -140,7 +143,7 @@ def _print(explained: StagesExplanation, console: Console) -> None:
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
     console.print(Text("Timeline of a step, simulated", "bold"), Text())
     console.print(inset(timeline_text(explained.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
-    console.print(Group(*_tried([one for one in plan.tried if not one.planned], plan), *notes_section(plan.notes)))
+    console.print(Group(*_tried(plan), *notes_section(plan.notes)))
 
 
 def _head(plan: PipelinePlan) -> list[RenderableType]:
@@ -246,10 +249,11 @@ def range_text(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first}-{last}"
 
 
-def _tried(tried: Sequence[Any], plan: PipelinePlan) -> list[RenderableType]:
-    """The fastest alternatives that were tried."""
-    if len(tried) < 2:
-        return []
+def _tried(plan: PipelinePlan) -> list[RenderableType]:
+    """The fastest alternatives that were tried; everything that was considered, where that is known."""
+    tried = [one for one in plan.tried if not one.planned]
+    if plan.considered or len(tried) < 2:
+        return considered_section(plan.considered)
     numbers = ["microbatches", "predicted step", "peak memory"]
     table = new_table("schedule", "stages", *numbers, right=numbers)
     best = sorted(tried, key=lambda other: other.step_time_s)

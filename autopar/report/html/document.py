@@ -16,6 +16,7 @@ from typing import Any
 from autopar.errors import PlotError
 from autopar.pipeline.plan import AnyPlan
 from autopar.report.breakdown import efficiency_text, number_of_devices, replicated_text, tie_text
+from autopar.report.considered import TITLE
 from autopar.report.explain import explain
 from autopar.report.explain_program import Explanation
 from autopar.report.explain_stages import StagesExplanation, stages_replicated
@@ -23,7 +24,13 @@ from autopar.report.html.figures import at_peak, memory_curve, time_bar
 from autopar.report.html.markup import Child, Element, data, el, in_code, written
 from autopar.report.html.module_tree import module_view
 from autopar.report.html.stages import same_stages, stages_table, submesh_memory, submesh_times, tried_table
-from autopar.report.html.tables import collectives_table, compiled_view, decisions_table, meshes_table
+from autopar.report.html.tables import (
+    collectives_table,
+    compiled_view,
+    considered_table,
+    decisions_table,
+    meshes_table,
+)
 from autopar.report.html.timeline import HATCH, pipeline_tracks, step_tracks
 from autopar.report.predicted_vs_compiled import Compiled, compiled_of, read_compiled
 from autopar.system.atomic_file import write_whole
@@ -261,7 +268,7 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
                 collectives_table(explained.collectives, explained.modules.activations_under),
             )
         )
-    others = meshes_table(explained)
+    others = None if explained.plan.considered else meshes_table(explained)
     if others is not None:
         sections.append(_section(f"meshes{key}", "Other meshes, planned and rejected", others))
     return sections
@@ -281,7 +288,7 @@ def _stages_body(explained: StagesExplanation, known: dict[str, Any]) -> list[Ch
         ),
         _section("stages", "Stages", stages_table(explained)),
     ]
-    tried = tried_table(explained)
+    tried = None if explained.plan.considered else tried_table(explained)
     if tried is not None:
         body.append(_section("tried", "Alternatives that were tried", tried))
     for group in same_stages(explained):
@@ -312,6 +319,9 @@ def _stages_body(explained: StagesExplanation, known: dict[str, Any]) -> list[Ch
 def _closing(explained: Explanation | StagesExplanation) -> list[Child]:
     plan = explained.plan
     sections: list[Child] = []
+    considered = considered_table(plan.considered)
+    if considered is not None:
+        sections.append(_section("considered", TITLE, considered))
     if plan.notes:
         sections.append(_section("notes", "Notes", el("ul", *(el("li", *in_code(note)) for note in plan.notes))))
     versions = ", ".join(f"{name} {number}" for name, number in sorted(plan.versions.items()))

@@ -10,11 +10,13 @@ import math
 from collections.abc import Sequence
 
 from autopar.ir.mesh import MeshShape
+from autopar.plans.considered import Considered
 from autopar.plans.records import RejectedMesh, type_text
 from autopar.report.breakdown import SIMULATED
 from autopar.report.explain_program import Explanation
 from autopar.report.html.blocks import blocks
 from autopar.report.html.figures import below, kind_class
+from autopar.report.considered import HEADS, considered_rows
 from autopar.report.html.markup import Child, Element, el, in_code
 from autopar.report.predicted_vs_compiled import Compiled, CompiledCollectives, CompiledFigure
 from autopar.report.rows import CollectiveRow, Span, TensorRow
@@ -176,6 +178,30 @@ def meshes_table(explained: Explanation) -> Element | None:
     ]
     heads = ("mesh", "step time", "peak memory", "strategy")
     return table(heads, rows, numbers=("step time", "peak memory"), name="Other meshes")
+
+
+def considered_table(considered: Sequence[Considered]) -> Element | None:
+    """What was considered for a plan, with the reasons; nothing for plans without a record."""
+    shown, left = considered_rows(considered)
+    if not shown:
+        return None
+    rows = [
+        el(
+            "tr",
+            cell(*in_code(one.what)),
+            cell(one.microbatches, value=one.row.num_microbatches),
+            cell(one.step_time, value=one.row.step_time_s),
+            cell(one.peak, value=one.row.peak_bytes),
+            cell(*in_code(one.reason)),
+        )
+        for one in shown
+    ]
+    under = f"and {left} more rows; autopar explain --json has all. " if left else ""
+    return el(
+        "div",
+        table(HEADS, rows, numbers=HEADS[1:4], name="Considered"),
+        el("p", f"{under}Priced stages are simulated with the costs of planned runs of layers.", class_="under"),
+    )
 
 
 def _compared_with(seconds: float, own: float) -> list[Child]:

@@ -1,0 +1,300 @@
+"""`everything="auto"` chooses one program or stages, and says why each alternative lost."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import programs
+import pytest
+
+import autopar
+from autopar.api.make_plan import option_names
+from autopar.cli.main import main
+from autopar.errors import ClusterError, OptionError
+from autopar.hardware.profile import LinkProfile, load
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.plan_files import plan_from_json
+from autopar.planner.memory_budget import MemoryBudget
+from autopar.planner.simplest_plan import TIE
+from autopar.plans.considered import Considered
+from autopar.plans.plan import Plan
+from autopar.report.considered import considered_rows
+
+V100 = load("v100-sxm-16")
+#: Hosts of two devices on slow links, where stages are faster than one program.
+SLOW = replace(V100, network_link=LinkProfile(1e8, 1e-5), devices_per_host=2)
+
+
+@cache
+def mlp() -> programs.Program:
+    return programs.mlp(batch=64, width=64, num_layers=4, optimizer="adam")
+
+
+@cache
+def wide() -> programs.Program:
+    return programs.mlp(batch=64, width=512, num_layers=4, optimizer="adam")
+
+
+def planned(program: programs.Program, **options: Any) -> Plan | PipelinePlan:
+    return autopar.plan(program.step, *program.abstract_args(), **{"everything": "auto", "num_devices": 4} | options)
+
+
+def check_reasons(plan: Plan | PipelinePlan, budget_bytes: float) -> None:
+    """Each row but that of the plan has a reason, and the reason of each faster row holds by its figures."""
+    chosen, *others = plan.considered
+    assert chosen.is_chosen
+    assert not any(row.is_chosen for row in others)
+    assert chosen.step_time_s == plan.prediction.step_time_s
+    assert chosen.peak_bytes == plan.prediction.peak_bytes
+    assert chosen.num_microbatches == plan.num_microbatches
+    assert (chosen.schedule, chosen.num_stages) == (
+        (plan.schedule, len(plan.stages)) if isinstance(plan, PipelinePlan) else ("", 1)
+    )
+    for row in others:
+        assert row.reason.strip()
+        if row.reason.startswith("slower"):
+            assert row.step_time_s > chosen.step_time_s
+        if row.step_time_s >= chosen.step_time_s:
+            continue
+        if row.certainty == "planned" and not row.schedule:
+            fits = row.peak_bytes <= MemoryBudget(budget_bytes).plan_bytes
+            tied = row.step_time_s >= chosen.step_time_s / (1 + TIE) ** 2
+            assert tied or "within 0.5 %" in row.reason if fits else "fit" in row.reason or tied, row
+        elif row.certainty == "priced":
+            assert "planned" in row.reason, row
+        else:
+            assert row.certainty == "planned", row
+            assert "do not fit" in row.reason or "counts as equal" in row.reason, row
+    shown, left = considered_rows(plan.considered)
+    assert len(shown) + left == len(plan.considered)
+    assert {row for row in plan.considered if row.step_time_s <= chosen.step_time_s} <= {one.row for one in shown} | {
+        row for row in plan.considered if row.step_time_s == chosen.step_time_s
+    }
+
+
+@pytest.mark.parametrize("hardware", [load("cpu-host"), V100, SLOW], ids=lambda profile: profile.name)
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.45])
+@pytest.mark.parametrize("model", ["mlp", "wide"])
+def test_no_faster_row_without_a_reason_that_holds(model: str, share: float, hardware: Any) -> None:
+    program = {"mlp": mlp, "wide": wide}[model]()
+    free = planned(program, hardware=hardware)
+    budget = hardware.usable_bytes
+    if share < 1:
+        budget = share * max(row.peak_bytes for row in free.considered if row.peak_bytes < math.inf)
+    try:
+        plan = planned(program, hardware=hardware, memory_budget_bytes=budget)
+    except autopar.errors.BudgetError:
+        assert share < 1
+        return
+    check_reasons(plan, budget)
+    assert plan.prediction.peak_bytes <= budget
+    assert plan.prediction.step_time_s >= 0.995 * free.prediction.step_time_s
+
+
+def test_the_plan_is_the_faster_of_both() -> None:
+    for hardware in (V100, SLOW):
+        plan = planned(wide(), hardware=hardware, num_devices=8)
+        one = planned(wide(), hardware=hardware, num_devices=8, everything=None, num_microbatches="auto")
+        staged = planned(wide(), hardware=hardware, num_devices=8, everything=None, stages="auto")
+        assert plan.prediction.step_time_s <= min(one.prediction.step_time_s, staged.prediction.step_time_s) * (1 + TIE)
+        check_reasons(plan, hardware.usable_bytes)
+    assert {row.num_devices for row in plan.considered if not row.schedule} >= {8, 1}
+
+
+def test_stages_win_where_links_are_slow_and_the_record_has_one_program() -> None:
+    plan = planned(mlp(), hardware=load("cpu-host"))
+    assert isinstance(plan, PipelinePlan)
+    assert any(not row.schedule and row.certainty == "planned" for row in plan.considered)
+    assert any(row.certainty == "priced" for row in plan.considered)
+    (bounded,) = [row for row in plan.considered if row.certainty == "bounded"]
+    assert "proven not faster" in bounded.reason
+
+
+def test_short_memory_is_a_reason_with_figures() -> None:
+    free = planned(mlp(), hardware="cpu-host", stages=1)
+    budget = 0.8 * free.prediction.peak_bytes
+    plan = planned(mlp(), hardware="cpu-host", stages=1, memory_budget_bytes=budget)
+    assert plan.prediction.peak_bytes <= budget
+    (row,) = [
+        row for row in plan.considered if row.step_time_s == free.prediction.step_time_s and row.mesh == free.mesh
+    ]
+    assert row.rematerializes is False
+    assert row.reason.startswith("does not fit: needs ")
+    check_reasons(plan, budget)
+
+
+# -- options of the user -----------------------------------------------------------------------
+
+
+def test_what_the_user_fixes_is_kept() -> None:
+    plan = planned(mlp(), hardware="cpu-host", stages=2, schedule="1f1b", num_microbatches=4)
+    assert isinstance(plan, PipelinePlan)
+    assert (len(plan.stages), plan.schedule, plan.num_microbatches) == (2, "1f1b", 4)
+    assert [row.reason for row in plan.considered if not row.schedule] == ["not planned: `stages` is 2"]
+    one = planned(mlp(), hardware="cpu-host", stages=1)
+    assert isinstance(one, Plan)
+    assert "stages are not planned: `stages` is 1" in [row.reason for row in one.considered]
+    in_four = planned(mlp(), hardware="cpu-host", stages=1, num_microbatches=4)
+    assert in_four.num_microbatches == 4
+
+
+def test_a_mesh_is_that_of_one_program_and_of_stages() -> None:
+    plan = planned(mlp(), hardware="cpu-host", mesh="2x2")
+    meshes = {row.mesh for row in plan.considered if row.mesh is not None}
+    assert len(meshes) == 1
+    part = planned(mlp(), hardware="cpu-host", mesh="2")
+    assert isinstance(part, PipelinePlan)
+    assert {stage.plan.mesh.num_devices for stage in part.stages} == {2}
+    assert any("it cannot have the mesh" in row.reason for row in part.considered)
+
+
+def test_pins_hold_in_whatever_wins() -> None:
+    pin = {"state/params/*/kernel": jax.sharding.PartitionSpec(None, "data")}
+    plan = planned(wide(), hardware="cpu-host", pin=pin)
+    stages = [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+    pinned = [
+        one
+        for plan in stages
+        for one in plan.inputs
+        if one.path.startswith("state/params") and one.path.endswith("kernel")
+    ]
+    assert pinned
+    assert all(one.sharding.dims == ((), ("data",)) for one in pinned)
+
+
+def test_like_keeps_the_mesh_or_the_stages_of_the_other_step() -> None:
+    staged = planned(mlp(), hardware="cpu-host", stages=2, num_microbatches=4)
+    plan = planned(mlp(), num_devices=None, like=staged)
+    assert isinstance(plan, PipelinePlan)
+    assert [stage.devices for stage in plan.stages] == [stage.devices for stage in staged.stages]
+    assert any("`like` is the plan of" in row.reason for row in plan.considered)
+    one = planned(mlp(), hardware="cpu-host", stages=1, mesh="2x2")
+    plan = planned(mlp(), num_devices=None, like=one)
+    assert isinstance(plan, Plan)
+    assert plan.mesh == one.mesh
+    assert any(row.reason == "stages are not planned: `like` is the plan of one program" for row in plan.considered)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("rematerialize", False), ("dims_as_written", True), ("attention", "auto"), ("dump", "folder")]
+)
+def test_options_of_one_program_need_one_stage(name: str, value: Any, tmp_path: Path) -> None:
+    value = tmp_path if name == "dump" else value
+    with pytest.raises(ClusterError, match=rf"`{name}` applies to one program, but with `everything`.*`stages=1` too"):
+        planned(mlp(), hardware="cpu-host", **{name: value})
+    if name != "dump":
+        assert isinstance(planned(mlp(), hardware="cpu-host", stages=1, **{name: value}), Plan)
+
+
+def test_other_values_and_a_given_plan_are_refused() -> None:
+    for value in ("all", True, 1):
+        with pytest.raises(OptionError, match='`everything` is .*: give "auto"'):
+            planned(mlp(), hardware="cpu-host", everything=value)
+    plan = planned(mlp(), hardware="cpu-host", stages=1)
+    with pytest.raises(OptionError, match="`plan` is run as it is, so `everything` has nothing to choose"):
+        autopar.parallelize(mlp().step, plan=plan, everything="auto")
+    with pytest.raises(ClusterError, match="`schedule` applies to pipeline stages only"):
+        planned(mlp(), hardware="cpu-host", stages=1, schedule="1f1b")
+
+
+def test_two_kinds_of_devices_say_why_one_program_is_left_out() -> None:
+    plan = planned(mlp(), num_devices=None, hardware={"a100-sxm-40": 2, "v100-sxm-16": 2})
+    assert any("one program runs on one kind of device" in row.reason for row in plan.considered)
+
+
+def test_one_device_is_one_program() -> None:
+    plan = planned(mlp(), hardware="cpu-host", num_devices=1)
+    assert plan.num_devices == 1
+    check_reasons(plan, load("cpu-host").usable_bytes)
+
+
+# -- files, the cache, reports, the command line -----------------------------------------------
+
+
+@pytest.mark.contract
+def test_records_are_saved_and_plans_without_one_stay_as_they_were(tmp_path: Path) -> None:
+    for stages in (1, 2):
+        plan = planned(mlp(), hardware="cpu-host", stages=stages)
+        plan.save(tmp_path / "plan.json")
+        again = autopar.load_plan(tmp_path / "plan.json")
+        assert again == plan
+        assert again.considered == plan.considered
+        without = replace(plan, considered=())
+        assert "considered" not in without.to_json()
+        assert plan_from_json(without.to_json()) == without
+
+
+def test_the_cache_tells_plans_with_and_without_a_record_apart(tmp_path: Path) -> None:
+    for options in ({"stages": 1}, {"stages": 2}, {}):
+        own = {"hardware": "cpu-host", "cache": tmp_path, "num_microbatches": 1, **options}
+        plain = planned(mlp(), everything=None, **own)
+        plan = planned(mlp(), **own)
+        assert not plain.considered
+        assert plan.considered
+        again = planned(mlp(), **own)
+        assert again == plan
+        assert planned(mlp(), everything=None, **own) == plain
+
+
+def test_reports_show_the_table_with_reasons(tmp_path: Path) -> None:
+    for stages in (1, "auto"):
+        plan = planned(mlp(), hardware="cpu-host", stages=stages)
+        explained = autopar.explain(plan)
+        for text in (str(explained), explained.summary):
+            assert "Considered, the chosen plan first" in text
+            assert "slower: +" in text
+        page = tmp_path / "report.html"
+        autopar.write_report(plan, page)
+        assert "Considered, the chosen plan first" in page.read_text()
+        assert "slower: +" in page.read_text()
+
+
+def test_a_long_table_shows_all_faster_rows() -> None:
+    def row(seconds: float, reason: str) -> Considered:
+        return Considered(step_time_s=seconds, peak_bytes=1.0, certainty="planned", reason=reason)
+
+    faster = [row(0.01 * n, "does not fit") for n in range(1, 60)]
+    slower = [row(2.0 + n, "slower") for n in range(60)]
+    shown, left = considered_rows([row(1.0, ""), *faster, *slower])
+    assert [one.row for one in shown[1:60]] == faster
+    assert len(shown) + left == 120
+
+
+def test_the_command_line_takes_it_and_prints_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "target.py"
+    target.write_text(
+        "import jax\nimport jax.numpy as jnp\n\n\ndef step(w, x):\n"
+        "    loss = lambda w: jnp.square(jnp.tanh(jnp.tanh(x @ w[0]) @ w[1])).mean()\n"
+        "    return [a - 0.1 * b for a, b in zip(w, jax.grad(loss)(w))]\n\n\n"
+        "def make():\n    w = jax.ShapeDtypeStruct((64, 64), jnp.float32)\n"
+        "    return step, ([w, w], jax.ShapeDtypeStruct((32, 64), jnp.float32))\n"
+    )
+    out = tmp_path / "plan.json"
+    command = ["plan", f"{target}:make", "--devices", "2", "--hardware", "cpu-host", "--no-cache"]
+    assert main([*command, "--everything", "auto", "-o", str(out)]) == 0
+    assert "Considered, the chosen plan first" in capsys.readouterr().out
+    assert main(["explain", str(out), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["considered"]
+    assert len(rows) == len(autopar.load_plan(out).considered)
+    assert rows[0]["reason"] == ""
+    assert all(row["reason"] for row in rows[1:])
+    assert main(["verify", f"{target}:make", "--plan", str(out), "--everything", "auto"]) != 0
+    assert "--everything" in capsys.readouterr().err
+
+
+def test_the_decorator_runs_what_it_chose() -> None:
+    program = mlp()
+    step = autopar.parallelize(everything="auto", hardware="cpu-host", cache=False)(program.step)
+    state = step.init(program.create_state, jax.random.key(0), batch=program.make_batch(0))
+    _, loss = step(state, program.make_batch(0))
+    _, expected = jax.jit(program.step)(program.create_state(jax.random.key(0)), program.make_batch(0))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert step.latest_plan.considered
+    assert "everything" in option_names()
