@@ -263,7 +263,7 @@ def _bounded(plan: Plan, request: PlanRequest) -> Iterator[Considered]:
                 step_time_s=bound_s if bound_s > plan.prediction.step_time_s else math.inf,
                 peak_bytes=math.inf,
                 certainty="bounded",
-                reason="proven not faster: the step of one device divided evenly, or the optimum without a memory limit, is slower",
+                reason="not faster by a bound: the step of one device divided evenly, or the solver's optimum, is slower than another mesh",
             )
 
 

@@ -13,10 +13,10 @@ from autopar.ir.mesh import MeshShape
 from autopar.plans.considered import Considered
 from autopar.plans.records import RejectedMesh, type_text
 from autopar.report.breakdown import SIMULATED
+from autopar.report.considered import HEADS, considered_rows
 from autopar.report.explain_program import Explanation
 from autopar.report.html.blocks import blocks
 from autopar.report.html.figures import below, kind_class
-from autopar.report.considered import HEADS, considered_rows
 from autopar.report.html.markup import Child, Element, el, in_code
 from autopar.report.predicted_vs_compiled import Compiled, CompiledCollectives, CompiledFigure
 from autopar.report.rows import CollectiveRow, Span, TensorRow
