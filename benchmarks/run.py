@@ -69,6 +69,13 @@ _TRAINED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GP
 _SMALL_ZOO = ("zoo/training.py", "zoo/patches_and_branches.py")
 #: Models whose stages are compared with the best of all cuts.
 _BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "GPT-2", "BART")
+#: Models whose stages, microbatches and schedule are searched together, and on how many devices.
+_LANGUAGE = ("gpt2", "bert", "llama_1b", "llama_7b", "gptj", "llama3_8b", "experts", "bart")
+_OTHERS = ("vit", "clip", "resnet", "whisper", "lstm", "graph_network", "unet", "lora")
+_SEARCHED_TOGETHER = (
+    *(f"{model}, {count}" for count in (8, 16) for model in (*_LANGUAGE, *_OTHERS)),
+    *(f"{model}, 64" for model in _LANGUAGE),
+)
 #: Data sets of the approximate searches, and the files that make them, in addition to the shared ones.
 _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
 #: Parts of serving, and the files that they measure with, in addition to their own module.
@@ -189,6 +196,7 @@ BENCHMARKS = {
             *(f"pieces: {m}" for m in _PIECES),
             *(f"balance: {m}" for m in _BALANCED),
             *(f"models: {m}" for m in _TRAINED),
+            *(f"auto: {case}" for case in _SEARCHED_TOGETHER),
         ),
         VIRTUAL_DEVICES,
         sources=(),
@@ -202,6 +210,10 @@ BENCHMARKS = {
             **{f"pieces: {model}": ("pipeline/pieces.py", "zoo/training.py") for model in _PIECES},
             **{f"balance: {model}": ("pipeline/balance.py", "zoo/training.py") for model in _BALANCED},
             **{f"models: {model}": ("pipeline/models.py", *_SMALL_ZOO) for model in _TRAINED},
+            **dict.fromkeys(
+                (f"auto: {case}" for case in _SEARCHED_TOGETHER),
+                ("pipeline/auto.py", "plans/models.py", "zoo/real.py", "zoo/training.py"),
+            ),
         },
         xla_flags_of={f"models: {model}": f"{VIRTUAL_DEVICES} {_UNOPTIMISED}" for model in _TRAINED},
     ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,17 @@ from autopar.pipeline.partition.cluster_layers import (
 )
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.interleaved import InterleavedPartitioner
-from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_f_one_b
+from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_f_one_b, zb_h1
 from autopar.pipeline.partition.price_tables import Prices
-from autopar.pipeline.partition.problem import Growth, Partition, PartitionProblem, Stage, StageCost
+from autopar.pipeline.partition.problem import (
+    CostTables,
+    Growth,
+    Objective,
+    Partition,
+    PartitionProblem,
+    Stage,
+    StageCost,
+)
 from autopar.solve.problem import Status
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut
@@ -758,3 +766,29 @@ def test_prices_of_a_partition_are_those_of_its_stages() -> None:
     problem = transformer()
     found = ExactPartitioner().partition(problem)
     assert Prices(problem).evaluate(found.stages) == pytest.approx(evaluate(problem, found.stages), rel=1e-9)
+
+
+@pytest.mark.parametrize("objective", [one_f_one_b, zb_h1])
+def test_tables_of_all_costs_change_nothing(objective: Callable[[int], Objective]) -> None:
+    problem = replace(transformer(), growth=Growth.UNKNOWN, objective=objective(8))
+    count = problem.num_layers
+
+    def table(shape: SubmeshShape, factor: float) -> StageCost:
+        figures: dict[str, Any] = {field.name: np.full((count, count), np.nan) for field in fields(StageCost)}
+        for first in range(count):
+            for last in range(first, count):
+                cost = problem.cost(first, last, shape)
+                assert cost is not None
+                for name, figure in figures.items():
+                    figure[first, last] = factor * getattr(cost, name)
+        return StageCost(**figures)
+
+    def never(*_: object) -> StageCost:
+        raise AssertionError("the tables have all costs")
+
+    tables = CostTables(lambda shape: table(shape, 1.0), lambda shape: table(shape, 0.9))
+    plain = ExactPartitioner().partition(problem)
+    found = ExactPartitioner().partition(replace(problem, cost=never, bound=never, tables=tables))
+    assert found.cost_s == pytest.approx(plain.cost_s, rel=1e-9)
+    assert found.stages == plain.stages
+    assert found.num_queries <= plain.num_queries

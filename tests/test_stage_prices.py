@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autopar.cost.kernel_time import op_seconds
@@ -21,11 +22,12 @@ from autopar.pipeline.partition.cluster_layers import Clustering, repeated_layer
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search import quick_plan
 from autopar.pipeline.search.estimates import StageFigures
+from autopar.pipeline.search.layer_shares import _Residuals
 from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import StageRequest, searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
 from autopar.pipeline.search.scaled_costs import ScaledCosts
-from autopar.pipeline.search.stage_costs import OPTIONS, STASH_PRICES, STATE_PRICES, StageCosts
+from autopar.pipeline.search.stage_costs import OPTIONS, STASH_PRICES, STATE_PRICES, StageCosts, at_state_price
 from autopar.pipeline.search.stage_search import StageSearch
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of
@@ -288,3 +290,49 @@ def test_passes_on_a_cpu_are_priced_in_their_measured_ratio() -> None:
     for devices in (1, 4):
         cost = costs.cost(0, 0, SubmeshShape(profile.name, 1, devices))
         assert 0.3 < cost.forward_s / cost.backward_s < 0.8
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_residuals_that_runs_receive_are_those_of_each_run(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    layers, count = 12, 40
+    made_by, read_by = draw.integers(0, layers, (2, count))
+    read_before = np.array([draw.integers(-1, layer) for layer in read_by])
+    none = np.zeros(layers + 1)
+    held = _Residuals(none, none, none, made_by, read_by, read_before, draw.random(count), 0.0)
+    borders = np.array([0, *sorted(draw.choice(np.arange(1, layers), 4, replace=False)), layers])
+    table = held.received(borders[:-1], borders[1:])
+    for first, start in enumerate(borders[:-1]):
+        for last in range(first, len(borders) - 1):
+            end = borders[last + 1]
+            here = (read_by >= start) & (read_by < end)  # in the run, made before it, and not read in it before
+            here &= (made_by < start) & (read_before < start)
+            assert table[first, last] == pytest.approx(held.sizes[here].sum(), abs=1e-12)
+
+
+def test_a_table_has_the_costs_of_all_runs() -> None:
+    layers, count = prices().layers, len(prices().keys)
+    for together in (None, (0,) * count):
+        costs = StageCosts(layers, {H100.name: H100}, prices().keys, together=together, splits_backward=True)
+        for shape in (SubmeshShape(H100.name, 1, 1, option=1), SubmeshShape(H100.name, 1, 2)):
+            borders = (0, 2, 3, count)
+            tables = costs.table(borders, shape), costs.bounds(borders, shape)
+            for first in range(3):
+                for last in range(first, 3):
+                    run = borders[first], borders[last + 1] - 1, shape
+                    for table, cost in zip(tables, (costs.cost(*run), costs.bound(*run)), strict=True):
+                        for field in fields(StageCost):
+                            entry = np.broadcast_to(getattr(table, field.name), (3, 3))[first, last]
+                            assert entry == pytest.approx(getattr(cost, field.name), rel=1e-9, abs=1e-15)
+
+
+def test_state_is_saved_only_where_it_takes_memory() -> None:
+    costs, shape = prices(), SubmeshShape(H100.name, 1, 2)
+    state = costs.cost(0, len(costs.keys) - 1, SubmeshShape(H100.name, 1, 1)).state_bytes
+    saved = {}
+    for share in (0.01, 0.4, 2.0):
+        options = costs.in_options([shape], {H100.name: state / share})
+        saved[share] = {at_state_price(one).option for one in options}
+    assert len(saved[0.01]) == 1
+    assert saved[0.01] < saved[0.4]
+    assert not saved[0.01] & saved[2.0]  # no room for copies

@@ -17,6 +17,8 @@ once, because microbatches flow through without waiting.
 
 from __future__ import annotations
 
+import numpy as np
+
 from autopar.pipeline.partition.problem import Objective, StageCost
 
 
@@ -45,7 +47,7 @@ def zb_h1(num_microbatches: int) -> Objective:
     """ZB-H1: weight parts of the backward pass fill the bubble (Qi et al. 2023); as many in flight as in 1F1B."""
 
     def once(cost: StageCost) -> float:
-        return max(0.0, cost.forward_s + cost.backward_s - 2 * cost.weight_s)
+        return np.maximum(0.0, cost.forward_s + cost.backward_s - 2 * cost.weight_s)
 
     return Objective(
         once_s=once,

@@ -39,7 +39,7 @@ class Prices:
         n, num_shapes = problem.num_layers, len(self.shapes)
         self._number = {shape: index for index, shape in enumerate(self.shapes)}
         self.budget = np.array([problem.budget_bytes[shape.kind] for shape in self.shapes], float)
-        empty = np.arange(n)[:, None] > np.arange(n)
+        self._empty = empty = np.arange(n)[:, None] > np.arange(n)
         self.once, self.repeated, self.state, self.working, self.flight = (
             np.where(empty[:, :, None], np.inf, np.zeros((n, n, num_shapes))) for _ in range(5)
         )
@@ -59,6 +59,10 @@ class Prices:
     def query(self, runs: Iterable[Run]) -> bool:
         """Query the costs of runs. Return whether any was unknown before."""
         new = {run for run in runs if not self.known[run]}
+        if self.problem.tables is not None:
+            for shape in {shape for _, _, shape in new}:
+                self._query_all(shape)
+            return bool(new)
         if self.problem.together:
             shapes, n = {shape for _, _, shape in new}, self.problem.num_layers
             new = {
@@ -78,7 +82,23 @@ class Prices:
             self._query(*run)
         return self._costs[run]
 
+    def _query_all(self, shape: int) -> None:
+        assert self.problem.tables is not None
+        self._put_all(shape, self.problem.tables.cost(self.shapes[shape]))
+        self.known[..., shape] = ~self._empty
+        self.num_queries += len({id(runs) for runs in self._equal.values()})
+
+    def _put_all(self, shape: int, costs: StageCost) -> None:
+        objective = self.problem.objective
+        times = objective.once_s(costs), objective.repeated_s(costs)
+        figures = (*times, costs.state_bytes, costs.working_bytes, costs.flight_bytes)
+        for table, figure in zip(self._tables, figures, strict=True):
+            table[..., shape] = np.where(self._empty, np.inf, figure)
+
     def _query(self, first: int, last: int, shape: int) -> None:
+        if self.problem.tables is not None:
+            self._query_all(shape)
+            return
         cost = self.problem.cost(first, last, self.shapes[shape])
         self.num_queries += 1
         before = [float(table[first, last, shape]) for table in self._tables]
@@ -131,8 +151,11 @@ class Prices:
 
     def _bound_all(self) -> None:
         """Initialize the tables with the problem's bounds; without bounds, query costs."""
-        n, bound = self.problem.num_layers, self.problem.bound
-        if bound is not None:
+        n, bound, tables = self.problem.num_layers, self.problem.bound, self.problem.tables
+        if tables is not None:
+            for number, shape in enumerate(self.shapes):
+                self._put_all(number, tables.bound(shape))
+        elif bound is not None:
             for i, j, c in self._every_run():
                 self._put(i, j, c, bound(i, j, self.shapes[c]))
                 for base, table in zip(self._base, self._tables, strict=True):

@@ -50,11 +50,24 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class CostTables:
+    """The costs of all runs of layers on a shape at once, where one plan has them all.
+
+    Args:
+        cost, bound: `PartitionProblem.cost` and `bound` for a shape. The fields of the `StageCost` are arrays over first and
+            last layer, float[layers, layers]; entries whose last layer is before the first have no meaning.
+    """
+
+    cost: Callable[[SubmeshShape], StageCost]
+    bound: Callable[[SubmeshShape], StageCost]
+
+
+@dataclass(frozen=True, slots=True)
 class Objective:
     """A schedule's terms of the objective above, as functions of stage costs. Nothing is negative.
 
     Args:
-        once_s, repeated_s: the terms of a stage, without its transfer to the next.
+        once_s, repeated_s: the terms of a stage, without its transfer to the next; elementwise for `CostTables`.
         in_flight: the peak of in-flight microbatches of a stage, by the number of stages after it and of all stages.
         transfer_once, transfer_repeated: the factors of one microbatch's transfer in the two terms.
     """
@@ -91,6 +104,7 @@ class PartitionProblem:
             cost.
         growth: an assumption about unknown costs.
         together: whether all costs of a shape take hardly longer than the first; then they are queried together.
+        tables: `cost` and `bound` as tables; with them, neither function is called. They need `Growth.UNKNOWN`.
         layer_keys: layers with equal keys are equal; runs of equal layers are queried once.
         shapes: the shapes of submeshes; by default all shapes of the cluster.
         max_stages: the largest number of stages.
@@ -110,6 +124,7 @@ class PartitionProblem:
     bound: Callable[[int, int, SubmeshShape], StageCost] | None = None
     growth: Growth = Growth.UNKNOWN
     together: bool = False
+    tables: CostTables | None = None
     layer_keys: Sequence[Hashable] | None = None
     shapes: tuple[SubmeshShape, ...] = ()
     max_stages: int | None = None
@@ -119,6 +134,7 @@ class PartitionProblem:
     def __post_init__(self) -> None:
         assert self.num_layers > 0, "no layers"
         assert self.layer_keys is None or len(self.layer_keys) == self.num_layers
+        assert self.tables is None or self.growth is Growth.UNKNOWN
         self.cluster.check_kinds(self.budget_bytes, "a memory budget")
         if self.max_stages is not None and self.max_stages < 1:
             raise ClusterError(f"at most {self.max_stages} stages leave no place for a layer: allow at least 1")

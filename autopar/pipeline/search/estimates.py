@@ -69,6 +69,7 @@ class StageFigures:
             "weight": [op for op in each if phase_of.get(op.node) == "weight"],
             "update": [*before, *once, *around[len(before) :]],
         }
+        self._timelines: dict[str, Timeline | None] = {}
         self.forward_s, self.backward_s, self.weight_s, self.update_s = map(self._seconds, PHASES)
         prediction = candidate.parts.prediction
         state = (
@@ -93,6 +94,11 @@ class StageFigures:
 
     def timeline(self, phase: str) -> Timeline | None:
         """A phase, simulated by itself; None if nothing runs in it."""
+        if phase not in self._timelines:
+            self._timelines[phase] = self._simulated(phase)
+        return self._timelines[phase]
+
+    def _simulated(self, phase: str) -> Timeline | None:
         device, start, ops = self.candidate.parts.device, self.layout.loop.enter[0], self.ops[phase]
         if not ops:
             return None

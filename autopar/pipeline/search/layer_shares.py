@@ -12,8 +12,9 @@ write the values that the kernel kept to itself, and to read them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,20 @@ class _Residuals:
     sizes: np.ndarray
     recompute_bytes: float
 
+    def received(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Bytes of residuals that runs read and that others make, by the run's first and last part, float[parts, parts].
+        Each counts where the run's first layer that reads it is."""
+        least = np.searchsorted(
+            starts, np.maximum(self.made_by, self.read_before), side="right"
+        )  # the first start after
+        beyond = np.searchsorted(starts, self.read_by, side="right")
+        part = np.searchsorted(ends, self.read_by, side="right")
+        counts = (least < beyond) & (part < len(ends))
+        table = np.zeros((len(starts) + 1, len(ends)))
+        np.add.at(table, (least[counts], part[counts]), self.sizes[counts])
+        np.add.at(table, (beyond[counts], part[counts]), -self.sizes[counts])
+        return np.maximum(table.cumsum(axis=0)[:-1].cumsum(axis=1), 0.0)
+
 
 class LayerShares:
     """The shares of each layer in the cost of all.
@@ -75,26 +90,37 @@ class LayerShares:
         Args:
             stash_price: as in `Crossings.at`.
         """
+        table = self.table((first, last + 1), stash_price)
+        return StageCost(**{field.name: float(getattr(table, field.name)[0, 0]) for field in fields(StageCost)})
+
+    def table(self, borders: Sequence[int], stash_price: float) -> StageCost:
+        """The costs of all runs of layers between borders, as arrays over a run's first and last part,
+        float[parts, parts]; entries whose last part is before the first have no meaning.
+
+        Args:
+            borders: the first layer of each part, and the end of the last; int[parts + 1].
+        """
         held = self._held(stash_price)
+        starts, ends = np.array(borders[:-1]), np.array(borders[1:])
 
-        def of(cumulative: np.ndarray) -> float:
-            return float(cumulative[last + 1] - cumulative[first])
+        def of(cumulative: np.ndarray) -> np.ndarray:
+            return cumulative[ends] - cumulative[starts][:, None]
 
-        received = (held.read_before < first) & (held.read_by >= first) & (held.read_by <= last)
-        received &= held.made_by < first
-        border_s = float(self._border_s[first] + self._border_s[last + 1])
+        border_s = self._border_s[starts][:, None] + self._border_s[ends + 1][None, :]
         written_s, waited_s, weight_s = of(held.written_s), of(self._seconds["backward"]), of(self._seconds["weight"])
-        if first == 0 and self.figures.splits_backward:  # no stage waits for the first one
-            waited_s, weight_s = 0.0, waited_s + weight_s
-        return StageCost(
-            forward_s=of(self._seconds["forward"]) + written_s + border_s,
-            backward_s=waited_s + written_s + of(held.recompute_s) + border_s,
-            weight_s=weight_s,
-            update_s=of(self._seconds["update"]),
-            state_bytes=of(self._state),
-            flight_bytes=of(held.made) + float(held.sizes[received].sum()),
-            working_bytes=self._working_bytes + held.recompute_bytes,
-        )
+        if starts[0] == 0 and self.figures.splits_backward:  # no stage waits for the first one
+            weight_s[0] += waited_s[0]
+            waited_s[0] = 0.0
+        tables: dict[str, Any] = {
+            "forward_s": of(self._seconds["forward"]) + written_s + border_s,
+            "backward_s": waited_s + written_s + of(held.recompute_s) + border_s,
+            "weight_s": weight_s,
+            "update_s": of(self._seconds["update"]),
+            "state_bytes": of(self._state),
+            "flight_bytes": of(held.made) + held.received(starts, ends),
+            "working_bytes": np.full(written_s.shape, self._working_bytes + held.recompute_bytes),
+        }
+        return StageCost(**tables)
 
     # -- layers --------------------------------------------------------------------------------
 

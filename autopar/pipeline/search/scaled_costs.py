@@ -47,6 +47,15 @@ class ScaledCosts:
             self._bounds[key] = self._scaled(self.known.bound(first, last, shape), one, alone=False)
         return self._bounds[key]
 
+    def table(self, borders: tuple[int, ...], shape: SubmeshShape) -> StageCost:
+        """The scaled `StageCosts.table`."""
+        return self._scaled(self.known.table(borders, shape), shape, alone=False)
+
+    def bounds(self, borders: tuple[int, ...], shape: SubmeshShape) -> StageCost:
+        """The scaled `StageCosts.bounds`."""
+        one = SubmeshShape(shape.kind, 1, 1, option=shape.option)
+        return self._scaled(self.known.bounds(borders, shape), one, alone=False)
+
     def _scaled(self, cost: StageCost, shape: SubmeshShape, *, alone: bool) -> StageCost:
         if (shape, alone) not in self._factors:
             here = self.known.reference(shape, alone=alone)

@@ -19,7 +19,7 @@ from autopar.pipeline.cut.stage_programs import Cuttable, Layers, StageProgram, 
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cuts_near
-from autopar.pipeline.partition.problem import Stage
+from autopar.pipeline.partition.problem import CostTables, Stage
 from autopar.pipeline.search.scaled_costs import ScaledCosts
 from autopar.pipeline.search.stage_costs import PlannedRun, StageCosts, at_state_price, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
@@ -150,11 +150,14 @@ class Searches:
 
     def _run(self, first: int, last: int) -> tuple[int, int]:
         """The first and last layer of `StageCosts` that these layers are."""
+        return self._borders[first], self._borders[last + 1] - 1
+
+    @functools.cached_property
+    def _borders(self) -> tuple[int, ...]:
+        """The first layer of `StageCosts` of each layer, and the end of the last."""
         if self.units is None:
-            return first, last
-        starts = self.clustering.starts
-        ends = (*starts[1:], len(self.units.seconds))
-        return starts[first], ends[last] - 1
+            return tuple(range(len(self.clustering.starts) + 1))
+        return *self.clustering.starts, len(self.units.seconds)
 
     def _costs(self, count: int) -> StageCosts:
         if count not in self.costs:
@@ -171,10 +174,12 @@ class Searches:
     def _search_with(
         self, count: int, shapes: tuple[SubmeshShape, ...], costs: StageCosts | ScaledCosts
     ) -> StageSearch:
+        borders = self._borders
         return StageSearch(
             cost=lambda first, last, shape: costs.cost(*self._run(first, last), shape),
             alone=costs.alone,
             bound=lambda first, last, shape: costs.bound(*self._run(first, last), shape),
+            tables=CostTables(lambda shape: costs.table(borders, shape), lambda shape: costs.bounds(borders, shape)),
             keys=self.clustering.keys if self.units is not None else self._costs(count).keys,
             passing=[replace(one, num_bytes=one.num_bytes / count) for one in self._passing],
             trains=bool(self.cuttable.flow.backward),

@@ -22,6 +22,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.extract_stages import Port
@@ -48,6 +51,8 @@ STASH_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
 STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
 #: The last options help only if all devices together hardly have room for the state.
 _USUAL_OPTIONS = 2 * len(STASH_PRICES)
+#: State of the whole step that is at most this share of one device's budget is not worth saving: copies of it leave room.
+_LITTLE_STATE = 0.05
 #: State within this factor of its fully sharded size has no copies to save.
 _ALL_SPLIT = 1.03
 #: All options of a shape: price of state, price of stashed activations.
@@ -157,6 +162,7 @@ class StageCosts:
         self._costs: dict[tuple[tuple[int, ...], _Use], StageCost] = {}
         self._planned: dict[tuple[int, int, SubmeshShape, Ports, Ports], PlannedRun] = {}
         self._bounds: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
+        self._tables: dict[tuple[tuple[int, ...], SubmeshShape], StageCost] = {}
 
     @property
     def num_planned(self) -> int:
@@ -165,17 +171,24 @@ class StageCosts:
 
     def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
         """The shapes, each in the options worth searching. If fully sharded state takes more than half of all devices'
-        memory, options with the lowest price of state are skipped, because there is no room for copies. Options with
-        the highest price are only for a submesh of all devices."""
+        memory, options with the lowest price of state are skipped, because there is no room for copies. If all state takes
+        little of one device's memory, only these options are left: others would save little. Options with the highest
+        price are only for a submesh of all devices."""
         largest = max(shape.num_devices for shape in shapes)
         first: dict[str, int] = {}
+        little: dict[str, bool] = {}
+
+        def end(shape: SubmeshShape) -> int:
+            if little[shape.kind]:
+                return len(STASH_PRICES)
+            return len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS
+
         for kind in {shape.kind for shape in shapes}:
             state = self.cost(0, len(self.keys) - 1, SubmeshShape(kind, 1, 1)).state_bytes
             first[kind] = len(STASH_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
+            little[kind] = state <= _LITTLE_STATE * budget_bytes[kind]
         return tuple(
-            replace(shape, option=option)
-            for shape in shapes
-            for option in range(first[shape.kind], len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS)
+            replace(shape, option=option) for shape in shapes for option in range(first[shape.kind], end(shape))
         )
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
@@ -203,17 +216,38 @@ class StageCosts:
         key = (self.kind_of(first, last), shape)
         if key not in self._bounds:
             one = self.cost(first, last, SubmeshShape(shape.kind, 1, 1, option=shape.option))
-            part = 1 / shape.num_devices
-            memory_part = _SURE * part  # another choice of residuals may hold less
-            self._bounds[key] = StageCost(
-                forward_s=part * one.forward_s,
-                backward_s=_SURE * part * one.backward_s,
-                weight_s=part * one.weight_s,
-                update_s=part * one.update_s,
-                state_bytes=part * one.state_bytes,
-                flight_bytes=memory_part * one.flight_bytes,
-            )
+            self._bounds[key] = _divided(one, shape.num_devices)
         return self._bounds[key]
+
+    def table(self, borders: tuple[int, ...], shape: SubmeshShape) -> StageCost:
+        """The costs of all runs at once; see `CostTables`.
+
+        Args:
+            borders: the first layer of each run of one, and the end of the last; int[runs + 1].
+        """
+        key = (borders, shape)
+        if key not in self._tables:
+            use = _Use(shape)
+            if self.together is not None:
+                self._tables[key] = self._shares_of(use).table(borders, use.stash_price)
+            else:
+                self._tables[key] = self._table(borders, use)
+        return self._tables[key]
+
+    def bounds(self, borders: tuple[int, ...], shape: SubmeshShape) -> StageCost:
+        """The table of all `bound`s."""
+        one = self.table(borders, SubmeshShape(shape.kind, 1, 1, option=shape.option))
+        return _divided(one, shape.num_devices)
+
+    def _table(self, borders: tuple[int, ...], use: _Use) -> StageCost:
+        count = len(borders) - 1
+        tables = {field.name: np.zeros((count, count)) for field in fields(StageCost)}
+        for first, start in enumerate(borders[:-1]):
+            for last in range(first, count):
+                cost = self._cost(start, borders[last + 1] - 1, use)
+                for name, table in tables.items():
+                    table[first, last] = getattr(cost, name)
+        return StageCost(**dict[str, Any](tables))
 
     def _cost(self, first: int, last: int, use: _Use) -> StageCost:
         """The cost of a run: its layers' shares, or the sum of its pairs, less the layers that are in two of them."""
@@ -278,13 +312,20 @@ class StageCosts:
                 given = self.layouts.meshes(shape.num_devices)
                 meshes = meshes_for(given, profile, symmetric=not self.layouts.axes)
                 prices = {"state_price": use.state_price, "pending": use.alone}
-                candidate, way = self.planner.quickest(meshes, forms, profile, **prices)
+                other = self._bases.get((key[0], replace(use, alone=not use.alone)))
+                if (
+                    other is not None and shape.num_devices == 1
+                ):  # nothing is reduced over devices, so the plan is the same
+                    candidate, way = other.candidate, other.way
+                else:
+                    candidate, way = self.planner.quickest(meshes, forms, profile, **prices)
             else:
                 way = self._usual_way(use, len(forms))
                 candidate = self.planner.planned_in(way, forms, profile)
-            figures = self._figures(
-                self._program(first, last), candidate, separate=not use.alone, together=self.together
-            )
+            separate = not use.alone
+            by_layer = self.together is not None and separate  # layers share these figures
+            options = {"separate": separate, "together": self.together, "by_layer": by_layer}
+            figures = self._figures(self._program(first, last), candidate, **options)
             self._bases[key] = _Base(figures, candidate, way)
         return self._bases[key]
 
@@ -298,10 +339,7 @@ class StageCosts:
             last = len(self.keys) - 1
             base = self._base(0, last, use)
             known = (shares for shares in self._shares.values() if shares.candidate is base.candidate)
-            program, options = self._program(0, last), {"together": self.together, "by_layer": True}
-            self._shares[use] = next(known, None) or LayerShares(
-                self._figures(program, base.candidate, **options), last + 1
-            )
+            self._shares[use] = next(known, None) or LayerShares(base.figures, last + 1)
         return self._shares[use]
 
     def _usual_way(self, use: _Use, num_forms: int) -> Way:
@@ -352,6 +390,20 @@ class StageCosts:
             stage = self._program(first, last)
             self._forms[first, last] = forms_of(stage.program, self.layouts.pinned(stage.inputs))
         return self._forms[first, last]
+
+
+def _divided(cost: StageCost, num_devices: int) -> StageCost:
+    """The bound of a cost, or of each in a table, on so many devices, from that on one."""
+    part = 1 / num_devices
+    memory_part = _SURE * part  # another choice of residuals may hold less
+    return StageCost(
+        forward_s=part * cost.forward_s,
+        backward_s=_SURE * part * cost.backward_s,
+        weight_s=part * cost.weight_s,
+        update_s=part * cost.update_s,
+        state_bytes=part * cost.state_bytes,
+        flight_bytes=memory_part * cost.flight_bytes,
+    )
 
 
 def _sum(parts: Sequence[tuple[float, StageCost]]) -> StageCost:

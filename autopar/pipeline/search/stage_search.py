@@ -24,6 +24,7 @@ from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.interleaved import InterleavedPartitioner
 from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
 from autopar.pipeline.partition.problem import (
+    CostTables,
     Growth,
     Objective,
     Partition,
@@ -126,6 +127,7 @@ class StageSearch:
         num_stages: the exact number of stages; None for any.
         alone: the cost of all layers as one stage; by default `cost`.
         bound: see `PartitionProblem`; with it, all costs of a shape are queried together.
+        tables: `cost` and `bound` of all runs at once.
         relative_gap, time_limit_s: limits of the search for each schedule's partition.
         trains: whether gradients return.
     """
@@ -141,6 +143,7 @@ class StageSearch:
     num_stages: int | None = None
     alone: Callable[[SubmeshShape], StageCost | None] | None = None
     bound: Callable[[int, int, SubmeshShape], StageCost] | None = None
+    tables: CostTables | None = None
     relative_gap: float = 5e-3
     time_limit_s: float = math.inf
     trains: bool = True
@@ -250,7 +253,9 @@ class StageSearch:
     def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
         kind = find(name)
         virtual = _VIRTUAL if name == "interleaved" else 1
-        cost = self.cost if kind.backward == "split" else _unsplit_costs(self.cost)
+        cost, tables = self.cost, self.tables
+        if kind.backward != "split":
+            cost, tables = _unsplit_costs(cost), tables and _unsplit_tables(tables)
         count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
         if partitioner is None and virtual == 1:
             partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
@@ -266,6 +271,7 @@ class StageSearch:
             budget_bytes=self.budget_bytes,
             growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
             together=self.bound is not None,
+            tables=tables,
             layer_keys=self.keys,
             shapes=self.shapes,
             bound=self.bound,
@@ -438,3 +444,8 @@ def _unsplit_costs(cost: Cost) -> Cost:
         return found and unsplit_backward(found)
 
     return of
+
+
+def _unsplit_tables(tables: CostTables) -> CostTables:
+    """The tables with an unsplit backward pass; bounds may be split, as they are bounds of the sum of the parts."""
+    return replace(tables, cost=lambda shape: unsplit_backward(tables.cost(shape)))
