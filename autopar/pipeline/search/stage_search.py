@@ -253,7 +253,7 @@ class StageSearch:
     def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
         kind = find(name)
         virtual = _VIRTUAL if name == "interleaved" else 1
-        cost, tables = self.cost, self.tables
+        cost, tables = self.cost, self.tables if partitioner is None else None  # another may replace the cost function
         if kind.backward != "split":
             cost, tables = _unsplit_costs(cost), tables and _unsplit_tables(tables)
         count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
