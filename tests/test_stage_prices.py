@@ -27,7 +27,7 @@ from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import StageRequest, searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
 from autopar.pipeline.search.scaled_costs import ScaledCosts
-from autopar.pipeline.search.stage_costs import OPTIONS, STASH_PRICES, STATE_PRICES, StageCosts, at_state_price
+from autopar.pipeline.search.stage_costs import OPTIONS, STASH_PRICES, STATE_PRICES, StageCosts
 from autopar.pipeline.search.stage_search import StageSearch
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of
@@ -324,15 +324,3 @@ def test_a_table_has_the_costs_of_all_runs() -> None:
                         for field in fields(StageCost):
                             entry = np.broadcast_to(getattr(table, field.name), (3, 3))[first, last]
                             assert entry == pytest.approx(getattr(cost, field.name), rel=1e-9, abs=1e-15)
-
-
-def test_state_is_saved_only_where_it_takes_memory() -> None:
-    costs, shape = prices(), SubmeshShape(H100.name, 1, 2)
-    state = costs.cost(0, len(costs.keys) - 1, SubmeshShape(H100.name, 1, 1)).state_bytes
-    saved = {}
-    for share in (0.01, 0.4, 2.0):
-        options = costs.in_options([shape], {H100.name: state / share})
-        saved[share] = {at_state_price(one).option for one in options}
-    assert len(saved[0.01]) == 1
-    assert saved[0.01] < saved[0.4]
-    assert not saved[0.01] & saved[2.0]  # no room for copies

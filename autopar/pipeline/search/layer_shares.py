@@ -106,7 +106,7 @@ class LayerShares:
         def of(cumulative: np.ndarray) -> np.ndarray:
             return cumulative[ends] - cumulative[starts][:, None]
 
-        border_s = self._border_s[starts][:, None] + self._border_s[ends + 1][None, :]
+        border_s = self._border_s[starts][:, None] + self._border_s[ends]
         written_s, waited_s, weight_s = of(held.written_s), of(self._seconds["backward"]), of(self._seconds["weight"])
         if starts[0] == 0 and self.figures.splits_backward:  # no stage waits for the first one
             weight_s[0] += waited_s[0]

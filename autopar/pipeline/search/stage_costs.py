@@ -51,8 +51,6 @@ STASH_PRICES: tuple[float, ...] = (0.1, 6.0, 1000.0)
 STATE_PRICES: tuple[float, ...] = (0.3, 30.0, 3000.0)
 #: The last options help only if all devices together hardly have room for the state.
 _USUAL_OPTIONS = 2 * len(STASH_PRICES)
-#: State of the whole step that is at most this share of one device's budget is not worth saving: copies of it leave room.
-_LITTLE_STATE = 0.05
 #: State within this factor of its fully sharded size has no copies to save.
 _ALL_SPLIT = 1.03
 #: All options of a shape: price of state, price of stashed activations.
@@ -171,24 +169,17 @@ class StageCosts:
 
     def in_options(self, shapes: Sequence[SubmeshShape], budget_bytes: Mapping[str, float]) -> tuple[SubmeshShape, ...]:
         """The shapes, each in the options worth searching. If fully sharded state takes more than half of all devices'
-        memory, options with the lowest price of state are skipped, because there is no room for copies. If all state takes
-        little of one device's memory, only these options are left: others would save little. Options with the highest
-        price are only for a submesh of all devices."""
+        memory, options with the lowest price of state are skipped, because there is no room for copies. Options with
+        the highest price are only for a submesh of all devices."""
         largest = max(shape.num_devices for shape in shapes)
         first: dict[str, int] = {}
-        little: dict[str, bool] = {}
-
-        def end(shape: SubmeshShape) -> int:
-            if little[shape.kind]:
-                return len(STASH_PRICES)
-            return len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS
-
         for kind in {shape.kind for shape in shapes}:
             state = self.cost(0, len(self.keys) - 1, SubmeshShape(kind, 1, 1)).state_bytes
             first[kind] = len(STASH_PRICES) if state > 0.5 * largest * budget_bytes[kind] else 0
-            little[kind] = state <= _LITTLE_STATE * budget_bytes[kind]
         return tuple(
-            replace(shape, option=option) for shape in shapes for option in range(first[shape.kind], end(shape))
+            replace(shape, option=option)
+            for shape in shapes
+            for option in range(first[shape.kind], len(OPTIONS) if shape.num_devices == largest else _USUAL_OPTIONS)
         )
 
     def cost(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
