@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -250,15 +250,7 @@ class StageCosts:
                 figures = self._base(first, last, use).figures
                 self._costs[key] = figures.cost(figures.crossings.at(use.stash_price))
             else:
-                pairs = Counter((self.keys[n], self.keys[n + 1]) for n in range(first, last))
-                inner = Counter(self.keys[n] for n in range(first + 1, last))
-                at = {(self.keys[n], self.keys[n + 1]): n for n in range(first, last)}
-                parts = [(float(times), self._cost(at[pair], at[pair] + 1, use)) for pair, times in pairs.items()]
-                for layer, times in inner.items():
-                    n = self.keys.index(layer)
-                    parts.append((-float(times), self._cost(n, n, use)))
-                most = max(cost.working_bytes for times, cost in parts if times > 0)
-                self._costs[key] = replace(_sum(parts), working_bytes=most)  # one layer at a time is processed
+                self._costs[key] = _sum_of_pairs(self.keys, first, last, lambda n, m: self._cost(n, m, use))
         return self._costs[key]
 
     def planned(self, first: int, last: int, shape: SubmeshShape, stage: StageProgram | None = None) -> PlannedRun:
@@ -395,6 +387,19 @@ def _divided(cost: StageCost, num_devices: int) -> StageCost:
         state_bytes=part * cost.state_bytes,
         flight_bytes=memory_part * cost.flight_bytes,
     )
+
+
+def _sum_of_pairs(keys: Sequence[int], first: int, last: int, cost: Callable[[int, int], StageCost]) -> StageCost:
+    """The cost of a run of layers from those of single layers and of pairs."""
+    pairs = Counter((keys[n], keys[n + 1]) for n in range(first, last))
+    inner = Counter(keys[n] for n in range(first + 1, last))
+    at = {(keys[n], keys[n + 1]): n for n in range(first, last)}
+    parts = [(float(times), cost(at[pair], at[pair] + 1)) for pair, times in pairs.items()]
+    for layer, times in inner.items():
+        n = keys.index(layer)
+        parts.append((-float(times), cost(n, n)))
+    most = max(one.working_bytes for times, one in parts if times > 0)
+    return replace(_sum(parts), working_bytes=most)  # one layer at a time is processed
 
 
 def _sum(parts: Sequence[tuple[float, StageCost]]) -> StageCost:
