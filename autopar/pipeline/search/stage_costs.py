@@ -351,17 +351,10 @@ class StageCosts:
         return known[-1] if is_split else None
 
     def _figures(
-        self,
-        stage: StageProgram,
-        candidate: Candidate,
-        *,
-        separate: bool = True,
-        together: Sequence[int] | None = None,
-        by_layer: bool = False,
+        self, stage: StageProgram, candidate: Candidate, separate: bool = True, **options: Any
     ) -> StageFigures:
         layout, splits = Layout(candidate.program.trace, stage.inputs), self.splits_backward and separate
-        options = {"separate": separate, "together": together, "by_layer": by_layer}
-        return StageFigures(candidate, layout, splits_backward=splits, **options)
+        return StageFigures(candidate, layout, splits_backward=splits, separate=separate, **options)
 
     def _program(self, first: int, last: int) -> StageProgram:
         if (first, last) not in self._programs:
