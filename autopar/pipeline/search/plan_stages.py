@@ -352,8 +352,11 @@ class _Planning:
         return self.searches.search(count, among)
 
     def _estimate(self, count: int, known: int, among: Sequence[SubmeshShape]) -> StageSearch | None:
-        """An estimating search for the default partitioner; None for other partitioners, which run a full search."""
-        if self.branches is not None or self.request.partitioner is not None:
+        """An estimating search for the default partitioner, where the best stages so far are a chain; otherwise None, so that a
+        full search runs."""
+        chain, forks = (self.best.get(kind) for kind in (False, True))
+        leads = chain is not None and (forks is None or chain[1].step_time_s <= forks[1].step_time_s)
+        if self.request.partitioner is not None or not (self.branches is None or leads):
             return None
         return self.searches.estimate(count, known, among)
 
