@@ -7,33 +7,15 @@ from collections import defaultdict
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_step import WIDTH, arguments, step
 from pipelines import pipelined
 
 from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.run.instructions import Call
 
-WIDTH, LAYERS, BATCH = 16, 4, 64
 _COLLECTIVE = re.compile(r"= (.*?) (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
-
-
-def step(params: list[Any], batch: tuple[jax.Array, jax.Array]) -> tuple[list[Any], jax.Array]:
-    def loss(params: list[Any]) -> jax.Array:
-        x = batch[0]
-        for layer in params:
-            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-        return jnp.mean((x - batch[1]) ** 2)
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def arguments() -> tuple[Any, Any]:
-    keys = jax.random.split(jax.random.key(0), LAYERS + 2)
-    params = [{"kernel": jax.random.normal(key, (WIDTH, WIDTH)) / 4, "bias": jnp.zeros(WIDTH)} for key in keys[2:]]
-    return params, (jax.random.normal(keys[0], (BATCH, WIDTH)), jax.random.normal(keys[1], (BATCH, WIDTH)))
 
 
 def large_collectives(pipeline: Pipeline) -> dict[str, int]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dense_step import BATCH, LAYERS, WIDTH, arguments, step
 from jax.sharding import NamedSharding, PartitionSpec
 from pipelines import pipelined
 
@@ -36,25 +37,7 @@ from autopar.verification.compile_pieces import absent_pipeline
 from autopar.xla_compiler.compiler import Compiler
 from benchmarks.pipeline.memory_count import run_counted
 
-WIDTH, LAYERS, BATCH = 16, 4, 64
 Digests = dict[tuple[int, Any], set[str]]
-
-
-def step(params: list[Any], batch: tuple[jax.Array, jax.Array]) -> tuple[list[Any], jax.Array]:
-    def loss(params: list[Any]) -> jax.Array:
-        x = batch[0]
-        for layer in params:
-            x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
-        return jnp.mean((x - batch[1]) ** 2)
-
-    value, gradients = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def arguments(width: int = WIDTH, batch: int = BATCH) -> tuple[Any, Any]:
-    keys = jax.random.split(jax.random.key(0), LAYERS + 2)
-    params = [{"kernel": jax.random.normal(key, (width, width)) / 4, "bias": jnp.zeros(width)} for key in keys[2:]]
-    return params, (jax.random.normal(keys[0], (batch, width)), jax.random.normal(keys[1], (batch, width)))
 
 
 def digest(lowered: jax.stages.Lowered) -> str:

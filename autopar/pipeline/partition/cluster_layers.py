@@ -47,6 +47,16 @@ class Clustering:
     cut_bytes: float
     delta: float
 
+    @classmethod
+    def of_unlike(cls, starts: Sequence[int], cut_bytes: Sequence[float]) -> Clustering:
+        """Layers of which no two are equal, of any size.
+
+        Args:
+            cut_bytes: the bytes that cross the boundary before each operator.
+        """
+        passing = float(sum(cut_bytes[start] for start in starts[1:]))
+        return cls(starts=tuple(starts), keys=tuple(range(len(starts))), cut_bytes=passing, delta=np.inf)
+
     def layers(self, num_operators: int) -> tuple[range, ...]:
         """The operators of each layer."""
         ends = [*self.starts[1:], num_operators]
@@ -147,10 +157,7 @@ def cheapest_cuts(
             chosen[part] = start
     firsts = {0, *chosen.values()}
     others = sorted(set(range(1, len(seconds))) - firsts, key=lambda start: cut_bytes[start])
-    starts = tuple(sorted(firsts | set(others[: max(0, at_least - len(firsts))])))
-    return Clustering(
-        starts=starts, keys=tuple(range(len(starts))), cut_bytes=float(sum(cut_bytes[n] for n in starts[1:])), delta=1.0
-    )
+    return Clustering.of_unlike(sorted(firsts | set(others[: max(0, at_least - len(firsts))])), cut_bytes)
 
 
 def cuts_near(
@@ -176,8 +183,7 @@ def cuts_near(
                 if place not in best or cut_bytes[cut] < cut_bytes[best[place]]:
                     best[place] = cut
             found.update(best.values())
-    cuts = tuple(sorted(found))
-    return Clustering(starts=cuts, keys=tuple(range(len(cuts))), cut_bytes=0.0, delta=1.0)
+    return Clustering.of_unlike(sorted(found), cut_bytes)
 
 
 def _names(flops: Sequence[float], cut_bytes: Sequence[float], keys: Sequence[Hashable] | None) -> np.ndarray:

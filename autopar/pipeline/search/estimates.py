@@ -70,12 +70,28 @@ class StageFigures:
             "update": [*before, *once, *around[len(before) :]],
         }
         self._timelines: dict[str, Timeline | None] = {}
-        self.forward_s, self.backward_s, self.weight_s, self.update_s = map(self._seconds, PHASES)
         prediction = candidate.parts.prediction
         state = (
             prediction.parameter_bytes + prediction.optimizer_bytes + prediction.data_bytes + prediction.output_bytes
         )
         self.state_bytes = state + sum(size for _, size in self.held_by_node()) - self._transferred_bytes()
+
+    @property
+    def forward_s(self) -> float:
+        return self._seconds("forward")
+
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the backward pass, or of its input part."""
+        return self._seconds("backward")
+
+    @property
+    def weight_s(self) -> float:
+        return self._seconds("weight")
+
+    @property
+    def update_s(self) -> float:
+        return self._seconds("update")
 
     def cost(self, crossing: Crossing) -> StageCost:
         """The stage's cost, given the values that pass from the forward to the backward pass."""

@@ -49,9 +49,8 @@ class _Residuals:
     def received(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """Bytes of residuals that runs read and that others make, by the run's first and last part, float[parts, parts].
         Each counts where the run's first layer that reads it is."""
-        least = np.searchsorted(
-            starts, np.maximum(self.made_by, self.read_before), side="right"
-        )  # the first start after
+        known = np.maximum(self.made_by, self.read_before)
+        least = np.searchsorted(starts, known, side="right")  # the first start after
         beyond = np.searchsorted(starts, self.read_by, side="right")
         part = np.searchsorted(ends, self.read_by, side="right")
         counts = (least < beyond) & (part < len(ends))

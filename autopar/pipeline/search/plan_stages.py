@@ -295,6 +295,8 @@ class _Planning:
         """Move the borders of the best stages by single units, where that makes the step faster."""
         if self.request.partitioner is not None or False not in self.best:
             return
+        proven = self.best[False][1].partition  # the search among all layers
+        proven = replace(proven, among=proven.among and proven.among + _MOVED)
         for window in _WINDOWS:
             count, step, searches = self.best[False]
             finer = searches.near(step.stages, window) if len(step.stages) > 1 else None
@@ -304,9 +306,6 @@ class _Planning:
             shapes = tuple(dict.fromkeys(stage.submesh.shape for stage in step.stages))
             found = finer.search(count, shapes).outcome((step.schedule.name,)).step
             if found is not None and found.step_time_s < step.step_time_s:
-                proven = step.partition  # what is proven is the search among all layers
-                if proven.among and not proven.among.endswith(_MOVED):
-                    proven = replace(proven, among=proven.among + _MOVED)
                 self.best[False] = count, replace(found, partition=proven), finer
 
     def _within(self, count: int, step: StagedStep) -> PipelinePlan:

@@ -79,6 +79,11 @@ class Searches:
         return passing_of(flow, layers_between(self.clustering.starts, len(flow.forward)))
 
     @property
+    def _cut_bytes(self) -> Sequence[float]:
+        """The bytes that cross the boundary before each unit; the first is unused."""
+        return [0.0, *self.cuttable.chain.cut_bytes]
+
+    @property
     def num_planned(self) -> int:
         """The number of planned runs of layers."""
         return sum(costs.num_planned for costs in self.costs.values())
@@ -115,8 +120,8 @@ class Searches:
             return None
         starts, seconds = self.clustering.starts, self.units.seconds
         chosen = [starts[stage.first] for stage in stages if stage.first]
-        window_s, cut_bytes = window * sum(seconds), [0.0, *self.cuttable.chain.cut_bytes]
-        near = cuts_near(chosen, seconds, cut_bytes, window_s, window_s * len(chosen) / _MOST_NEAR)
+        window_s = window * sum(seconds)
+        near = cuts_near(chosen, seconds, self._cut_bytes, window_s, window_s * len(chosen) / _MOST_NEAR)
         return replace(self, clustering=near, num_stages=len(stages))
 
     def in_parts(self, step: StagedStep) -> tuple[Searches, StagedStep]:
@@ -133,7 +138,7 @@ class Searches:
             replace(stage, first=layers.index(first), last=end - 1)
             for stage, first, end in zip(step.stages, first_of, ends, strict=True)
         )
-        found = Clustering(starts=layers, keys=tuple(range(len(layers))), cut_bytes=0.0, delta=1.0)
+        found = Clustering.of_unlike(layers, self._cut_bytes)
         return replace(self, clustering=found), replace(step, stages=stages)
 
     def planned(self, count: int, stages: Sequence[Stage]) -> tuple[tuple[StageProgram, ...], tuple[PlannedRun, ...]]:

@@ -296,9 +296,7 @@ class StageCosts:
                 meshes = meshes_for(given, profile, symmetric=not self.layouts.axes)
                 prices = {"state_price": use.state_price, "pending": use.alone}
                 other = self._bases.get((key[0], replace(use, alone=not use.alone)))
-                if (
-                    other is not None and shape.num_devices == 1
-                ):  # nothing is reduced over devices, so the plan is the same
+                if other is not None and shape.num_devices == 1:  # nothing is reduced: the plan is the same
                     candidate, way = other.candidate, other.way
                 else:
                     candidate, way = self.planner.quickest(meshes, forms, profile, **prices)
