@@ -91,6 +91,12 @@ def test_filtered_logits_equal_numpy(
     np.testing.assert_allclose(found.log_total, special.logsumexp(logits.astype(np.float64), axis=-1), rtol=1e-5)
 
 
+def test_ties_of_zeros_of_both_signs_go_by_index() -> None:
+    logits = jnp.asarray([[-0.0, 1.0, 0.0, -0.0, 0.0]], jnp.float32)
+    found = FILTER(logits, same_for_all(1, temperature=1.0, top_k=2))
+    assert np.flatnonzero(np.isfinite(found.logits[0])).tolist() == [0, 1]
+
+
 FILTER = jax.jit(lambda logits, params: filter_logits(logits, params, num_candidates=NUM))
 
 

@@ -160,7 +160,8 @@ def filter_logits(logits: jax.Array, params: SamplingParams, *, num_candidates: 
     The tokens that are kept are a prefix of the sorted candidates. So a comparison with the last one kept decides for each
     token: by its logit, and for equal logits by its index, which is the order of `lax.top_k`.
     """
-    logits = logits.astype(jnp.float32)
+    # `lax.top_k` takes 0 before -0, which are equal in comparisons.
+    logits = jnp.where(logits == 0, 0.0, logits.astype(jnp.float32))
     num = min(num_candidates, logits.shape[-1])
     # Without the barrier, XLA's CPU compiler turns a sliced top-k into a full sort, which is 60 times as slow.
     best, best_tokens = lax.optimization_barrier(lax.top_k(logits, num))
