@@ -25,8 +25,9 @@ from autopar.hardware.profile import HardwareProfile, load
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.problem import Growth, Partitioner, PartitionProblem, StageCost
+from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
+from autopar.pipeline.schedule.table import objective_of
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut
 from benchmarks.baselines.stages_random import RandomSearch
@@ -189,7 +190,7 @@ def problem_of(model: Model, cluster: Cluster) -> PartitionProblem:
         cluster=cluster,
         cost=cost,
         transfer_s=transfer_s,
-        objective=one_f_one_b(model.num_microbatches),
+        objective=objective_of(ONE_F_ONE_B, model.num_microbatches, 1),
         budget_bytes={kind: profile.usable_bytes for kind, profile in profiles.items()},
         growth=Growth.SUPERADDITIVE,
         layer_keys=[layer.key for layer in model.layers],

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
-from autopar.pipeline.partition.objectives import forward_only, gpipe, one_at_a_time, one_f_one_b, zb_h1
 from autopar.pipeline.partition.problem import Growth, Objective, StageCost
+from autopar.pipeline.schedule.table import find, objective_of
 
 CLUSTERS = (
     Cluster((DeviceGroup("a", 1, 4),)),
@@ -25,18 +25,19 @@ CLUSTERS = (
 )
 
 
+def objective_named(name: str, num_microbatches: int, virtual: int = 1) -> Objective:
+    """The objective of a schedule of the package."""
+    return objective_of(find(name), num_microbatches, virtual)
+
+
 def counting(num_microbatches: int) -> Objective:
     """As 1F1B, but what is in flight depends on the number of stages."""
-    plain = one_f_one_b(num_microbatches)
+    plain = objective_named("1f1b", num_microbatches)
     return replace(plain, in_flight=lambda after, count: min(2 * after + count, num_microbatches))
 
 
 OBJECTIVES: tuple[Callable[[int], Objective], ...] = (
-    one_f_one_b,
-    gpipe,
-    zb_h1,
-    forward_only,
-    one_at_a_time,
+    *(partial(objective_named, name) for name in ("1f1b", "gpipe", "zb-h1", "inference", "none")),
     counting,
 )
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from partitions import objective_named
 from pipelines import tanh_layers
 
 import autopar
@@ -25,7 +26,6 @@ from autopar.pipeline.cut.exchanges import exchanges_of_layers
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.branches import Branches
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape
-from autopar.pipeline.partition.objectives import forward_only
 from autopar.pipeline.partition.problem import PartitionProblem, Stage, StageCost
 from autopar.pipeline.schedule.dag import NAMES, side_by_side
 from autopar.transforms.program import Program, program_of
@@ -171,7 +171,7 @@ def test_a_split_submesh_runs_an_exact_number_of_stages() -> None:
             cluster=Cluster((DeviceGroup("cpu", 1, 2),)),
             cost=lambda first, last, _, s=seconds: StageCost(forward_s=sum(s[first : last + 1])),
             transfer_s=lambda *_: 0.0,
-            objective=forward_only(1),
+            objective=objective_named("inference", 1),
             budget_bytes={"cpu": 1.0},
         )
         stage = Stage(0, num_layers - 1, Submesh(shape, 0, 0))

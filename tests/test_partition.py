@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from partitions import CLUSTERS, OBJECTIVES, Tables
+from partitions import CLUSTERS, OBJECTIVES, Tables, objective_named
 
 from autopar.errors import ClusterError
 from autopar.pipeline.partition.branches import Branches
@@ -25,19 +25,19 @@ from autopar.pipeline.partition.cluster_layers import (
     cuts_near,
     repeated_layers,
 )
+from autopar.pipeline.partition.equal_submeshes import EqualSubmeshPartitioner
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.interleaved import InterleavedPartitioner
-from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_f_one_b, zb_h1
 from autopar.pipeline.partition.price_tables import Prices
 from autopar.pipeline.partition.problem import (
     CostTables,
     Growth,
-    Objective,
     Partition,
     PartitionProblem,
     Stage,
     StageCost,
 )
+from autopar.pipeline.schedule.kind import PipelineShape, Placement, ScheduleKind
+from autopar.pipeline.schedule.table import find
 from autopar.solve.problem import Status
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
 from benchmarks.baselines.stages_min_cut import MinCut
@@ -139,7 +139,7 @@ def transformer(num_layers: int = 12, num_microbatches: int = 8) -> PartitionPro
         cluster=Cluster((DeviceGroup("a", 2, 4),)),
         cost=cost,
         transfer_s=lambda boundary, source, target, same_host: 0.01 if same_host else 0.1,
-        objective=one_f_one_b(num_microbatches),
+        objective=objective_named("1f1b", num_microbatches),
         budget_bytes={"a": 60.0},
         growth=Growth.SUPERADDITIVE,
         layer_keys=["embedding", *["block"] * (num_layers - 2), "head"],
@@ -226,7 +226,7 @@ def test_submeshes_need_not_be_powers_of_two_nor_stages_equal() -> None:
         cluster=Cluster((DeviceGroup("a", 1, 4),)),
         cost=cost,
         transfer_s=lambda *_: 0.0,
-        objective=forward_only(50),
+        objective=objective_named("inference", 50),
         budget_bytes={"a": 1.0},
     )
     found = ExactPartitioner().partition(problem)
@@ -246,7 +246,7 @@ def test_either_kind_may_come_first(first: str) -> None:
         cluster=Cluster(groups if first == "big" else groups[::-1]),
         cost=cost,
         transfer_s=lambda *_: 0.0,
-        objective=forward_only(10),
+        objective=objective_named("inference", 10),
         budget_bytes={"big": 100.0, "small": 20.0},
     )
     found = ExactPartitioner().partition(problem)
@@ -271,7 +271,7 @@ def test_gpipe_holds_more_than_1f1b_and_so_fits_less() -> None:
     problem = replace(transformer(num_microbatches=16), budget_bytes={"a": 14.0})
     found = ExactPartitioner().partition(problem)
     assert found.status is Status.OPTIMAL
-    all_in_flight = ExactPartitioner().partition(replace(problem, objective=gpipe(16)))
+    all_in_flight = ExactPartitioner().partition(replace(problem, objective=objective_named("gpipe", 16)))
     assert all_in_flight.status is Status.INFEASIBLE
     assert all_in_flight.shortage is not None
     assert all_in_flight.shortage.in_flight == 16
@@ -345,23 +345,40 @@ def test_progress_tells_cost_and_bound_until_they_meet() -> None:
 # -- several runs on each submesh --------------------------------------------------------------
 
 
+IN_TWO_DIRECTIONS = ScheduleKind(
+    name="in two directions",
+    description="Each stage on two submeshes.",
+    orders=lambda shape: (),
+    placement=lambda shape: tuple((n, shape.num_submeshes - 1 - n) for n in range(shape.num_submeshes)),
+)
+#: Placements with the numbers of virtual stages that suit them.
+PLACED = (("interleaved", 1), ("interleaved", 2), ("interleaved", 3), ("zb-v", 2), ("in two directions", 1))
+
+
+def placed_by(name: str, virtual: int) -> Callable[[int], Placement]:
+    kind = IN_TWO_DIRECTIONS if name == IN_TWO_DIRECTIONS.name else find(name)
+    return lambda num_submeshes: kind.placement(PipelineShape(num_submeshes, 1, virtual))
+
+
 @st.composite
-def interleaved_problems(draw: st.DrawFn) -> tuple[PartitionProblem, int]:
-    num_layers, virtual = draw(st.integers(1, 7)), draw(st.integers(1, 3))
+def placed_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Callable[[int], Placement]]:
+    num_layers, (name, virtual) = draw(st.integers(1, 7)), draw(st.sampled_from(PLACED))
     tables = Tables(draw(st.integers(0, 10_000)), num_layers, Growth.SUPERADDITIVE)
     problem = PartitionProblem(
         num_layers=num_layers,
         cluster=draw(st.sampled_from(CLUSTERS)),
         cost=tables.cost,
         transfer_s=tables.transfer_s,
-        objective=interleaved(draw(st.integers(1, 6)), virtual),
+        objective=objective_named("interleaved" if virtual > 1 else "gpipe", draw(st.integers(1, 6)), virtual),
         budget_bytes={"a": float(draw(st.integers(10, 150))), "b": float(draw(st.sampled_from([30, 1000])))},
         growth=Growth.SUPERADDITIVE,
     )
-    return problem, virtual
+    return problem, placed_by(name, virtual)
 
 
-def every_interleaved(problem: PartitionProblem, virtual: int) -> Iterator[tuple[tuple[Stage, ...], float]]:
+def every_placed(
+    problem: PartitionProblem, placement: Callable[[int], Placement]
+) -> Iterator[tuple[tuple[Stage, ...], float]]:
     """All with the first submeshes of each shape, with what they cost."""
     objective = problem.objective
     for shape in problem.all_shapes:
@@ -373,24 +390,27 @@ def every_interleaved(problem: PartitionProblem, virtual: int) -> Iterator[tuple
                 continue
             row.append(mesh)
             free = start + shape.num_devices
-            count = len(row)
-            for cuts in itertools.combinations(range(1, problem.num_layers), count * virtual - 1):
+            count, places = len(row), placement(len(row))
+            for cuts in itertools.combinations(range(1, problem.num_layers), len(places) - 1):
                 ends = [*cuts, problem.num_layers]
                 stages = tuple(
-                    Stage(a, b - 1, row[j % count]) for j, (a, b) in enumerate(zip([0, *cuts], ends, strict=True))
+                    Stage(a, b - 1, row[places[j][0]]) for j, (a, b) in enumerate(zip([0, *cuts], ends, strict=True))
                 )
                 costs = [problem.cost(s.first, s.last, shape) for s in stages]
                 once = repeated = 0.0
                 for j, cost in enumerate(costs):
                     assert cost is not None
                     sent = 0.0
-                    if j + 1 < len(stages) and count > 1:
-                        here, there = stages[j].submesh, stages[j + 1].submesh
-                        sent = problem.transfer_s(stages[j].last + 1, shape, shape, here.shares_host(there))
+                    if j + 1 < len(stages):
+                        ways = [(row[a], row[b]) for a, b in zip(places[j], places[j + 1], strict=True) if a != b]
+                        sent = max(
+                            (problem.transfer_s(stages[j].last + 1, shape, shape, a.shares_host(b)) for a, b in ways),
+                            default=0.0,
+                        )
                     once += objective.once_s(cost) + objective.transfer_once * sent
                     repeated = max(repeated, objective.repeated_s(cost) + objective.transfer_repeated * sent)
                 for number in range(count):
-                    mine = [cost for cost in costs[number::count] if cost is not None]
+                    mine = [cost for j, cost in enumerate(costs) if cost is not None and number in places[j]]
                     held = sum(c.state_bytes for c in mine) + max(c.working_bytes for c in mine)
                     held += objective.in_flight(count - 1 - number, count) * max(c.flight_bytes for c in mine)
                     if held > problem.budget_bytes[shape.kind]:
@@ -398,19 +418,21 @@ def every_interleaved(problem: PartitionProblem, virtual: int) -> Iterator[tuple
                 yield stages, once + repeated
 
 
-@settings(max_examples=60, deadline=None)
-@given(interleaved_problems())
-def test_interleaved_equals_looking_at_every_partition(drawn: tuple[PartitionProblem, int]) -> None:
-    problem, virtual = drawn
-    found = InterleavedPartitioner(virtual).partition(problem)
-    least = min((cost for _, cost in every_interleaved(problem, virtual)), default=math.inf)
+@settings(max_examples=100, deadline=None)
+@given(placed_problems())
+def test_several_stages_on_each_submesh_equal_looking_at_every_partition(
+    drawn: tuple[PartitionProblem, Callable[[int], Placement]],
+) -> None:
+    problem, placement = drawn
+    found = EqualSubmeshPartitioner(placement).partition(problem)
+    least = min((cost for _, cost in every_placed(problem, placement)), default=math.inf)
     if math.isinf(least):
         assert found.status is Status.INFEASIBLE
         assert found.reason
         return
     assert found.status is Status.OPTIMAL
     assert found.cost_s == pytest.approx(least, rel=1e-9)
-    assert dict(every_interleaved(problem, virtual))[found.stages] == pytest.approx(least, rel=1e-9)
+    assert dict(every_placed(problem, placement))[found.stages] == pytest.approx(least, rel=1e-9)
 
 
 def test_interleaved_notices_where_runs_do_not_add_up() -> None:
@@ -422,9 +444,9 @@ def test_interleaved_notices_where_runs_do_not_add_up() -> None:
         assert plain is not None
         return replace(plain, forward_s=plain.forward_s + 0.5)
 
-    problem = replace(adding_up, cost=cost, objective=interleaved(8, 2))
-    found = InterleavedPartitioner(2).partition(problem)
-    every = dict(every_interleaved(problem, 2))
+    problem = replace(adding_up, cost=cost, objective=objective_named("interleaved", 8, 2))
+    found = EqualSubmeshPartitioner(placed_by("interleaved", 2)).partition(problem)
+    every = dict(every_placed(problem, placed_by("interleaved", 2)))
     assert found.slack_s > 0
     assert every[found.stages] == pytest.approx(found.cost_s, rel=1e-9)
     assert found.cost_s == pytest.approx(min(every.values()), rel=1e-9)
@@ -435,16 +457,23 @@ def test_interleaved_has_the_published_makespan() -> None:
     problem = replace(transformer(), cost=lambda i, j, shape: StageCost(forward_s=j - i + 1.0, backward_s=j - i + 1.0))
     shape = SubmeshShape("a", 1, 4)
     problem = replace(
-        problem, objective=interleaved(8, 3), shapes=(shape,), transfer_s=lambda *_: 0.0, layer_keys=["block"] * 12
+        problem,
+        objective=objective_named("interleaved", 8, 3),
+        shapes=(shape,),
+        transfer_s=lambda *_: 0.0,
+        layer_keys=["block"] * 12,
     )
-    found = InterleavedPartitioner(3).partition(problem)
+    found = EqualSubmeshPartitioner(placed_by("interleaved", 3)).partition(problem)
     assert len(found.stages) == 6
     assert found.cost_s == pytest.approx((8 + 1 / 3) * 12.0)
 
 
 def test_a_search_that_is_cut_short_says_how_far_it_came() -> None:
-    problem = replace(transformer(), objective=interleaved(8, 2), budget_bytes={"a": 40.0})
-    exact, short = (InterleavedPartitioner(2, step_limit=limit).partition(problem) for limit in (10**6, 1))
+    problem = replace(transformer(), objective=objective_named("interleaved", 8, 2), budget_bytes={"a": 40.0})
+    exact, short = (
+        EqualSubmeshPartitioner(placed_by("interleaved", 2), step_limit=limit).partition(problem)
+        for limit in (10**6, 1)
+    )
     assert exact.status is Status.OPTIMAL
     assert short.status in (Status.NOT_FOUND, Status.STEPPED)
     assert short.lower_bound_s <= exact.cost_s * (1 + 1e-9) <= short.cost_s * (1 + 2e-9)
@@ -479,7 +508,7 @@ def inception(num_modules: int, seconds: tuple[float, ...] = (3.0, 4.0, 3.0, 2.0
         cluster=Cluster((DeviceGroup("a", 1, 2),)),
         cost=cost,
         transfer_s=lambda *_: 0.1,
-        objective=one_f_one_b(1),
+        objective=objective_named("1f1b", 1),
         budget_bytes={"a": 1e9},
         growth=Growth.SUPERADDITIVE,
     )
@@ -538,7 +567,7 @@ def test_branches_never_lose_to_the_chain(seed: int, num_layers: int, microbatch
         cluster=cluster,
         cost=tables.cost,
         transfer_s=tables.transfer_s,
-        objective=one_f_one_b(microbatches),
+        objective=objective_named("1f1b", microbatches),
         budget_bytes={"a": float(rng.integers(30, 200)), "b": 1000.0},
         growth=Growth.SUPERADDITIVE,
     )
@@ -768,9 +797,9 @@ def test_prices_of_a_partition_are_those_of_its_stages() -> None:
     assert Prices(problem).evaluate(found.stages) == pytest.approx(evaluate(problem, found.stages), rel=1e-9)
 
 
-@pytest.mark.parametrize("objective", [one_f_one_b, zb_h1])
-def test_tables_of_all_costs_change_nothing(objective: Callable[[int], Objective]) -> None:
-    problem = replace(transformer(), growth=Growth.UNKNOWN, objective=objective(8))
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_tables_of_all_costs_change_nothing(schedule: str) -> None:
+    problem = replace(transformer(), growth=Growth.UNKNOWN, objective=objective_named(schedule, 8))
     count = problem.num_layers
 
     def table(shape: SubmeshShape, factor: float) -> StageCost:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from partitions import objective_named
 
 from autopar.pipeline.partition import sizes_then_places
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.objectives import gpipe, one_f_one_b
 from autopar.pipeline.partition.packing import Counted, Exact, Footprint, Packing, are_nested, packing_of, placed
 from autopar.pipeline.partition.problem import PartitionProblem, StageCost
 from autopar.solve.problem import Status
@@ -85,7 +85,7 @@ def ends_on_one_device(num_hosts: int, per_host: int) -> PartitionProblem:
         cluster=Cluster((DeviceGroup("a", num_hosts, per_host),)),
         cost=cost,
         transfer_s=lambda *_: 0.0,
-        objective=one_f_one_b(100),
+        objective=objective_named("1f1b", 100),
         budget_bytes={"a": 1.0},
         num_stages=num_hosts + 1,
     )
@@ -144,7 +144,7 @@ def test_transfers_decide_which_stages_share_a_host() -> None:
             cluster=Cluster((DeviceGroup("a", 2, 2),)),
             cost=lambda first, last, shape: StageCost(forward_s=1.0) if first == last else None,
             transfer_s=lambda at, one, other, same_host, dear=dear: 0.1 if same_host else 5.0 if at == dear else 1.0,
-            objective=gpipe(4),
+            objective=objective_named("gpipe", 4),
             budget_bytes={"a": 1.0},
             shapes=(SubmeshShape("a", 1, 1),),
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from partitions import objective_named
 from pipelines import QUICKLY, crossing, planned_stages
 
 from autopar.pipeline.cut.branches import branch_layers
@@ -20,7 +21,6 @@ from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.branches import Branches
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.objectives import one_f_one_b
 from autopar.pipeline.partition.problem import PartitionProblem, StageCost
 from autopar.pipeline.partition.sends import edges_between
 from autopar.pipeline.run.executor import Pipeline
@@ -123,7 +123,7 @@ def found() -> tuple[tuple[StageProgram, ...], tuple[int, ...], tuple[int, ...]]
         cluster=Cluster((DeviceGroup("cpu", 1, 2),)),
         cost=cost,
         transfer_s=lambda *_: 1e-3,
-        objective=one_f_one_b(1),
+        objective=objective_named("1f1b", 1),
         budget_bytes={"cpu": 1.0},
     )
     whole = edges_between(exchanges_of(cuttable.layered(layer_of, 2).stages(range(len(work())))))

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
 from autopar.pipeline.schedule.in_flight import in_flight, peak_held
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.sequential import GPIPE
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
 from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Schedule, Task, chain, synchronous_needs
@@ -297,7 +299,7 @@ def test_branches_run_at_once() -> None:
     ("call", "message"),
     [
         (lambda: build("1f2b", 4, 8), "there is no schedule '1f2b'. Did you mean '1f1b'? The schedules are 'none', 'inference',"),
-        (lambda: build("ZB-H2", 4, 8), "there is no schedule 'ZB-H2'. Did you mean 'zb-h1'?"),
+        (lambda: build("ZB-H2", 4, 8), "there is no schedule 'ZB-H2'. Did you mean 'zb-h1' or 'zb-v'?"),
         (lambda: build("?", 4, 8), "there is no schedule '?'. The schedules are"),
         (lambda: build("gpipe", 4, 0), "schedule 'gpipe' needs num_microbatches of at least 1; got 0"),
         (
@@ -309,12 +311,10 @@ def test_branches_run_at_once() -> None:
             "schedule 'interleaved' needs at least two stages on each submesh, not one: set virtual=2 or more, or take"
             " schedule='1f1b'",
         ),
-        (
-            lambda: build("interleaved", 4, 6, virtual=2),
-            "schedule 'interleaved' runs in rounds of one microbatch for each of its 4 submeshes, and 6 microbatches are"
-            " not a whole number of rounds: choose 4 or 8 microbatches, or schedule='1f1b', which takes any number",
-        ),
-        (lambda: build("interleaved", 4, 3, virtual=2), "not a whole number of rounds: choose 4 microbatches, or"),
+        (lambda: build("dualpipe-v", 4, 7, virtual=2), "at least two microbatches for each of its 4 submeshes, not 7"),
+        (lambda: build("zb-v", 4, 8), "has two stages on each submesh, not 1"),
+        (lambda: find(replace(GPIPE, backward="split")), "the name 'gpipe' belongs to a schedule of the package"),
+        (lambda: find(3), "`schedule` is 3: give a name or a `ScheduleKind`"),
     ],
 )  # fmt: skip
 def test_errors_of_users_schedules(call: Callable[[], object], message: str) -> None:

@@ -27,6 +27,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.planner import planner
 from autopar.planner.request import Attention, Metadata, PlanRequest, Progress
 from autopar.plans.plan import Plan
@@ -63,7 +64,7 @@ def plan(
     like: AnyPlan | None = None,
     everything: Literal["auto"] | None = None,
     stages: int | Literal["auto"] | None = None,
-    schedule: str = "auto",
+    schedule: str | ScheduleKind = "auto",
     partitioner: Partitioner | None = None,
     num_microbatches: int | Literal["auto"] | None = None,
     per_microbatch_statistics: bool = False,
@@ -111,7 +112,8 @@ def plan(
             and why.
         stages: by default 1; the number of pipeline stages, each a program on its own devices; `"auto"` for the fastest number, which
             may be one. The planner chooses the layers, devices and mesh of each stage (`docs/pipelines.md`).
-        schedule: the pipeline schedule (`docs/schedules.md`); `"auto"` for the fastest that fits.
+        schedule: the pipeline schedule (`docs/schedules.md`), by name or as a `ScheduleKind` of one's own; `"auto"` for the
+            fastest that fits.
         partitioner: an object that assigns layers to stages; by default the package's, which proves optimality by its
             costs.
         num_microbatches: the number of microbatches of gradient accumulation, which gives the same result in less
@@ -169,7 +171,11 @@ def plan(
 
 
 def planning(
-    *, hardware: Hardware | None = None, schedule: str = "auto", partitioner: Partitioner | None = None, **options: Any
+    *,
+    hardware: Hardware | None = None,
+    schedule: str | ScheduleKind = "auto",
+    partitioner: Partitioner | None = None,
+    **options: Any,
 ) -> Callable[[Program], AnyPlan]:
     """Check the options of `plan` now, and return a function that plans a traced program with them.
 

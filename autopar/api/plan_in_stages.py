@@ -31,6 +31,7 @@ from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
 from autopar.pipeline.plan_files import plan_from_json
+from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.search.follow_plan import plan_like
 from autopar.pipeline.search.plan_stages import StageRequest, plan_stages
 from autopar.planner import planner
@@ -55,7 +56,7 @@ _OF_ONE_PROGRAM = {
 
 def planning_in_stages(
     stages: int | Literal["auto"],
-    schedule: str,
+    schedule: str | ScheduleKind,
     partitioner: Partitioner | None,
     num_microbatches: int | Literal["auto"],
     hardware: Hardware | None,

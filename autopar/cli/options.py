@@ -113,7 +113,7 @@ def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = Fa
     group.add_argument("--everything", choices=("auto",), help=about)
     about = 'pipeline parallelism: N stages, each on its own devices; "auto": the fastest number, which may be one'
     group.add_argument("--stages", type=microbatches, metavar="N", help=about)
-    about = f"pipeline schedule: {', '.join(SCHEDULES)} (default: the fastest that fits)"
+    about = f"pipeline schedule: {', '.join(SCHEDULES)}, or FILE.py:NAME of your own (default: the fastest that fits)"
     group.add_argument("--schedule", metavar="NAME", help=about)
 
 

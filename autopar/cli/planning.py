@@ -9,7 +9,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from autopar.cli.options import parse_hardware, parse_pin
-from autopar.cli.target import load_target
+from autopar.cli.target import load_object, load_target
 from autopar.cli.terminal import progress, use_cpu_only
 from autopar.errors import TargetError
 
@@ -83,4 +83,8 @@ def how_to_plan(options: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments for the given options that apply to any mesh and hardware."""
     given = {name: getattr(options, option, None) for option, name in _ARGUMENTS.items()}
     more = {name: value for name, value in given.items() if value not in (None, False)}
+    if ":" in more.get("schedule", ""):
+        from autopar.pipeline.schedule.kind import ScheduleKind
+
+        more["schedule"] = load_object(more["schedule"], "schedule", ScheduleKind)
     return more | ({"rematerialize": False} if getattr(options, "no_rematerialize", False) else {})

@@ -15,10 +15,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from autopar.errors import TargetError
 from autopar.frontend.step import Step
+
+T = TypeVar("T")
 
 
 def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -31,11 +33,37 @@ def load_target(target: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     Raises:
         TargetError: the target cannot be loaded; with the problem and its source line, where there is one.
     """
-    place, _, name = target.rpartition(":")
-    if not place or not name.isidentifier():
-        raise TargetError(f"cannot read the target {target!r}: write path/file.py:function or package.module:function")
+    place, name = _split(target, "target", "function")
     with contextlib.redirect_stdout(sys.stderr):
         return _loaded(target, place, name)
+
+
+def load_object(text: str, what: str, kind: type[T]) -> T:
+    """Import an object of a module.
+
+    Args:
+        text: `path/file.py:NAME` or `package.module:NAME`.
+        what: the option's value, as text for errors.
+        kind: its type.
+
+    Raises:
+        TargetError: the module cannot be imported, or has no such object.
+    """
+    place, name = _split(text, what, "NAME")
+    with contextlib.redirect_stdout(sys.stderr):
+        module = _load_file(Path(place)) if place.endswith(".py") else _import_module(place)
+    found = getattr(module, name, None)
+    if isinstance(found, kind):
+        return found
+    known = [n for n, item in vars(module).items() if isinstance(item, kind)]
+    raise TargetError(f"{place} has no {kind.__name__} {name!r}; it has {', '.join(known) or 'none'}")
+
+
+def _split(text: str, what: str, name: str) -> tuple[str, str]:
+    place, _, found = text.rpartition(":")
+    if not place or not found.isidentifier():
+        raise TargetError(f"cannot read the {what} {text!r}: write path/file.py:{name} or package.module:{name}")
+    return place, found
 
 
 def _loaded(target: str, place: str, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

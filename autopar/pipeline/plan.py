@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
+from autopar.errors import ScheduleError
 from autopar.ir.placement import Part, Parts
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.partition.cluster import Cluster, Submesh
@@ -19,9 +20,12 @@ from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_timeline, task_seconds
 from autopar.pipeline.schedule import dag as any_edges
-from autopar.pipeline.schedule.table import build
-from autopar.pipeline.schedule.tasks import Schedule, chain_with
+from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.table import SCHEDULES, build
+from autopar.pipeline.schedule.task_text import tasks_of, text_of
+from autopar.pipeline.schedule.tasks import Edges, Schedule, chain_with, synchronous_needs
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.schedule.verifier import check
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.considered import Considered
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
@@ -131,6 +135,45 @@ class PipelinePrediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OwnSchedule:
+    """The tasks of a schedule that is not one of the package, as `schedule.task_text` writes them.
+
+    Args:
+        description: its sentence.
+        orders: the tasks of each submesh.
+        needs: a task and those that it depends on, for each task; empty for those of a synchronous step.
+    """
+
+    description: str
+    orders: tuple[str, ...]
+    needs: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, schedule: Schedule, kind: ScheduleKind) -> OwnSchedule | None:
+        """The tasks of a schedule; None if they follow from the name of its entry."""
+        if SCHEDULES.get(kind.name) is kind:
+            return None
+        needs = {} if kind.needs is synchronous_needs else schedule.needs
+        return cls(
+            description=kind.description,
+            orders=tuple(map(text_of, schedule.orders)),
+            needs=tuple((text_of([task]), text_of(on)) for task, on in needs.items()),
+        )
+
+    def schedule(self, name: str, edges: Edges) -> Schedule:
+        """The schedule with these tasks.
+
+        Raises:
+            ScheduleError: they are not legal.
+        """
+        orders = tuple(map(tasks_of, self.orders))
+        needs = {task: tasks_of(on) for one, on in self.needs for task in tasks_of(one)}
+        built = Schedule(name, orders, needs or synchronous_needs(orders, edges))
+        check(built)
+        return built
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StagesTried:
     """An alternative that was searched; `step_time_s` is `inf` if nothing fitted.
 
@@ -179,6 +222,7 @@ class PipelinePlan:
         run_layers: the layer of each such run; by default consecutive numbers.
         sends: the transfers between stages: activations to later ones, gradients to earlier ones.
         virtual: the number of virtual stages per submesh of a chain.
+        own_schedule: the tasks of a schedule that is not one of the package.
         own_statistics: whether each microbatch has its own batch statistics.
         inputs, outputs: the step's arguments and results. Their `sharding` is that of their first part.
         input_parts, output_parts: the submeshes that hold each; several for a stack of layers.
@@ -209,6 +253,7 @@ class PipelinePlan:
     efficiency: Efficiency | None = None
     run_layers: tuple[int, ...] = ()
     virtual: int = 1
+    own_schedule: OwnSchedule | None = None
     own_statistics: bool = False
     read_state: tuple[int, ...] = ()
     tried: tuple[StagesTried, ...] = ()
@@ -267,6 +312,8 @@ class PipelinePlan:
         if self.is_chain:
             count = len(self.stages)
             edges = chain_with(count, edges)
+            if self.own_schedule is not None:
+                return self.own_schedule.schedule(self.schedule, edges)
             return build(self.schedule, count // self.virtual, self.num_microbatches, virtual=self.virtual, edges=edges)
         return any_edges.list_schedule(
             edges,
@@ -288,8 +335,9 @@ class PipelinePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
-        if not self.considered:  # newer than version 8
-            del body["considered"]
+        for name in ("considered", "own_schedule"):  # newer than version 8
+            if not body[name]:
+                del body[name]
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
 
     @classmethod
@@ -335,6 +383,7 @@ def _check(plan: PipelinePlan) -> None:
             raise WrongFieldError(f"stages[{number}].plan.{wrong.place}", wrong.problem) from None
     _check_layers(plan, layer)
     _check_sends(plan)
+    _check_schedule(plan)
     _check_prices(plan)
     for name, leaves, tensors in (
         ("input_parts", plan.input_parts, plan.inputs),
@@ -364,6 +413,27 @@ def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
         raise WrongFieldError("starts", "must increase")
 
 
+def _check_schedule(plan: PipelinePlan) -> None:
+    """Refuse a schedule that is unknown, or that does not run these stages on their submeshes."""
+    if not plan.is_chain:
+        return
+    if plan.own_schedule is None and plan.schedule not in SCHEDULES:
+        raise WrongFieldError("schedule", f"is {plan.schedule!r}, which is none of {', '.join(SCHEDULES)}")
+    field = "schedule" if plan.own_schedule is None else "own_schedule"
+    try:
+        tasks = plan.tasks()
+    except ScheduleError as error:
+        raise WrongFieldError(field, f"is not legal: {error}") from None
+    if (tasks.num_stages, tasks.num_microbatches) != (len(plan.stages), plan.num_microbatches):
+        raise WrongFieldError(
+            field,
+            f"has {tasks.num_stages} stages and {tasks.num_microbatches} microbatches, but the plan {len(plan.stages)} and"
+            f" {plan.num_microbatches}",
+        )
+    if any(plan.submesh_of[task.stage] != submesh for task, submesh in tasks.submesh_of().items()):
+        raise WrongFieldError("stages", f"must be on the submeshes on which {plan.schedule!r} runs them")
+
+
 def _check_prices(plan: PipelinePlan) -> None:
     """Refuse negative seconds, by which a task could start before what it depends on."""
     for number, stage in enumerate(plan.stages):
@@ -375,17 +445,13 @@ def _check_prices(plan: PipelinePlan) -> None:
 
 
 def _check_sends(plan: PipelinePlan) -> None:
-    """Refuse impossible transfers, a chain whose submeshes do not take turns, and submeshes that overlap without being
-    equal."""
+    """Refuse impossible transfers, and submeshes that overlap without being equal."""
     count, ends = len(plan.stages), [(one.source, one.target, one.when) for one in plan.sends]
     wrong = any(
         not (0 <= one.source < count and 0 <= one.target < count and one.source != one.target) for one in plan.sends
     )
     if wrong or len(set(ends)) < len(ends):
         raise WrongFieldError("sends", f"must go from stages to others, up to {count - 1}, once each")
-    num_submeshes = count // plan.virtual
-    if plan.is_chain and plan.submesh_of != tuple(stage % num_submeshes for stage in range(count)):
-        raise WrongFieldError("stages", f"must be on {num_submeshes} submeshes in turn, as {plan.schedule!r} runs them")
     places = sorted({(stage.devices.start, stage.devices.stop) for stage in plan.stages})
     for (_, stop), (start, _) in pairwise(places):
         if start < stop:

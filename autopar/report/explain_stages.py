@@ -154,7 +154,8 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     among = f" among {outcome.among}" if outcome.among and len(plan.stages) > 1 else ""
     searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
     descriptions = {**any_edges.DESCRIPTIONS, **{name: kind.description for name, kind in SCHEDULES.items()}}
-    description = descriptions.get(plan.schedule, "")
+    own = plan.own_schedule
+    description = descriptions.get(plan.schedule, "") if own is None else own.description
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
     facts = [
         ("Strategy", plan.strategy),

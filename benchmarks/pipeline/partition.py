@@ -22,8 +22,9 @@ import numpy as np
 
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, Submesh, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.objectives import gpipe, one_f_one_b
 from autopar.pipeline.partition.problem import PartitionProblem, Stage, StageCost
+from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
+from autopar.pipeline.schedule.table import find, objective_of
 
 NUM_TABLES = 200
 
@@ -122,7 +123,7 @@ def table(seed: int) -> PartitionProblem:
         cluster=cluster,
         cost=lambda *key: cost[key],
         transfer_s=transfer_s,
-        objective=(one_f_one_b, gpipe)[int(rng.integers(2))](int(rng.choice([1, 2, 8, 64]))),
+        objective=objective_of(find(("1f1b", "gpipe")[int(rng.integers(2))]), int(rng.choice([1, 2, 8, 64])), 1),
         budget_bytes={"a": float(rng.choice([6, 12, 100])), "b": float(rng.choice([12, 1000]))},
         num_stages=int(rng.integers(1, most + 1)) if rng.random() < 0.3 else None,
         all_devices=bool(rng.random() < 0.15),
@@ -291,7 +292,7 @@ def alpa_problems() -> Iterator[tuple[str, PartitionProblem, float]]:
                 return StageCost(forward_s=cost[key], flight_bytes=1 / (later[key] + 1))
 
             num_microbatches = (1, 16, 512)[at // 2]
-            objective = replace(one_f_one_b(num_microbatches), in_flight=lambda after, _: after + 1)
+            objective = replace(objective_of(ONE_F_ONE_B, num_microbatches, 1), in_flight=lambda after, _: after + 1)
             problem = PartitionProblem(
                 num_layers=num_layers,
                 cluster=Cluster((DeviceGroup("a", num_hosts, per_host),)),

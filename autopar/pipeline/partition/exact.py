@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.errors import ClusterError
 from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stages, searched
 from autopar.pipeline.partition.dynamic_program import Hops
 from autopar.pipeline.partition.price_tables import Prices, Run
@@ -49,8 +50,14 @@ class ExactPartitioner:
         """Find the cheapest partition.
 
         Raises:
+            ClusterError: there are fewer devices than requested stages.
             KeyboardInterrupt: Ctrl-C before any partition was found.
         """
+        if problem.num_stages is not None and problem.num_stages > problem.most_stages:
+            raise ClusterError(
+                f"{problem.num_stages} stages were requested, but {problem.num_layers} layers on"
+                f" {problem.cluster.num_devices} devices make at most {problem.most_stages}: choose 1 to {problem.most_stages}"
+            )
         prices, transfers = Prices(problem), Transfers(problem)
         placer = Placer(problem, transfers.types)
         variants = [_Variant(placer, prices, transfers, count) for count in _num_stages(problem)]
@@ -76,14 +83,16 @@ class ExactPartitioner:
 
 
 def _num_stages(problem: PartitionProblem) -> list[int | None]:
-    """The numbers of stages to search one by one: the requested one, or all if the in-flight microbatches depend on it;
-    [None] if a single search covers all numbers."""
-    if problem.num_stages is not None:
-        return [problem.num_stages]
+    """The numbers of stages to search one by one: the requested one, or all that the schedule can have if it cannot have
+    all, or if the in-flight microbatches depend on the number; [None] if a single search covers all numbers."""
     in_flight, most = problem.objective.in_flight, problem.most_stages
+    every = range(1, most + 1) if problem.num_stages is None else [problem.num_stages]
+    allowed = [count for count in every if problem.may_have(count)]
+    if problem.num_stages is not None or len(allowed) < most:
+        return list(allowed)
     for after in range(most):
         if len({in_flight(after, count) for count in range(after + 1, most + 1)}) > 1:
-            return list(range(1, most + 1))
+            return list(allowed)
     return [None]
 
 

@@ -4,7 +4,7 @@
     over        stages 1..p: consecutive runs of layers, on submeshes without common devices
     subject to  state_i + working_i + in_flight_i * flight_i  <=  budget of the kind of submesh i
 
-The schedule determines once_i and repeated_i (`objectives.py`). For 1F1B with m microbatches, let t_i be the forward
+The schedule determines once_i and repeated_i (`schedule.objective`). For 1F1B with m microbatches, let t_i be the forward
 and backward seconds of one microbatch plus the transfer to the next stage. Then once_i = t_i and
 repeated_i = (m - 1) t_i + update_i, so the objective is  sum t_i + (m - 1) max t_j  without updates.
 """
@@ -18,35 +18,9 @@ from typing import Protocol
 
 from autopar.errors import ClusterError
 from autopar.pipeline.partition.cluster import Cluster, Submesh, SubmeshShape
+from autopar.pipeline.schedule.objective import Objective, StageCost
 from autopar.solve.problem import Status
 from autopar.system.units import human_bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCost:
-    """The cost of a run of layers on a submesh; bytes are per device.
-
-    Args:
-        forward_s: seconds of the forward pass of one microbatch.
-        backward_s: seconds of the backward pass of one microbatch; of its input part if it is split.
-        weight_s: seconds of its weight part; 0 if it is not split.
-        update_s: seconds once per step after the last microbatch: gradient reductions and the optimizer.
-        state_bytes: bytes held all the time: parameters, optimizer state, accumulated gradients.
-        flight_bytes: bytes of stashed activations per in-flight microbatch.
-        working_bytes: additional bytes while a microbatch is processed.
-    """
-
-    forward_s: float
-    backward_s: float = 0.0
-    weight_s: float = 0.0
-    update_s: float = 0.0
-    state_bytes: float = 0.0
-    flight_bytes: float = 0.0
-    working_bytes: float = 0.0
-
-    def bytes_with(self, in_flight: float) -> float:
-        """Bytes per device with this number of in-flight microbatches."""
-        return self.state_bytes + self.working_bytes + in_flight * self.flight_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +34,6 @@ class CostTables:
 
     cost: Callable[[SubmeshShape], StageCost]
     bound: Callable[[SubmeshShape], StageCost]
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """A schedule's terms of the objective above, as functions of stage costs. Nothing is negative.
-
-    Args:
-        once_s, repeated_s: the terms of a stage, without its transfer to the next; elementwise for `CostTables`.
-        in_flight: the peak of in-flight microbatches of a stage, by the number of stages after it and of all stages.
-        transfer_once, transfer_repeated: the factors of one microbatch's transfer in the two terms.
-    """
-
-    once_s: Callable[[StageCost], float]
-    repeated_s: Callable[[StageCost], float]
-    in_flight: Callable[[int, int], float]
-    transfer_once: float = 1.0
-    transfer_repeated: float = 0.0
 
 
 class Growth(Enum):
@@ -109,6 +66,7 @@ class PartitionProblem:
         shapes: the shapes of submeshes; by default all shapes of the cluster.
         max_stages: the largest number of stages.
         num_stages: the exact number of stages.
+        may_have: whether the schedule can run on this number of submeshes.
         all_devices: whether no device may stay idle, as in Alpa; `ExactPartitioner` knows it.
 
     Raises:
@@ -129,6 +87,7 @@ class PartitionProblem:
     shapes: tuple[SubmeshShape, ...] = ()
     max_stages: int | None = None
     num_stages: int | None = None
+    may_have: Callable[[int], bool] = lambda num_submeshes: True
     all_devices: bool = False
 
     def __post_init__(self) -> None:
@@ -138,10 +97,10 @@ class PartitionProblem:
         self.cluster.check_kinds(self.budget_bytes, "a memory budget")
         if self.max_stages is not None and self.max_stages < 1:
             raise ClusterError(f"at most {self.max_stages} stages leave no place for a layer: allow at least 1")
-        if self.num_stages is not None and not 1 <= self.num_stages <= self.most_stages:
+        if self.num_stages is not None and not 1 <= self.num_stages <= self.num_layers:
             raise ClusterError(
-                f"{self.num_stages} stages were requested, but {self.num_layers} layers on {self.cluster.num_devices}"
-                f" devices make at most {self.most_stages}: choose 1 to {self.most_stages}"
+                f"{self.num_stages} stages were requested, but {self.num_layers} layers make at most {self.num_layers}:"
+                f" choose 1 to {self.num_layers}"
             )
 
     @property
@@ -151,7 +110,7 @@ class PartitionProblem:
 
     @property
     def most_stages(self) -> int:
-        """An upper bound of the number of stages."""
+        """An upper bound of the number of submeshes, each with at least one stage."""
         return min(self.num_layers, self.cluster.num_devices, self.max_stages or self.num_layers)
 
 
@@ -204,7 +163,7 @@ class Partition:
     """The result of a partitioner. Without a solution, `stages` is empty and `cost_s` is `inf`.
 
     Args:
-        stages: the stages in order; with virtual stages, stage j is on submesh j mod `num_submeshes`.
+        stages: the stages in order; several may be on one submesh.
         cost_s: the objective's value.
         lower_bound_s: a lower bound of the objective.
         status: how the search ended.

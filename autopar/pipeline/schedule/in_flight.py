@@ -30,6 +30,11 @@ def in_flight(schedule: Schedule) -> tuple[dict[int, int], ...]:
     return tuple(peaks)
 
 
+def most_in_flight(schedule: Schedule) -> tuple[float, ...]:
+    """For each submesh, the peak number of in-flight microbatches of all its stages together."""
+    return peak_held(schedule, lambda stage: 1)
+
+
 def peak_held(
     schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
 ) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Define an entry of the schedule table.
 
-Out: `PipelineShape`, `EvenPipeline` (the model of the published bubble formulas) and `ScheduleKind`.
+Out: `PipelineShape`, `EvenPipeline` (the model of the published bubble formulas), placements, and `ScheduleKind`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, synchronous_needs
+
+#: For each stage, in program order, the submeshes that run it; a stage on several has a replica on each.
+Placement = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,25 @@ class EvenPipeline:
         return (self.shape.num_submeshes - 1) * (self.forward_s + self.backward_s)
 
 
+def in_turn(shape: PipelineShape) -> Placement:
+    """Stage s on submesh s mod p.
+
+    >>> in_turn(PipelineShape(2, 1, virtual=2))
+    ((0,), (1,), (0,), (1,))
+    """
+    return tuple((stage % shape.num_submeshes,) for stage in range(shape.num_submeshes * shape.virtual))
+
+
+def down_and_up(shape: PipelineShape) -> Placement:
+    """The stages go down the submeshes and up again.
+
+    >>> down_and_up(PipelineShape(3, 1, virtual=2))
+    ((0,), (1,), (2,), (2,), (1,), (0,))
+    """
+    down = [(submesh,) for submesh in range(shape.num_submeshes)]
+    return tuple(place for n in range(shape.virtual) for place in (down if n % 2 == 0 else reversed(down)))
+
+
 def anything(shape: PipelineShape) -> None:
     """No requirement."""
 
@@ -83,6 +106,11 @@ class ScheduleKind:
         bubble_s: `bubble` as code; None if nothing is published.
         holds: `where` as code.
         in_flight: a function that gives each submesh's peak of in-flight microbatches of all its stages.
+        placement: the submeshes of each stage, as the orders have them.
+        virtuals: the numbers of virtual stages per submesh that a search tries, the usual one first.
+        is_searched: whether `schedule="auto"` tries it.
+        objective: a function from the numbers of microbatches and of virtual stages per submesh to the objective by which
+            stages are cut; by default `estimated_objective`.
     """
 
     name: str
@@ -96,3 +124,7 @@ class ScheduleKind:
     bubble_s: Callable[[EvenPipeline], float] | None = None
     holds: Callable[[EvenPipeline], bool] = lambda even: True
     in_flight: Callable[[PipelineShape], tuple[int, ...]] | None = None
+    placement: Callable[[PipelineShape], Placement] = in_turn
+    virtuals: tuple[int, ...] = (1,)
+    is_searched: bool = False
+    objective: Callable[[int, int], Objective] | None = None

@@ -7,6 +7,7 @@ only. `gpipe` (Huang et al., 2019) runs all forward passes before all backward p
 from __future__ import annotations
 
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, one_stage_each
+from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.tasks import Orders, Task
 
 
@@ -37,6 +38,34 @@ def _on_each(number: int, shape: PipelineShape) -> tuple[int, ...]:
     return (number,) * shape.num_submeshes
 
 
+def _waiting_for_all(num_microbatches: int, virtual: int) -> Objective:
+    """A microbatch starts when the previous one is done."""
+    return Objective(
+        once_s=lambda cost: num_microbatches * cost.pass_s,
+        repeated_s=lambda cost: cost.update_s,
+        in_flight=lambda after, num_submeshes: 1,
+        transfer_once=num_microbatches,
+    )
+
+
+def _flowing_forward(num_microbatches: int, virtual: int) -> Objective:
+    repeats = num_microbatches - 1
+    return Objective(
+        once_s=lambda cost: cost.forward_s,
+        repeated_s=lambda cost: repeats * cost.forward_s,
+        in_flight=lambda after, num_submeshes: 1,
+    )
+
+
+def _flowing_there_and_back(num_microbatches: int, virtual: int) -> Objective:
+    repeats = num_microbatches - 1
+    return Objective(
+        once_s=lambda cost: cost.pass_s,
+        repeated_s=lambda cost: repeats * cost.pass_s + cost.update_s,
+        in_flight=lambda after, num_submeshes: num_microbatches,
+    )
+
+
 NONE = ScheduleKind(
     name="none",
     description="One microbatch after another through all stages: one submesh works at a time.",
@@ -45,6 +74,7 @@ NONE = ScheduleKind(
     bubble="m(p - 1)(F + B)",
     bubble_s=lambda even: even.shape.num_microbatches * even.filling_and_draining_s,
     in_flight=lambda shape: _on_each(1, shape),
+    objective=_waiting_for_all,
 )
 INFERENCE = ScheduleKind(
     name="inference",
@@ -55,6 +85,8 @@ INFERENCE = ScheduleKind(
     bubble="(p - 1)F",
     bubble_s=lambda even: (even.shape.num_submeshes - 1) * even.forward_s,
     in_flight=lambda shape: _on_each(1, shape),
+    objective=_flowing_forward,
+    is_searched=True,
 )
 GPIPE = ScheduleKind(
     name="gpipe",
@@ -64,4 +96,5 @@ GPIPE = ScheduleKind(
     bubble="(p - 1)(F + B)",
     bubble_s=lambda even: even.filling_and_draining_s,
     in_flight=lambda shape: _on_each(shape.num_microbatches, shape),
+    objective=_flowing_there_and_back,
 )

@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from autopar.errors import ScheduleError
+from autopar.pipeline.schedule import dag
+from autopar.pipeline.schedule.in_flight import most_in_flight
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.one_forward_one_backward import INTERLEAVED, ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import GPIPE, INFERENCE, NONE
 from autopar.pipeline.schedule.tasks import Edges, Schedule, chain, with_updates
+from autopar.pipeline.schedule.v_shaped import DUALPIPE_V, ZB_V
 from autopar.pipeline.schedule.verifier import check
-from autopar.pipeline.schedule.zero_bubble import ZB_H1
+from autopar.pipeline.schedule.zero_bubble import INTERLEAVED_ZB, ZB_H1
 
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (NONE, INFERENCE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1)}
+    {
+        kind.name: kind
+        for kind in (NONE, INFERENCE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, INTERLEAVED_ZB, ZB_V, DUALPIPE_V)
+    }
 )
 
 
@@ -28,10 +36,14 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
     """The entry of this name. A `ScheduleKind` is returned unchanged.
 
     Raises:
-        ScheduleError: no schedule has the name.
+        ScheduleError: no schedule has the name, or an entry of one's own has the name of another.
     """
     if isinstance(schedule, ScheduleKind):
+        if schedule.name in dag.DESCRIPTIONS or SCHEDULES.get(schedule.name, schedule) is not schedule:
+            raise ScheduleError(f"the name {schedule.name!r} belongs to a schedule of the package: choose another one")
         return schedule
+    if not isinstance(schedule, str):
+        raise ScheduleError(f"`schedule` is {schedule!r}: give a name or a `ScheduleKind`")
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
     close = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=2, cutoff=0.5)
@@ -39,6 +51,15 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
     raise ScheduleError(
         f"there is no schedule {schedule!r}.{meant} The schedules are {', '.join(map(repr, SCHEDULES))}"
     )
+
+
+def searched(*, trains: bool) -> tuple[ScheduleKind, ...]:
+    """The schedules that `schedule="auto"` tries.
+
+    Args:
+        trains: whether the step has a backward pass.
+    """
+    return tuple(kind for kind in SCHEDULES.values() if kind.is_searched and (kind.backward != "none") == trains)
 
 
 def unmet(kind: ScheduleKind, shape: PipelineShape) -> str | None:
@@ -76,6 +97,37 @@ def build(
         raise ScheduleError(reason)
     wanted = None if edges is None else tuple(edges)
     return _kept(kind, shape, wanted) if SCHEDULES.get(kind.name) is kind else _build(kind, shape, wanted)
+
+
+def shapes_with(kind: ScheduleKind, num_stages: int, most_submeshes: int, num_microbatches: int) -> list[PipelineShape]:
+    """The shapes in which a schedule has this number of stages on two submeshes or more.
+
+    Args:
+        most_submeshes: the largest number of submeshes.
+    """
+    sizes = ((p, v) for p in range(2, most_submeshes + 1) for v in range(1, num_stages // 2 + 1))
+    shapes = (PipelineShape(p, num_microbatches, v) for p, v in sizes if p * v <= 2 * num_stages)
+    return [one for one in shapes if unmet(kind, one) is None and len(kind.placement(one)) == num_stages]
+
+
+def objective_of(kind: ScheduleKind, num_microbatches: int, virtual: int) -> Objective:
+    """The objective by which stages are cut. A kind without one gets that of GPipe, with the in-flight microbatches of its
+    orders; the best stages are simulated."""
+    if kind.objective is not None:
+        return kind.objective(num_microbatches, virtual)
+    repeats = num_microbatches * virtual - 1
+
+    def held(after: int, num_submeshes: int) -> float:
+        shape = PipelineShape(num_submeshes, num_microbatches, virtual)
+        return math.inf if unmet(kind, shape) else most_in_flight(_build(kind, shape, None))[num_submeshes - 1 - after]
+
+    return Objective(
+        once_s=lambda cost: cost.pass_s / virtual,
+        repeated_s=lambda cost: repeats * cost.pass_s + virtual * cost.update_s,
+        in_flight=functools.cache(held),
+        transfer_once=1 / virtual,
+        transfer_repeated=repeats,
+    )
 
 
 #: A search uses few shapes, each many times.

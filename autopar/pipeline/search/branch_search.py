@@ -19,11 +19,13 @@ from autopar.pipeline.cut.stage_programs import Cuttable, Layers, StageProgram
 from autopar.pipeline.partition.branches import Branches, on_part
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.objectives import forward_only, one_f_one_b
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline, task_seconds
 from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_schedule
+from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
+from autopar.pipeline.schedule.sequential import INFERENCE
+from autopar.pipeline.schedule.table import objective_of
 from autopar.pipeline.search.searches_by_microbatches import keys_with_pins
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
@@ -76,13 +78,13 @@ class BranchSearch:
             budget_bytes: the memory budget of a device of each kind.
         """
         costs = self._costs_for(count)
-        objective = one_f_one_b if self._trains else forward_only
+        like = ONE_F_ONE_B if self._trains else INFERENCE
         problem = PartitionProblem(
             num_layers=len(self.layers.keys),
             cluster=self.cluster,
             cost=costs.cost,
             transfer_s=self._transfer_s(count),
-            objective=objective(count),
+            objective=objective_of(like, count, 1),
             budget_bytes=budget_bytes,
             together=True,
             layer_keys=self.layers.keys,

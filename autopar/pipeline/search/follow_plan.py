@@ -21,9 +21,9 @@ from autopar.pipeline.partition.problem import Partition, Stage, StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline, task_seconds
 from autopar.pipeline.plan import LeafPart, PipelinePlan
-from autopar.pipeline.schedule.dag import NAMES, Backward, list_schedule
-from autopar.pipeline.schedule.kind import PipelineShape
-from autopar.pipeline.schedule.table import build, find, unmet
+from autopar.pipeline.schedule.dag import Backward, list_schedule
+from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.table import build, find, searched, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.search.plan_stages import (
     StageRequest,
@@ -35,7 +35,7 @@ from autopar.pipeline.search.plan_stages import (
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_layouts import StageLayouts, pins_by_position
-from autopar.pipeline.search.stage_search import SCHEDULES, StagedStep, sends_of, unsplit_backward
+from autopar.pipeline.search.stage_search import StagedStep, sends_of, unsplit_backward
 from autopar.pipeline.search.stages_of_state import StagesOfUnits, holds, shared_state
 from autopar.solve.problem import Status
 from autopar.system.units import human_bytes
@@ -262,45 +262,52 @@ class _Following:
     ) -> StagedStep:
         """The fastest schedule of these stages, of those that fit if some do."""
         steps = [
-            self._simulated(stages, costs, schedule, sends)
-            for schedule, sends in self._schedules(stages, costs, programs, count)
+            self._simulated(stages, costs, schedule, sends, kind)
+            for schedule, sends, kind in self._schedules(stages, costs, programs, count)
         ]
         return min(steps, key=lambda step: (step.over(self.request.budgets) > 1, step.step_time_s))
 
     def _schedules(
         self, stages: Sequence[Stage], costs: Sequence[StageCost], programs: Sequence[StageProgram], count: int
-    ) -> Iterator[tuple[Schedule, tuple[Send, ...]]]:
-        """The schedules that these stages can run, with the transfers between them."""
+    ) -> Iterator[tuple[Schedule, tuple[Send, ...], ScheduleKind | None]]:
+        """The schedules that these stages can run, with the transfers between them, and their entries."""
         places: dict[range, int] = {}
         submesh_of = [places.setdefault(stage.submesh.devices, len(places)) for stage in stages]
         virtual = len(stages) // len(places)
         trains = bool(self.cuttable.flow.backward)
-        names = (self.request.schedule,) if self.request.schedule != "auto" else SCHEDULES if trains else ("inference",)
+        is_open = self.request.schedule == "auto"
+        kinds = searched(trains=trains) if is_open else (find(self.request.schedule),)
         submeshes = [stage.submesh for stage in stages]
         sends = sends_of(exchanges_of(programs), submeshes, self.like.cluster, self.request.profiles)
         edges, found = edges_between(sends), False
-        if self.like.is_chain and submesh_of == [n % len(places) for n in range(len(stages))]:
-            for name in names:
-                reason = unmet(find(name), PipelineShape(len(places), count, virtual))
-                if reason is None:
-                    found = True
-                    yield build(name, len(places), count, virtual=virtual, edges=chain_with(len(stages), edges)), sends
-                elif self.request.schedule != "auto":
-                    raise ScheduleError(f"{reason}. The stages are those of the plan given as `like`")
+        for kind in kinds if self.like.is_chain else ():
+            shape = PipelineShape(len(places), count, virtual)
+            reason = unmet(kind, shape)
+            if reason is not None and not is_open:
+                raise ScheduleError(f"{reason}. The stages are those of the plan given as `like`")
+            if reason is None and kind.placement(shape) == tuple((submesh,) for submesh in submesh_of):
+                found = True
+                edges_of_chain = chain_with(len(stages), edges)
+                yield build(kind, len(places), count, virtual=virtual, edges=edges_of_chain), sends, kind
         if found:
             return
-        if self.request.schedule != "auto":
+        if not is_open:
             raise ScheduleError(
-                f"schedule {self.request.schedule!r} runs a chain of stages, but the stages of the plan given as `like` are"
-                " none for this step: leave schedule='auto'"
+                f"schedule {find(self.request.schedule).name!r} has other stages on its submeshes than the plan given as"
+                " `like`: leave schedule='auto'"
             )
         ways: tuple[Backward, ...] = ("whole", "split") if trains else ("none",)
         for way in ways:
             seconds = task_seconds(costs if way == "split" else [unsplit_backward(cost) for cost in costs])
-            yield list_schedule(edges, submesh_of, count, seconds=seconds, backward=way), sends
+            yield list_schedule(edges, submesh_of, count, seconds=seconds, backward=way), sends, None
 
     def _simulated(
-        self, stages: Sequence[Stage], costs: Sequence[StageCost], schedule: Schedule, sends: tuple[Send, ...]
+        self,
+        stages: Sequence[Stage],
+        costs: Sequence[StageCost],
+        schedule: Schedule,
+        sends: tuple[Send, ...],
+        kind: ScheduleKind | None,
     ) -> StagedStep:
         if not any(task.phase == "input" for task in schedule.tasks):
             costs = [unsplit_backward(cost) for cost in costs]
@@ -315,5 +322,5 @@ class _Following:
             status=Status.UNPROVEN,
             num_queries=len(stages),
         )
-        layer_of = self.layer_of if schedule.name in NAMES.values() else None
-        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of)
+        layer_of = self.layer_of if kind is None else None
+        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of, kind)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.partition.cluster import SubmeshShape
-from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
 
 #: Makes the search for a number of microbatches, on the given shapes or on all.
 SearchOf = Callable[[int, Sequence[SubmeshShape] | None], StageSearch]
@@ -49,7 +49,7 @@ def over_microbatches(
     search_of: SearchOf,
     numbers: Sequence[int],
     start: int,
-    find: Callable[[StageSearch], Outcome] = lambda search: search.outcome(SCHEDULES),
+    find: Callable[[StageSearch], Outcome] = lambda search: search.outcome(),
     estimate_of: EstimateOf = lambda number, known, shapes: None,
 ) -> tuple[Tried, ...]:
     """Search over numbers of microbatches. Return the results, best first.
@@ -109,7 +109,8 @@ class _Climb:
         search = self.estimate_of(number, self.numbers[known], self._shapes(at) or ())
         if search is None:
             return self._time(at)
-        self.estimated[at] = outcome = search.outcome((self.best.schedule.name,))
+        assert self.best.kind is not None, "stages of branches are not estimated"
+        self.estimated[at] = outcome = search.outcome((self.best.kind,))
         return math.inf if outcome.step is None else outcome.step.step_time_s
 
     def _time(self, at: int) -> float:

@@ -26,14 +26,15 @@ from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
 from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import PipelinePlan, StagesTried
-from autopar.pipeline.schedule.table import find
+from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.stage_costs import STATE_PRICES, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
-from autopar.pipeline.search.stage_search import SCHEDULES, Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
 from autopar.planner.memory_budget import MARGIN, MemoryBudget
 from autopar.system.gc_pause import seldom_collect
 from autopar.system.units import human_bytes
@@ -70,7 +71,7 @@ class StageRequest:
     Args:
         profiles: the hardware profile of each kind of device in the cluster.
         memory_budget_bytes: bytes per device; None for the profile's usable memory.
-        partitioner: by default `ExactPartitioner` or `InterleavedPartitioner`, which prove optimality by their costs.
+        partitioner: by default `ExactPartitioner` or `EqualSubmeshPartitioner`, which prove optimality by their costs.
         mesh: the mesh of each stage; None for the fastest.
         pins: path or glob of arguments -> `PartitionSpec`, of the user and of sharding metadata.
         planning: options of `planner.plan_and_parts` for each stage.
@@ -80,7 +81,7 @@ class StageRequest:
     profiles: Mapping[str, HardwareProfile]
     stages: int | Literal["auto"] = "auto"
     num_microbatches: int | Literal["auto"] = "auto"
-    schedule: str = "auto"
+    schedule: str | ScheduleKind = "auto"
     own_statistics: bool = False
     memory_budget_bytes: float | None = None
     partitioner: Partitioner | None = None
@@ -213,12 +214,12 @@ def checked_count(count: Any) -> int:
     return count
 
 
-def check_schedule(cuttable: Cuttable, name: str, schedule: str) -> None:
+def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) -> None:
     """Refuse a forward-only schedule for a step with a backward pass.
 
     Args:
         name: the step's name.
-        schedule: the schedule's name, or "auto".
+        schedule: the schedule's name or entry, or "auto".
 
     Raises:
         ScheduleError: it is one, or there is no schedule of this name.
@@ -227,9 +228,10 @@ def check_schedule(cuttable: Cuttable, name: str, schedule: str) -> None:
         return
     kind = find(schedule)
     if kind.backward == "none" and cuttable.flow.backward:
+        training = [repr(one.name) for one in SCHEDULES.values() if one.backward != "none"]
         raise ScheduleError(
             f"schedule {kind.name!r} runs forward passes only, but `{name}` has a backward pass: its gradients and updates"
-            f" would never be computed. Leave schedule='auto', or choose one of {', '.join(map(repr, SCHEDULES))}"
+            f" would never be computed. Leave schedule='auto', or choose one of {', '.join(training)}"
         )
 
 
@@ -304,7 +306,8 @@ class _Planning:
                 return
             self.report("borders of stages", 0.88)
             shapes = tuple(dict.fromkeys(stage.submesh.shape for stage in step.stages))
-            found = finer.search(count, shapes).outcome((step.schedule.name,)).step
+            assert step.kind is not None, "these stages are a chain"
+            found = finer.search(count, shapes).outcome((step.kind,)).step
             if found is not None and found.step_time_s < step.step_time_s:
                 self.best[False] = count, replace(found, partition=proven), finer
 
@@ -336,13 +339,23 @@ class _Planning:
         Args:
             forks: whether branches are searched, of which a submesh runs several stages.
         """
-        num_devices = self.request.cluster.num_devices
-        if self.request.stages != "auto" and self.request.stages > num_devices and not forks:
-            raise ClusterError(
-                f"{self.request.stages} stages were requested, and {num_devices} device{'s' * (num_devices > 1)} can have"
-                f" at most {num_devices}: choose 1 to {num_devices}"
-            )
         check_schedule(self.cuttable, self.program.signature.name, self.request.schedule)
+        num_devices, stages = self.request.cluster.num_devices, self.request.stages
+        if stages != "auto" and stages > num_devices and not forks and not self._fewest_submeshes():
+            raise ClusterError(
+                f"{stages} stages were requested, and {num_devices} device{'s' * (num_devices > 1)} can have at most"
+                f" {num_devices}: choose 1 to {num_devices}, or with several stages on each submesh, schedule='interleaved'"
+                " and a multiple of the number of submeshes"
+            )
+
+    def _fewest_submeshes(self) -> int:
+        """The least number of submeshes, from 2, on which a schedule can have the requested number of stages; 0 if none."""
+        stages, num_devices = self.request.stages, self.request.cluster.num_devices
+        assert stages != "auto", "any number of stages is allowed"
+        count = self.request.num_microbatches
+        known = count if isinstance(count, int) else 2 * num_devices  # enough for any schedule
+        shapes = [one for kind in self._schedules() for one in shapes_with(kind, stages, num_devices, known)]
+        return min((one.num_submeshes for one in shapes), default=0)
 
     # -- the search --------------------------------------------------------------------------
 
@@ -396,13 +409,16 @@ class _Planning:
         if self.branches is not None:
             shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
             yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
-        for name in self._schedules() if self._chain_may_be() else ():
-            yield name, search.outcome((name,), self.request.partitioner)
+        usual = self.request.schedule == "auto"
+        for kind in self._schedules() if self._chain_may_be() else ():
+            yield kind.name, search.outcome((kind,), self.request.partitioner, usual=usual)
 
     def _chain_may_be(self) -> bool:
         """Whether a chain may have the requested number of stages. If not, stages that fork may have it."""
-        most = min(len(self.searches.clustering.starts), self.request.cluster.num_devices)
-        return self.branches is None or self.request.stages == "auto" or self.request.stages <= most
+        stages, most = self.request.stages, len(self.searches.clustering.starts)
+        if self.branches is None or stages == "auto" or stages == 1:
+            return True
+        return stages <= most and (stages <= self.request.cluster.num_devices or self._fewest_submeshes() > 0)
 
     def _forked_layers(self) -> ForkedLayers | None:
         """The layers of stages that fork and join, if the step does and the request leaves the schedule open."""
@@ -418,15 +434,15 @@ class _Planning:
         least = 1 if request.stages == "auto" else request.stages
         if least > 1 and forks:
             least = 2  # parts of one submesh
-        elif least > 3 and least % 2 == 0 and request.schedule in ("auto", "interleaved"):
-            least //= 2
+        elif least > 1:
+            least = self._fewest_submeshes() or least
         sizes = {shape.num_devices for shape in request.shapes}
         return stage_layouts(self.program.graph, request.pins, request.mesh, sizes, cluster.num_devices, least)
 
-    def _schedules(self) -> Sequence[str]:
+    def _schedules(self) -> Sequence[ScheduleKind]:
         if self.request.schedule == "auto":
-            return SCHEDULES if self.cuttable.flow.backward else ("inference",)
-        return (find(self.request.schedule).name,)
+            return searched(trains=bool(self.cuttable.flow.backward))
+        return (find(self.request.schedule),)
 
     # -- the plan ----------------------------------------------------------------------------
 

@@ -19,7 +19,15 @@ from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.partition.cluster import Cluster
 from autopar.pipeline.partition.sends import edges_between
-from autopar.pipeline.plan import LeafPart, PipelinePlan, PipelinePrediction, SearchOutcome, StagePlan, StagesTried
+from autopar.pipeline.plan import (
+    LeafPart,
+    OwnSchedule,
+    PipelinePlan,
+    PipelinePrediction,
+    SearchOutcome,
+    StagePlan,
+    StagesTried,
+)
 from autopar.pipeline.schedule.dag import side_by_side
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.search.stage_search import StagedStep
@@ -83,6 +91,7 @@ def recorded(
         starts=starts,
         run_layers=run_layers,
         virtual=1 if run_layers else len(stages) // schedule.num_submeshes,
+        own_schedule=None if step.kind is None else OwnSchedule.of(schedule, step.kind),
         stages=stages,
         sends=step.sends,
         inputs=tuple(tensor for tensor, _ in inputs),

@@ -2,7 +2,7 @@
 
 In: the costs of runs of layers, a cluster, and a number of microbatches.
 Out: the fastest simulated `StagedStep` that fits. For each schedule, the partition minimizes the schedule's objective
-(`objectives.py`), a sum plus a maximum. The best partitions are then simulated task by task. All layers as one stage
+(`schedule.objective`), a sum plus a maximum. The best partitions are then simulated task by task. All layers as one stage
 are searched separately, because one stage is one program with its own cost.
 
 An objective prices transfers at boundaries between consecutive stages. At first, a value with a distant reader counts at
@@ -20,13 +20,11 @@ from dataclasses import dataclass, replace
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.exchanges import Passing, crossing_bytes, exchanges_of_layers
 from autopar.pipeline.partition.cluster import Cluster, Line, Submesh, SubmeshShape, lines
+from autopar.pipeline.partition.equal_submeshes import EqualSubmeshPartitioner
 from autopar.pipeline.partition.exact import ExactPartitioner
-from autopar.pipeline.partition.interleaved import InterleavedPartitioner
-from autopar.pipeline.partition.objectives import forward_only, gpipe, interleaved, one_at_a_time, one_f_one_b, zb_h1
 from autopar.pipeline.partition.problem import (
     CostTables,
     Growth,
-    Objective,
     Partition,
     Partitioner,
     PartitionProblem,
@@ -36,28 +34,18 @@ from autopar.pipeline.partition.problem import (
 )
 from autopar.pipeline.partition.sends import Exchange, Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline
-from autopar.pipeline.schedule.kind import PipelineShape
-from autopar.pipeline.schedule.table import build, find, unmet
+from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, in_turn
+from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
+from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.solve.problem import Status
 
-#: The objective of each schedule that stages can be cut for.
-OBJECTIVES: Mapping[str, Callable[[int], Objective]] = {
-    "1f1b": one_f_one_b,
-    "gpipe": gpipe,
-    "zb-h1": zb_h1,
-    "inference": forward_only,
-    "none": one_at_a_time,
-}
-#: The schedules to search. gpipe takes as long as 1f1b and needs more memory.
-SCHEDULES = ("1f1b", "zb-h1", "interleaved")
-#: The number of virtual stages per submesh of the interleaved schedule.
-_VIRTUAL = 2
 #: The number of partitions to simulate per schedule.
 _MOST_SIMULATED = 3
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
+Schedules = Sequence[str | ScheduleKind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +60,7 @@ class StagedStep:
         peak_bytes: the peak per device of each submesh.
         partition: the partitioner's result.
         layer_of: the layer of each unit of the forward pass, if branches have their own stages.
+        kind: the entry of the schedule; None if branches have their own stages.
     """
 
     stages: tuple[Stage, ...]
@@ -82,6 +71,7 @@ class StagedStep:
     peak_bytes: tuple[float, ...]
     partition: Partition
     layer_of: tuple[int, ...] | None = None
+    kind: ScheduleKind | None = None
 
     @property
     def step_time_s(self) -> float:
@@ -148,17 +138,20 @@ class StageSearch:
     time_limit_s: float = math.inf
     trains: bool = True
 
-    def best(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> StagedStep | None:
+    def best(self, schedules: Schedules = (), partitioner: Partitioner | None = None) -> StagedStep | None:
         """The fastest step that fits; None if nothing fits."""
         return self.outcome(schedules, partitioner).step
 
-    def outcome(self, schedules: Sequence[str] = SCHEDULES, partitioner: Partitioner | None = None) -> Outcome:
+    def outcome(
+        self, schedules: Schedules = (), partitioner: Partitioner | None = None, *, usual: bool = True
+    ) -> Outcome:
         """Find the fastest step that fits, or the reason if none does. Stages on one device each are also searched
         separately, because the optimum of a schedule's objective need not be the fastest when simulated.
 
         Args:
-            schedules: the names of schedules to search.
+            schedules: the schedules to search; by default those of `schedule="auto"`.
             partitioner: by default the package's partitioners.
+            usual: whether only the usual number of virtual stages per submesh of each schedule is searched.
         """
         found, reasons = [], []
         several = self.shapes
@@ -167,7 +160,11 @@ class StageSearch:
         single = tuple(shape for shape in several if shape.num_devices == 1 and self._may_fit_each(shape))
         among = [several, *([single] if single != several and partitioner is None else [])]
         searches = [replace(self, shapes=shapes) for shapes in among if shapes]
-        outcomes = [search._of_schedule(name, partitioner) for name in schedules for search in reversed(searches)]
+        outcomes = [
+            search._of_schedule(kind, virtual, partitioner)
+            for kind, virtual in self._kinds(schedules, usual)
+            for search in reversed(searches)
+        ]
         alone = [self.one_stage()] if self.num_stages in (None, 1) and partitioner is None else []
         for outcome in (*alone, *outcomes):
             found += [] if outcome.step is None else [outcome.step]
@@ -192,9 +189,8 @@ class StageSearch:
             if mesh is None or cost is None:
                 continue
             stage = Stage(0, len(self.keys) - 1, mesh)
-            step = self._simulated(
-                "1f1b", (stage,), (unsplit_backward(cost),), _settled(stage, cost, self.num_microbatches)
-            )
+            partition = _settled(stage, cost, self.num_microbatches)
+            step = self._simulated(ONE_F_ONE_B, 1, (stage,), (unsplit_backward(cost),), partition)
             quickest.setdefault(replace(shape, option=0), step.step_time_s)
             budget = self.budget_bytes[shape.kind]
             if step.peak_bytes[0] <= budget:
@@ -205,7 +201,7 @@ class StageSearch:
         reason = str(least) if least and best is None else ""
         return Outcome(best, reason, min(quickest.values(), default=math.inf))
 
-    def one_device_each(self, schedules: Sequence[str] = SCHEDULES) -> Outcome:
+    def one_device_each(self, schedules: Schedules = ()) -> Outcome:
         """Inter-operator parallelism only: every stage on one device."""
         return replace(self, shapes=tuple(shape for shape in self.shapes if shape.num_devices == 1)).outcome(schedules)
 
@@ -217,11 +213,11 @@ class StageSearch:
         Args:
             exchanges: what the stages send to each other, known once they are cut.
         """
-        submeshes = len(step.schedule.orders)
-        if find(step.schedule.name).backward != "split":
+        assert step.kind is not None, "stages of branches are simulated elsewhere"
+        if step.kind.backward != "split":
             costs = [unsplit_backward(cost) for cost in costs]
-        virtual = len(step.stages) // submeshes
-        return self._simulated(step.schedule.name, step.stages, costs, step.partition, virtual, exchanges)
+        virtual = len(step.stages) // step.schedule.num_submeshes
+        return self._simulated(step.kind, virtual, step.stages, costs, step.partition, exchanges)
 
     def exchanges(self, stages: Sequence[Stage]) -> tuple[Exchange, ...]:
         """What stages send to each other in each microbatch, as far as it is known before they are cut."""
@@ -250,24 +246,51 @@ class StageSearch:
         least = self.bound(0, len(self.keys) - 1, shape)
         return self.num_microbatches * (least.forward_s + least.backward_s + least.weight_s)
 
-    def _of_schedule(self, name: str, partitioner: Partitioner | None) -> Outcome:
-        kind = find(name)
-        virtual = _VIRTUAL if name == "interleaved" else 1
+    def _kinds(self, schedules: Schedules, usual: bool) -> list[tuple[ScheduleKind, int]]:
+        """Schedules with the numbers of virtual stages per submesh to search: those that make the requested number of stages.
+        If none does, all are searched, for the reason."""
+        kinds = [find(one) for one in schedules] or searched(trains=self.trains)
+        every = [(kind, virtual) for kind in kinds for virtual in (kind.virtuals[:1] if usual else kind.virtuals)]
+        if self.num_stages is None:
+            return every
+        possible: list[tuple[ScheduleKind, int]] = []
+        for kind in kinds:
+            shapes = shapes_with(kind, self.num_stages, self.cluster.num_devices, self.num_microbatches)
+            possible += [(kind, virtual) for virtual in dict.fromkeys(shape.virtual for shape in shapes)]
+        return [one for one in possible if not usual or one in every] or every
+
+    def _of_schedule(self, kind: ScheduleKind, virtual: int, partitioner: Partitioner | None) -> Outcome:
         cost, tables = self.cost, self.tables if partitioner is None else None  # another may replace the cost function
         if kind.backward != "split":
             cost, tables = _unsplit_costs(cost), tables and _unsplit_tables(tables)
         count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
-        if partitioner is None and virtual == 1:
+
+        def shape(num_submeshes: int) -> PipelineShape:
+            return PipelineShape(num_submeshes, count, virtual)
+
+        def why_not(num_submeshes: int) -> str | None:
+            return unmet(kind, shape(num_submeshes))
+
+        several = range(2, self.cluster.num_devices + 1)
+        if several and all(map(why_not, several)):
+            return Outcome(None, why_not(several[0]) or "")
+        wanted = self.num_stages or 0
+        if wanted > len(several) + 1 and not shapes_with(kind, wanted, self.cluster.num_devices, count):
+            return Outcome(None, f"schedule {kind.name!r} cannot have {wanted} stages on {self.cluster}")
+
+        if partitioner is None and virtual == 1 and kind.placement is in_turn:
             partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
         elif partitioner is None:
-            partitioner = InterleavedPartitioner(virtual, time_limit_s=limit_s, relative_gap=gap)
+            partitioner = EqualSubmeshPartitioner(
+                lambda num_submeshes: kind.placement(shape(num_submeshes)), time_limit_s=limit_s, relative_gap=gap
+            )
         relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
             cost=cost,
             transfer_s=self._there_and_back_s(relayed),
-            objective=OBJECTIVES[name](count) if virtual == 1 else interleaved(count, virtual),
+            objective=objective_of(kind, count, virtual),
             budget_bytes=self.budget_bytes,
             growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
             together=self.bound is not None,
@@ -276,13 +299,14 @@ class StageSearch:
             shapes=self.shapes,
             bound=self.bound,
             num_stages=self.num_stages,
+            may_have=lambda num_submeshes: why_not(num_submeshes) is None,
         )
         partition = partitioner.partition(problem)
-        steps = list(self._steps(name, virtual, partition, cost))
+        steps = list(self._steps(kind, virtual, partition, cost))
         direct = self._direct_bytes(max((partition.stages, *partition.others), key=len))
         if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
             again = partitioner.partition(replace(problem, transfer_s=self._there_and_back_s(direct)))
-            steps += self._steps(name, virtual, again, cost)
+            steps += self._steps(kind, virtual, again, cost)
         if steps:
             return Outcome(min(steps, key=lambda step: step.step_time_s))
         return Outcome(None, partition.reason)
@@ -310,43 +334,41 @@ class StageSearch:
 
         return transfer_s
 
-    def _steps(self, name: str, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
+    def _steps(self, kind: ScheduleKind, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
         """The best partitions that a schedule can run, simulated."""
         simulated = 0
         for stages in dict.fromkeys((partition.stages, *partition.others)):
             if len(stages) < 2 or simulated == _MOST_SIMULATED:
                 continue
-            if unmet(find(name), PipelineShape(len(stages) // virtual, self.num_microbatches, virtual)):
-                continue
             simulated += 1
             costs = [cost(stage.first, stage.last, stage.submesh.shape) for stage in stages]
             priced = [one for one in costs if one is not None]
             assert len(priced) == len(stages), "they are part of a partition"
-            step = self._simulated(name, stages, priced, partition, virtual)
+            step = self._simulated(kind, virtual, stages, priced, partition)
             if step.over(self.budget_bytes) <= 1:
                 yield step
 
     def _simulated(
         self,
-        name: str,
+        kind: ScheduleKind,
+        virtual: int,
         stages: Sequence[Stage],
         costs: Sequence[StageCost],
         partition: Partition,
-        virtual: int = 1,
         exchanges: Sequence[Exchange] | None = None,
     ) -> StagedStep:
         submeshes = [stage.submesh for stage in stages]
         given = self.exchanges(stages) if exchanges is None else exchanges
         sends = sends_of(given, submeshes, self.cluster, self.profiles)
         schedule = build(
-            name,
+            kind,
             len(stages) // virtual,
             self.num_microbatches,
             virtual=virtual,
             edges=chain_with(len(stages), edges_between(sends)),
         )
         timeline, peaks = staged_timeline(schedule, costs, sends, submeshes), staged_peaks(schedule, costs)
-        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition)
+        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, kind=kind)
 
 
 def _stage_of(stages: Sequence[Stage]) -> list[int]:

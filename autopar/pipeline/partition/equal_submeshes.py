@@ -1,24 +1,23 @@
-"""Partition layers into virtual stages: several runs of layers on each of equal submeshes, round robin.
+"""Partition layers into stages on equal submeshes that a schedule places: in turn, down and up, or on two submeshes each.
 
-In: a `PartitionProblem` whose objective is that of virtual stages (`objectives.interleaved`), and v, the number of
-virtual stages per submesh.
-Out: a `Partition` of v p stages on p submeshes; stage j is on submesh j mod p. Every shape and every p is searched. The
-objective is
+In: a `PartitionProblem` whose objective counts virtual stages, and the schedule's placement.
+Out: a `Partition` of v p stages on p submeshes. Every shape and every p is searched. The objective is
 
     sum_j once_j  +  max_j repeated_j
 
-which for equal stages is the published makespan, p t / v + (m v - 1) t / v. Memory couples the stages of a submesh: it
-holds the state of all its stages, the largest working set, and in-flight microbatches of the stage that stashes the
-most per microbatch. The search first finds the cheapest stages without this coupling. If they do not fit, a depth-first
-search with their cost as its bound runs for a limited number of steps, then another one that assumes equal state in all
-stages of a submesh.
+Memory couples the stages of a submesh: it holds the state of all its stages, the largest working set, and in-flight
+microbatches of the stage that stashes the most per microbatch. The search first finds the cheapest stages without this
+coupling. If they do not fit, a depth-first search with their cost as its bound runs for a limited number of steps, then
+another one that assumes equal state in all stages of a submesh.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,50 +25,53 @@ from autopar.pipeline.partition.bottleneck import PROVEN, Budget, Progress, Stag
 from autopar.pipeline.partition.cluster import Line, Submesh, lines
 from autopar.pipeline.partition.price_tables import ROUNDING, Prices, Run
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage
+from autopar.pipeline.schedule.kind import Placement
 from autopar.solve.problem import Status
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedPartitioner:
-    """A `Partitioner` for virtual stages.
+class EqualSubmeshPartitioner:
+    """A `Partitioner` for schedules that place several stages on each submesh.
 
     Args:
-        virtual: the number of virtual stages per submesh.
+        placement: the submeshes of each stage, by the number of submeshes.
         time_limit_s, progress, relative_gap: the arguments of `ExactPartitioner`.
         step_limit: the most steps of each depth-first search; its lower bound stays valid when the limit is reached.
     """
 
-    virtual: int
+    placement: Callable[[int], Placement]
     time_limit_s: float = math.inf
     progress: Progress | None = None
     relative_gap: float = PROVEN
     step_limit: int = 5_000
 
     def partition(self, problem: PartitionProblem) -> Partition:
-        """Find the cheapest partition into `virtual` stages on each of several equal submeshes.
+        """Find the cheapest partition into the stages that the schedule has on several equal submeshes.
 
         Raises:
             KeyboardInterrupt: Ctrl-C before any partition was found.
         """
         prices = Prices(problem)
+        placed = [(meshes, self.placement(len(meshes))) for meshes in _rows(problem) if problem.may_have(len(meshes))]
         variants = [
-            _OnSubmeshes(meshes, prices, self.virtual, self.step_limit)
-            for meshes in _rows(problem)
-            if len(meshes) * self.virtual <= problem.num_layers
+            _OnSubmeshes(meshes, placement, prices, self.step_limit)
+            for meshes, placement in placed
+            if len(placement) <= problem.num_layers
             and len(meshes) <= problem.most_stages
-            and (problem.num_stages is None or (len(meshes) > 1 and len(meshes) * self.virtual == problem.num_stages))
+            and (problem.num_stages is None or (len(meshes) > 1 and len(placement) == problem.num_stages))
         ]
         budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
         search = searched(variants, prices, budget, self.progress)
         infeasible = search.status is Status.INFEASIBLE
         reason = ""
         if infeasible:
-            reason = f"no equal submeshes of {problem.cluster} have room for {self.virtual} runs of layers each"
-            if problem.num_stages is not None:
-                reason += (
-                    f", {problem.num_stages} stages in all on 2 submeshes or more: choose a multiple of {self.virtual},"
-                    f" at least {2 * self.virtual}"
-                )
+            counts = "" if problem.num_stages is None else f" as {problem.num_stages} stages on 2 submeshes or more"
+            numbers = sorted({len(placement) for meshes, placement in placed if len(meshes) > 1})
+            choices = ", ".join(map(str, numbers)) or "none"
+            reason = (
+                f"no equal submeshes of {problem.cluster} have room for {problem.num_layers} layers{counts}; the schedule can"
+                f" have these numbers of stages there: {choices}"
+            )
         return Partition(
             stages=search.best,
             cost_s=search.cost,
@@ -103,25 +105,24 @@ class _OnSubmeshes:
     """Partitions on given submeshes; a `bottleneck.Variant`."""
 
     meshes: tuple[Submesh, ...]
+    placement: Placement
     prices: Prices
-    virtual: int
     step_limit: int
     shape: int = field(init=False)
-    _sent: np.ndarray = field(
-        init=False
-    )  # seconds before each layer, from each submesh to the next: [layers, submeshes]
+    _sent: np.ndarray = field(init=False)  # seconds before each layer, from each stage to the next: [layers, stages]
     in_flight: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         problem, count = self.prices.problem, len(self.meshes)
         shape = self.meshes[0].shape
         self.shape = self.prices.shapes.index(shape)
-        self._sent = np.zeros((problem.num_layers, count))
-        for number, mesh in enumerate(self.meshes):
-            following = self.meshes[(number + 1) % count]
-            if following is not mesh:
+        self._sent = np.zeros((problem.num_layers, len(self.placement)))
+        for stage, (here, there) in enumerate(pairwise(self.placement)):
+            ways = [(self.meshes[a], self.meshes[b]) for a, b in zip(here, there, strict=True) if a != b]
+            if ways:
+                same_host = all(mesh.shares_host(following) for mesh, following in ways)
                 for layer in range(1, problem.num_layers):
-                    self._sent[layer, number] = problem.transfer_s(layer, shape, shape, mesh.shares_host(following))
+                    self._sent[layer, stage] = problem.transfer_s(layer, shape, shape, same_host)
         in_flight = problem.objective.in_flight
         self.in_flight = np.array([in_flight(count - 1 - number, count) for number in range(count)], float)
 
@@ -141,13 +142,13 @@ class _OnSubmeshes:
 
     def least_limit(self) -> float:
         """See `bottleneck.Variant`; transfers, and memory that stages share, are ignored."""
-        prices, num_stages = self.prices, len(self.meshes) * self.virtual
+        prices, num_stages = self.prices, len(self.placement)
         repeated = prices.repeated[:, :, self.shape]
         fits = prices.fitting(self.in_flight)[:, :, self.shape]
         rest = np.full(len(repeated) + 1, np.inf)
         rest[-1] = 0.0
         for stage in reversed(range(num_stages)):
-            allowed = np.where(fits[:, :, stage % len(self.meshes)], repeated, np.inf)
+            allowed = np.where(fits[:, :, list(self.placement[stage])].all(axis=2), repeated, np.inf)
             rest = np.append(np.maximum(allowed, rest[1:]).min(axis=1), np.inf)
         return float(rest[0])
 
@@ -159,7 +160,7 @@ class _OnSubmeshes:
         """See `bottleneck.Variant`; consecutive stages on one submesh have no transfer."""
         objective, total, largest = self.prices.problem.objective, 0.0, 0.0
         for number, (stage, run) in enumerate(zip(stages, self.prices.runs(stages), strict=True)):
-            sent = 0.0 if number + 1 == len(stages) else self._sent[stage.last + 1, number % len(self.meshes)]
+            sent = 0.0 if number + 1 == len(stages) else self._sent[stage.last + 1, number]
             total += float(self.prices.once[run] + objective.transfer_once * sent)
             largest = max(largest, float(self.prices.repeated[run] + objective.transfer_repeated * sent))
         return total, largest
@@ -170,12 +171,13 @@ class _OnSubmeshes:
 
         float[stages, layers, layers] and float[stages + 1, layers + 1].
         """
-        prices, objective, count = self.prices, self.prices.problem.objective, len(self.meshes)
-        num_layers, num_stages = len(prices.once), count * self.virtual
+        prices, objective = self.prices, self.prices.problem.objective
+        num_layers, num_stages = len(prices.once), len(self.placement)
         once, repeated = prices.once[:, :, self.shape], prices.repeated[:, :, self.shape]
         num_bytes = prices.holding(self.in_flight)[:, :, self.shape]
         if equal_state:
-            num_bytes = num_bytes + (self.virtual - 1) * prices.state[:, :, self.shape, None]
+            each = sum(map(len, self.placement)) // len(self.meshes)
+            num_bytes = num_bytes + (each - 1) * prices.state[:, :, self.shape, None]
         fits = num_bytes <= prices.budget[self.shape] * (1 + ROUNDING)
         costs = np.full((num_stages, num_layers, num_layers), np.inf)
         rest = np.full((num_stages + 1, num_layers + 1), np.inf)
@@ -183,8 +185,10 @@ class _OnSubmeshes:
         for stage in reversed(range(num_stages)):
             sent = np.zeros(num_layers)  # after each last layer
             if stage + 1 < num_stages:
-                sent[:-1] = self._sent[1:, stage % count]
-            allowed = (repeated + objective.transfer_repeated * sent <= limit) & fits[:, :, stage % count]
+                sent[:-1] = self._sent[1:, stage]
+            allowed = (repeated + objective.transfer_repeated * sent <= limit) & fits[
+                :, :, list(self.placement[stage])
+            ].all(axis=2)
             costs[stage] = np.where(allowed, once + objective.transfer_once * sent, np.inf)
             rest[stage, :-1] = (costs[stage] + rest[stage + 1, 1:]).min(axis=1)
         return costs, rest
@@ -212,7 +216,7 @@ class _DepthFirst:
             if first == len(self._costs[0]):
                 self.best, self.cost = self._stages(), spent
             return
-        prices, number = self._on.prices, stage % len(self._on.meshes)
+        prices, on = self._on.prices, list(self._on.placement[stage])
         totals = spent + self._costs[stage, first] + self._rest[stage + 1, 1:]
         for last in np.argsort(totals, kind="stable").tolist():
             if not totals[last] < self.cost or self.steps >= self._on.step_limit:
@@ -220,10 +224,11 @@ class _DepthFirst:
             self.steps += 1
             run: Run = first, last, self._on.shape
             held_after = held.copy()
-            held_after[0, number] += prices.state[run]
-            held_after[1:, number] = np.maximum(held_after[1:, number], (prices.working[run], prices.flight[run]))
-            needed = held_after[0, number] + held_after[1, number] + held_after[2, number] * self._on.in_flight[number]
-            if needed > prices.budget[run[2]] * (1 + ROUNDING):
+            held_after[0, on] += prices.state[run]
+            most = np.array([[prices.working[run]], [prices.flight[run]]])
+            held_after[1:, on] = np.maximum(held_after[1:, on], most)
+            needed = held_after[0, on] + held_after[1, on] + held_after[2, on] * self._on.in_flight[on]
+            if needed.max() > prices.budget[run[2]] * (1 + ROUNDING):
                 continue
             self._bounds.append(last)
             self._visit(last + 1, spent + float(self._costs[stage, first, last]), held_after)
@@ -231,8 +236,5 @@ class _DepthFirst:
 
     def _stages(self) -> Stages:
         firsts = [0, *(last + 1 for last in self._bounds)]
-        meshes = self._on.meshes
-        return tuple(
-            Stage(first, last, meshes[j % len(meshes)])
-            for j, (first, last) in enumerate(zip(firsts, self._bounds, strict=False))
-        )
+        places = [self._on.meshes[place[0]] for place in self._on.placement]
+        return tuple(map(Stage, firsts, self._bounds, places))
