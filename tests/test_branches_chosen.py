@@ -212,7 +212,7 @@ def test_a_number_of_stages_may_be_branches(number: int) -> None:
     assert "not bounded" in str(autopar.explain(found)), "not all divisions of the stages are searched"
     chains = [one.step_time_s for one in found.tried if one.schedule not in NAMES.values()]
     assert found.prediction.step_time_s < min(chains, default=math.inf)
-    assert bool(chains) == (number <= 4), "a chain has at most as many stages as devices"
+    assert chains, "a chain of six has two stages on each of three devices"
     branched = on_devices(found)
     state, loss = branched(branched.init(create, jax.random.key(0), x=batch_of(0)), batch_of(0))
     expected, expected_loss = jax.jit(step)(create(jax.random.key(0)), batch_of(0))

@@ -30,14 +30,14 @@ def check(*cases: str, processes: int, devices: int) -> list[Any]:
 @pytest.mark.contract
 def test_two_processes() -> None:
     """A stage in each, by every schedule; two stages in each."""
-    schedules = ["none", "gpipe", "1f1b", "zb-h1", "interleaved 2"]
+    schedules = ["none", "gpipe", "1f1b", "zb-h1", "interleaved 2", "zb-v 2", "dualpipe-v 2"]
     check(*(f"2 2 {schedule}" for schedule in schedules), "4 1 1f1b", processes=2, devices=2)
 
 
 @pytest.mark.slow
 def test_four_processes() -> None:
     """A stage in each; stages of two processes."""
-    cases = ["4 1 1f1b", "4 1 zb-h1", "2 2 gpipe", "2 2 interleaved 2"]
+    cases = ["4 1 1f1b", "4 1 zb-h1", "2 2 gpipe", "2 2 interleaved 2", "2 2 zb-v 2"]
     told = check(*cases, processes=4, devices=1)
     for case in cases[:2]:  # each move is one of two processes
         (whole,) = {one[case]["moves"] + one[case]["counted"] for one in told}

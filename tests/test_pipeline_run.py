@@ -70,8 +70,20 @@ def test_every_schedule_gives_the_steps_numbers(schedule: str, num_stages: int) 
     check_mlp(schedule=schedule, num_stages=num_stages, num_microbatches=4)
 
 
-def test_stages_that_share_a_submesh() -> None:
-    check_mlp(schedule="interleaved", num_stages=2, virtual=2, num_microbatches=4)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "num_microbatches"),
+    [
+        ("interleaved", 2, 4),
+        ("interleaved", 2, 2),
+        ("interleaved-zb", 2, 4),
+        ("zb-v", 2, 4),
+        ("zb-v", 2, 1),
+        ("dualpipe-v", 2, 4),
+    ],
+)
+def test_stages_that_share_a_submesh(schedule: str, virtual: int, num_microbatches: int) -> None:
+    check_mlp(schedule=schedule, num_stages=2, virtual=virtual, num_microbatches=num_microbatches)
 
 
 def test_stages_that_are_split_over_two_axes() -> None:

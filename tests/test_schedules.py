@@ -13,6 +13,7 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
@@ -25,7 +26,7 @@ from autopar.pipeline.draw.perfetto import perfetto_trace
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
 from autopar.pipeline.schedule.in_flight import in_flight, peak_held
-from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, down_and_up
 from autopar.pipeline.schedule.sequential import GPIPE
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
@@ -314,7 +315,7 @@ def test_branches_run_at_once() -> None:
         (lambda: build("dualpipe-v", 4, 7, virtual=2), "at least two microbatches for each of its 4 submeshes, not 7"),
         (lambda: build("zb-v", 4, 8), "has two stages on each submesh, not 1"),
         (lambda: find(replace(GPIPE, backward="split")), "the name 'gpipe' belongs to a schedule of the package"),
-        (lambda: find(3), "`schedule` is 3: give a name or a `ScheduleKind`"),
+        (lambda: find(cast(Any, 3)), "`schedule` is 3: give a name or a `ScheduleKind`"),
     ],
 )  # fmt: skip
 def test_errors_of_users_schedules(call: Callable[[], object], message: str) -> None:
@@ -418,7 +419,14 @@ def _v_placed(shape: PipelineShape) -> Orders:
     return in_order_of_readiness(tasks, needs, most_in_flight=2 * p)
 
 
-V_PLACED = ScheduleKind(name="v", description="The program goes up and down again.", orders=_v_placed, backward="split")
+V_PLACED = ScheduleKind(
+    name="v",
+    description="The program goes up and down again.",
+    orders=_v_placed,
+    backward="split",
+    placement=down_and_up,
+    virtuals=(2,),
+)
 
 
 def test_v_placement() -> None:
@@ -449,7 +457,12 @@ def _both_ways(shape: PipelineShape) -> Orders:
     return in_order_of_readiness(tasks, synchronous_needs(tuple(map(tuple, tasks)), chain(p)), most_in_flight=p)
 
 
-BOTH_WAYS = ScheduleKind(name="chimera", description="Half of the microbatches go the other way.", orders=_both_ways)
+BOTH_WAYS = ScheduleKind(
+    name="chimera",
+    description="Half of the microbatches go the other way.",
+    orders=_both_ways,
+    placement=lambda shape: tuple((s, shape.num_submeshes - 1 - s) for s in range(shape.num_submeshes)),
+)
 
 
 def test_a_stage_on_two_submeshes() -> None:
@@ -491,7 +504,7 @@ def _slice_needs(orders: Orders, edges: Edges) -> Needs:
 
 
 TOKEN_SLICES = ScheduleKind(
-    name="terapipe", description="By slices of tokens.", orders=_token_slices, needs=_slice_needs
+    name="terapipe", description="By slices of tokens.", orders=_token_slices, needs=_slice_needs, parts=SLICES
 )
 
 

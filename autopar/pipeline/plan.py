@@ -136,7 +136,8 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnSchedule:
-    """The tasks of a schedule that is not one of the package, as `schedule.task_text` writes them.
+    """The tasks of a schedule that is not one of the package, or in an order of their own, as `schedule.task_text` writes
+    them.
 
     Args:
         description: its sentence.
@@ -151,11 +152,16 @@ class OwnSchedule:
     @classmethod
     def of(cls, schedule: Schedule, kind: ScheduleKind) -> OwnSchedule | None:
         """The tasks of a schedule; None if they follow from the name of its entry."""
+        description = kind.description
         if SCHEDULES.get(kind.name) is kind:
-            return None
+            virtual = schedule.num_stages // schedule.num_submeshes
+            printed = build(kind, schedule.num_submeshes, schedule.num_microbatches, virtual=virtual)
+            if schedule.orders == printed.orders:
+                return None
+            description += " The order follows planned times."
         needs = {} if kind.needs is synchronous_needs else schedule.needs
         return cls(
-            description=kind.description,
+            description=description,
             orders=tuple(map(text_of, schedule.orders)),
             needs=tuple((text_of([task]), text_of(on)) for task, on in needs.items()),
         )
@@ -222,7 +228,7 @@ class PipelinePlan:
         run_layers: the layer of each such run; by default consecutive numbers.
         sends: the transfers between stages: activations to later ones, gradients to earlier ones.
         virtual: the number of virtual stages per submesh of a chain.
-        own_schedule: the tasks of a schedule that is not one of the package.
+        own_schedule: the tasks of a schedule that is not one of the package, or in another order.
         own_statistics: whether each microbatch has its own batch statistics.
         inputs, outputs: the step's arguments and results. Their `sharding` is that of their first part.
         input_parts, output_parts: the submeshes that hold each; several for a stack of layers.

@@ -36,6 +36,7 @@ from autopar.pipeline.run.instructions import Call
 from autopar.pipeline.run.measured import run_measured
 from autopar.pipeline.schedule.in_flight import in_flight
 from autopar.pipeline.schedule.simulate import simulate
+from autopar.pipeline.schedule.table import SCHEDULES as TABLE
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Task
 from autopar.planner.planner import plan_program
@@ -49,7 +50,8 @@ Row = dict[str, Any]
 
 MICROBATCHES, BATCH, WIDTH = 8, 16, 32
 STEPS, RATE = 2, 0.1
-SCHEDULES = (("none", 1), ("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
+#: Every schedule that trains, with its usual number of stages on each submesh.
+SCHEDULES = tuple((name, kind.virtuals[0]) for name, kind in TABLE.items() if kind.backward != "none")
 SLEEPS_S = {"forward": 0.02, "backward": 0.04, "input": 0.02, "weight": 0.02, "update": 0.0}
 #: Number of timed steps.
 _TIMED = 15

@@ -8,11 +8,12 @@ earliest microbatch first. With a split backward pass the priorities are: input 
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from autopar.pipeline.schedule.tasks import Edges, Phase, Schedule, Task, synchronous_needs, with_updates
+from autopar.pipeline.schedule.tasks import Edges, Orders, Phase, Schedule, Task, synchronous_needs, with_updates
 from autopar.pipeline.schedule.verifier import check
 
 Backward = Literal["whole", "split", "none"]
@@ -89,35 +90,96 @@ def list_schedule(
     >>> [str(task) for task in schedule.orders[1]][:1]
     ['forward of microbatch 0 on stage 2']
     """
-    num_stages = len(submesh_of)
-    to_end = [1] * num_stages
-    for stage in reversed(range(num_stages)):
+    to_end = [1] * len(submesh_of)
+    for stage in reversed(range(len(submesh_of))):
         to_end[stage] += max((to_end[target] for source, target in edges if source == stage), default=0)
-    heads = [Task(stage, 0, phase) for stage in range(num_stages) for phase in _PHASES[backward]]
-    every = [Task(head.stage, microbatch, head.phase) for head in heads for microbatch in range(num_microbatches)]
-    needs = synchronous_needs((tuple(every),), edges)
-    ended: dict[Task, float] = {}
-    num_submeshes = max(submesh_of) + 1
-    free_at, num_in_flight = [0.0] * num_submeshes, [0] * num_stages
-    orders: list[list[Task]] = [[] for _ in range(num_submeshes)]
-    while heads:
-        ready: list[tuple[float, int, int, int, int]] = []
-        for n, task in enumerate(heads):
-            is_forward = task.phase == "forward"
-            full = backward != "none" and is_forward and num_in_flight[task.stage] >= to_end[task.stage]
-            if not full and all(one in ended for one in needs[task]):
-                at = max([free_at[submesh_of[task.stage]], *(ended[one] for one in needs[task])])
-                nearest = task.stage if is_forward else -task.stage
-                ready.append((at, _RANKS[task.phase], task.microbatch, nearest, n))
-        at, _, _, _, n = min(ready)
-        task = heads.pop(n)
-        submesh = submesh_of[task.stage]
-        num_in_flight[task.stage] += (task.phase == "forward") - (task.phase in ("backward", "weight"))
-        ended[task] = free_at[submesh] = at + seconds(task)
-        orders[submesh].append(task)
-        if task.microbatch + 1 < num_microbatches:
-            heads.append(task._replace(microbatch=task.microbatch + 1))
-    laid = with_updates(tuple(map(tuple, orders)))
-    built = Schedule(NAMES[backward], laid, synchronous_needs(laid, edges))
+
+    def may_start(stage: int, held: Sequence[int]) -> bool:
+        return backward == "none" or held[stage] < to_end[stage]
+
+    orders = list_orders(edges, submesh_of, num_microbatches, _PHASES[backward], seconds, may_start)
+    built = Schedule(NAMES[backward], orders, synchronous_needs(orders, edges))
     check(built)
     return built
+
+
+def list_orders(
+    edges: Edges,
+    submesh_of: Sequence[int],
+    num_microbatches: int,
+    phases: Sequence[Phase],
+    seconds: Callable[[Task], float],
+    may_start: Callable[[int, Sequence[int]], bool],
+    transfer_s: Callable[[Task, Task], float] = lambda source, target: 0.0,
+    patience: float = 0.0,
+) -> Orders:
+    """The tasks of each submesh by list scheduling, updates last.
+
+    Args:
+        phases: those of a microbatch on a stage.
+        may_start: whether a stage may start another forward pass, by its number and the in-flight microbatches of every
+            stage. It must leave room for some microbatch to end.
+        transfer_s: seconds from the end of a task until the second one has what it needs of it.
+        patience: a weight part waits if another task will be ready within this share of its time.
+    """
+    every = [
+        Task(stage, microbatch, phase)
+        for stage in range(len(submesh_of))
+        for phase in phases
+        for microbatch in range(num_microbatches)
+    ]
+    needs = synchronous_needs((tuple(every),), edges)
+    users: dict[Task, list[Task]] = {task: [] for task in every}
+    waits_for = {task: len(needs[task]) for task in every}
+    for task in every:
+        for need in needs[task]:
+            users[need].append(task)
+    num_submeshes = max(submesh_of) + 1
+    heads: list[list[Task]] = [[] for _ in range(num_submeshes)]
+    for stage, submesh in enumerate(submesh_of):
+        heads[submesh] += [Task(stage, 0, phase) for phase in phases]
+    ready_at = dict.fromkeys(every, 0.0)
+    free_at, held = [0.0] * num_submeshes, [0] * len(submesh_of)
+    orders: list[list[Task]] = [[] for _ in range(num_submeshes)]
+    events = [(0.0, submesh) for submesh in range(num_submeshes)]
+    last_phase = phases[-1]
+    while events:
+        now, submesh = heapq.heappop(events)
+        if now < free_at[submesh]:
+            continue
+        startable = [
+            task
+            for task in heads[submesh]
+            if not waits_for[task]
+            and ready_at[task] <= now
+            and (task.phase != "forward" or may_start(task.stage, held))
+        ]
+        if not startable:
+            continue
+        task = min(startable, key=_urgency)
+        soon = now + patience * seconds(task)
+        if task.phase == "weight" and any(
+            now < ready_at[one] < soon and not waits_for[one] and one.phase != "weight" for one in heads[submesh]
+        ):
+            continue  # an event is due then
+        end = now + seconds(task)
+        held[task.stage] += (task.phase == phases[0]) - (task.phase == last_phase)
+        orders[submesh].append(task)
+        at = heads[submesh].index(task)
+        heads[submesh][at : at + 1] = (
+            [task._replace(microbatch=task.microbatch + 1)] if task.microbatch + 1 < num_microbatches else []
+        )
+        free_at[submesh] = end
+        heapq.heappush(events, (end, submesh))
+        for user in users[task]:
+            waits_for[user] -= 1
+            ready_at[user] = max(ready_at[user], end + transfer_s(task, user))
+            if not waits_for[user]:
+                heapq.heappush(events, (ready_at[user], submesh_of[user.stage]))
+    return with_updates(tuple(map(tuple, orders)))
+
+
+def _urgency(task: Task) -> tuple[int, int, int]:
+    """The order of tasks that could start now: by phase and microbatch, then the stage that is nearest to the microbatch's
+    end or, in a forward pass, to its start."""
+    return _RANKS[task.phase], task.microbatch, task.stage if task.phase == "forward" else -task.stage

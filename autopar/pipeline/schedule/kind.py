@@ -77,10 +77,6 @@ def down_and_up(shape: PipelineShape) -> Placement:
     return tuple(place for n in range(shape.virtual) for place in (down if n % 2 == 0 else reversed(down)))
 
 
-def anything(shape: PipelineShape) -> None:
-    """No requirement."""
-
-
 def one_stage_each(shape: PipelineShape) -> str | None:
     """The requirement that each submesh has one stage."""
     if shape.virtual == 1:
@@ -99,7 +95,7 @@ class ScheduleKind:
         needs: a function from those orders and the edges between stages to the dependencies of tasks.
         backward: "whole", "split" into input and weight parts, or "none".
         requires: a function that returns None where the schedule is defined, else the requirement and the way out, as
-            the end of a sentence that begins with the schedule's name.
+            the end of a sentence that begins with the schedule's name; by default it is defined for the `virtuals`.
         bubble: the published idle time of each submesh in an even pipeline, as text: p submeshes, m microbatches, v
             stages per submesh; F, B and W are a submesh's seconds per microbatch.
         where: the condition under which `bubble` is exact, as text.
@@ -107,7 +103,10 @@ class ScheduleKind:
         holds: `where` as code.
         in_flight: a function that gives each submesh's peak of in-flight microbatches of all its stages.
         placement: the submeshes of each stage, as the orders have them.
+        parts: the parts of each microbatch that it orders as tasks of their own. They can be simulated, not run.
         virtuals: the numbers of virtual stages per submesh that a search tries, the usual one first.
+        in_planned_order: whether submeshes may run their tasks in an order by planned times, where that is faster than the
+            printed one. The backward pass is split, and each stage is on one submesh.
         is_searched: whether `schedule="auto"` tries it.
         objective: a function from the numbers of microbatches and of virtual stages per submesh to the objective by which
             stages are cut; by default `estimated_objective`.
@@ -118,13 +117,15 @@ class ScheduleKind:
     orders: Callable[[PipelineShape], Orders]
     needs: Callable[[Orders, Edges], Needs] = synchronous_needs
     backward: Literal["whole", "split", "none"] = "whole"
-    requires: Callable[[PipelineShape], str | None] = anything
+    requires: Callable[[PipelineShape], str | None] | None = None
     bubble: str = ""
     where: str = "always"
     bubble_s: Callable[[EvenPipeline], float] | None = None
     holds: Callable[[EvenPipeline], bool] = lambda even: True
     in_flight: Callable[[PipelineShape], tuple[int, ...]] | None = None
     placement: Callable[[PipelineShape], Placement] = in_turn
+    parts: int = 1
     virtuals: tuple[int, ...] = (1,)
+    in_planned_order: bool = False
     is_searched: bool = False
     objective: Callable[[int, int], Objective] | None = None

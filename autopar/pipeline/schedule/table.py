@@ -10,12 +10,13 @@ import difflib
 import functools
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.errors import ScheduleError
 from autopar.pipeline.schedule import dag
 from autopar.pipeline.schedule.in_flight import most_in_flight
-from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.kind import PipelineShape, Placement, ScheduleKind
 from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.one_forward_one_backward import INTERLEAVED, ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import GPIPE, INFERENCE, NONE
@@ -67,7 +68,12 @@ def unmet(kind: ScheduleKind, shape: PipelineShape) -> str | None:
     for name in ("num_submeshes", "num_microbatches", "virtual"):
         if getattr(shape, name) < 1:
             return f"schedule {kind.name!r} needs {name} of at least 1; got {getattr(shape, name)}"
-    reason = kind.requires(shape)
+    if kind.requires is not None:
+        reason = kind.requires(shape)
+    elif shape.virtual in kind.virtuals:
+        reason = None
+    else:
+        reason = f"has {' or '.join(map(str, kind.virtuals))} stages on each submesh, not {shape.virtual}"
     return f"schedule {kind.name!r} {reason}" if reason else None
 
 
@@ -141,7 +147,28 @@ def _kept(kind: ScheduleKind, shape: PipelineShape, edges: tuple[tuple[int, int]
 
 def _build(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Schedule:
     orders = with_updates(kind.orders(shape))
-    num_stages = 1 + max(task.stage for order in orders for task in order)
-    built = Schedule(kind.name, orders, kind.needs(orders, chain(num_stages) if edges is None else edges))
+    placement = kind.placement(shape)
+    built = Schedule(kind.name, orders, kind.needs(orders, chain(len(placement)) if edges is None else edges))
+    _check_sizes(built, replace(shape, num_microbatches=kind.parts * shape.num_microbatches), placement)
     check(built)
     return built
+
+
+def _check_sizes(built: Schedule, shape: PipelineShape, placement: Placement) -> None:
+    """Refuse tasks of other stages, microbatches or submeshes than a kind was asked for."""
+    for number, what, wanted in (
+        (built.num_submeshes, "submeshes", shape.num_submeshes),
+        (built.num_stages, "stages", len(placement)),
+        (built.num_microbatches, "microbatches", shape.num_microbatches),
+    ):
+        if number != wanted:
+            raise ScheduleError(
+                f"schedule {built.name!r} orders the tasks of {number} {what}, but {wanted} were asked for: `orders` and"
+                " `placement` must follow the shape that they get"
+            )
+    for task, submesh in built.submesh_of().items():
+        if submesh not in placement[task.stage]:
+            raise ScheduleError(
+                f"schedule {built.name!r} runs the {task} on submesh {submesh}, but places its stage on"
+                f" {' and '.join(map(str, placement[task.stage]))}: give the entry the `placement` of its orders"
+            )

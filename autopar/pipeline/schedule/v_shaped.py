@@ -151,6 +151,7 @@ ZB_V = ScheduleKind(
     virtuals=(2,),
     objective=lambda num_microbatches, virtual: _objective(num_microbatches, lambda p: 2 * p),
     is_searched=True,
+    in_planned_order=True,
 )
 DUALPIPE_V = ScheduleKind(
     name="dualpipe-v",

@@ -130,6 +130,7 @@ ZB_H1 = ScheduleKind(
     in_flight=lambda shape: (min(shape.num_submeshes, shape.num_microbatches),) * shape.num_submeshes,
     objective=_objective,
     is_searched=True,
+    in_planned_order=True,
 )
 INTERLEAVED_ZB = ScheduleKind(
     name="interleaved-zb",
@@ -144,4 +145,5 @@ INTERLEAVED_ZB = ScheduleKind(
     in_flight=_most_in_flight,
     virtuals=(2, 3, 4),
     objective=_objective_of_several,
+    in_planned_order=True,
 )

@@ -227,6 +227,10 @@ def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) 
     if schedule == "auto":
         return
     kind = find(schedule)
+    if kind.parts > 1:
+        raise ScheduleError(
+            f"schedule {kind.name!r} orders parts of microbatches, which can be simulated, but not run: choose another one"
+        )
     if kind.backward == "none" and cuttable.flow.backward:
         training = [repr(one.name) for one in SCHEDULES.values() if one.backward != "none"]
         raise ScheduleError(
@@ -409,7 +413,7 @@ class _Planning:
         if self.branches is not None:
             shapes = tuple(dict.fromkeys(replace(shape, option=0) for shape in search.shapes))
             yield from self.branches.outcomes(search.num_microbatches, shapes, search.budget_bytes)
-        usual = self.request.schedule == "auto"
+        usual = self.request.schedule == self.request.stages == "auto"
         for kind in self._schedules() if self._chain_may_be() else ():
             yield kind.name, search.outcome((kind,), self.request.partitioner, usual=usual)
 

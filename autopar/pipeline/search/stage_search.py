@@ -22,6 +22,7 @@ from autopar.pipeline.cut.exchanges import Passing, crossing_bytes, exchanges_of
 from autopar.pipeline.partition.cluster import Cluster, Line, Submesh, SubmeshShape, lines
 from autopar.pipeline.partition.equal_submeshes import EqualSubmeshPartitioner
 from autopar.pipeline.partition.exact import ExactPartitioner
+from autopar.pipeline.partition.planned_order import in_planned_order
 from autopar.pipeline.partition.problem import (
     CostTables,
     Growth,
@@ -360,15 +361,17 @@ class StageSearch:
         submeshes = [stage.submesh for stage in stages]
         given = self.exchanges(stages) if exchanges is None else exchanges
         sends = sends_of(given, submeshes, self.cluster, self.profiles)
-        schedule = build(
-            kind,
-            len(stages) // virtual,
-            self.num_microbatches,
-            virtual=virtual,
-            edges=chain_with(len(stages), edges_between(sends)),
-        )
-        timeline, peaks = staged_timeline(schedule, costs, sends, submeshes), staged_peaks(schedule, costs)
-        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, kind=kind)
+        edges = chain_with(len(stages), edges_between(sends))
+        schedule = build(kind, len(stages) // virtual, self.num_microbatches, virtual=virtual, edges=edges)
+        schedules = [schedule]
+        if kind.in_planned_order:
+            budgets = {stage.submesh: self.budget_bytes[stage.submesh.shape.kind] for stage in stages}
+            schedules += in_planned_order(schedule, edges, costs, sends, list(budgets.values()))
+        steps: list[StagedStep] = []
+        for one in schedules:
+            timeline, peaks = staged_timeline(one, costs, sends, submeshes), staged_peaks(one, costs)
+            steps.append(StagedStep(tuple(stages), tuple(costs), sends, one, timeline, peaks, partition, kind=kind))
+        return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
 
 
 def _stage_of(stages: Sequence[Stage]) -> list[int]:
