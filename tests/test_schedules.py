@@ -5,7 +5,9 @@ Durations are whole numbers, so that equality is exact.
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -25,16 +27,21 @@ from autopar.pipeline.draw.palette import label
 from autopar.pipeline.draw.perfetto import perfetto_trace
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.draw.text import timeline_text
-from autopar.pipeline.schedule.in_flight import in_flight, peak_held
+from autopar.pipeline.partition.planned_order import in_planned_order
+from autopar.pipeline.partition.step_time import staged_peaks, task_seconds
+from autopar.pipeline.schedule.in_flight import in_flight, most_in_flight, peak_held
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, down_and_up
+from autopar.pipeline.schedule.objective import StageCost
 from autopar.pipeline.schedule.sequential import GPIPE
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
+from autopar.pipeline.schedule.task_text import text_of
 from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Schedule, Task, chain, synchronous_needs
 from autopar.pipeline.schedule.timeline import PipelineTimeline, Span
 from autopar.pipeline.schedule.verifier import check
 from benchmarks.pipeline.critical_path import longest_path
 from benchmarks.pipeline.theory import seconds_of
+from scripts import pytorch_orders
 
 ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -240,6 +247,57 @@ def test_orders_obey_pairwise_rules() -> None:
                         pairs += [(("input", i + s), ("weight", i)) for i in range(m)]
                         pairs += [(("weight", i), ("input", i + s + 1)) for i in range(m)]
                     assert all(at[one] < at[other] for one, other in pairs if one in at and other in at)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("interleaved", "81aa6d67614d3488"),
+        ("interleaved-zb", "3031763bc98d8f07"),
+        ("zb-v", "3d9d19c99b6bd7af"),
+        ("dualpipe-v", "c4b4146fea790545"),
+    ],
+)
+def test_orders_equal_pytorchs(name: str, expected: str) -> None:
+    """The digests are those that `scripts/pytorch_orders.py` prints with PyTorch 2.9.1."""
+    orders = (build(name, p, m, virtual=v).orders for p, m, v in pytorch_orders.shapes(name))
+    texts = (text_of(task for task in order if task.phase != "update") for each in orders for order in each)
+    assert pytorch_orders.digest(texts) == expected
+
+
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-zb"])
+def test_interleaved_takes_any_number_of_microbatches(name: str) -> None:
+    """Longer rounds idle no longer than the whole rounds of fewer submeshes, and every number is legal."""
+    for p, m, v in itertools.product(range(1, 7), range(1, 14), (2, 3, 4)):
+        schedule = build(name, p, m, virtual=v)
+        assert Counter(task.phase for task in schedule.tasks)["forward"] == p * m * v
+        assert most_in_flight(schedule) == SCHEDULES[name].in_flight(PipelineShape(p, m, v))  # type: ignore[misc]
+
+
+def test_planned_orders_are_legal_and_within_memory() -> None:
+    """In parts of unequal length, some order by planned times is faster, and none holds more than the budget."""
+    draw, faster = random.Random(0), 0
+    for name, virtual in (("zb-v", 2), ("zb-h1", 1), ("interleaved-zb", 2)):
+        for p, m in ((2, 3), (4, 8), (3, 7)):
+            printed = build(name, p, m, virtual=virtual)
+            costs = [
+                StageCost(
+                    forward_s=draw.random(), backward_s=draw.random(), weight_s=draw.random(),
+                    state_bytes=draw.random(), flight_bytes=draw.random(), working_bytes=draw.random(),
+                )
+                for _ in range(p * virtual)
+            ]  # fmt: skip
+            needed = staged_peaks(printed, costs)
+            budgets = [draw.uniform(1.0, 1.5) * one for one in needed]
+            found = list(in_planned_order(printed, chain(p * virtual), costs, (), budgets))
+            assert found
+            before = simulate(printed, task_seconds(costs)).makespan_s
+            for one in found:
+                check(one)
+                assert Counter(one.tasks) == Counter(printed.tasks)
+                assert all(a <= b * (1 + 1e-9) for a, b in zip(staged_peaks(one, costs), budgets, strict=True))
+                faster += simulate(one, task_seconds(costs)).makespan_s < before
+    assert faster > 5
 
 
 def test_zero_bubble_holds_no_more_than_1f1b() -> None:
