@@ -171,12 +171,13 @@ class BranchSearch:
 
     def _costs_for(self, count: int) -> StageCosts:
         if count not in self._costs:
-            layers = self.cuttable.layered(self.layers.layer_of, count)
-            self._costs[count] = self._stage_costs(layers, keys_with_pins(self.layers.keys, layers, self.layouts))
+            layers, keys = self.cuttable.layered(self.layers.layer_of, count), range(len(self.layers.keys))
+            self._costs[count] = self._stage_costs(layers, keys, together=tuple(keys))
         return self._costs[count]
 
-    def _stage_costs(self, layers: Layers, keys: Sequence[int]) -> StageCosts:
-        return StageCosts(layers, self.profiles, keys, splits_backward=True, layouts=self.layouts, **self.planning)
+    def _stage_costs(self, layers: Layers, keys: Sequence[int], together: Sequence[int] | None = None) -> StageCosts:
+        options = {"together": together, "splits_backward": True, "layouts": self.layouts, **self.planning}
+        return StageCosts(layers, self.profiles, keys, **options)
 
     def _transfer_s(self, count: int) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
         """The seconds to transfer activations and gradients where a chain of these layers is cut."""
