@@ -7,6 +7,7 @@ input part and its weight part, and a pair of tasks as one after the other.
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -44,7 +45,7 @@ def main() -> None:
 
 
 def _orders(name: str, p: int, m: int, v: int) -> Iterator[str]:
-    from torch.distributed.pipelining import schedules  # type: ignore[import-not-found]
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
 
     kind = getattr(schedules, CLASSES[name][0])
     one = object.__new__(kind)  # its constructor wants stages of a model
