@@ -26,7 +26,6 @@ from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_sch
 from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import INFERENCE
 from autopar.pipeline.schedule.table import objective_of
-from autopar.pipeline.search.searches_by_microbatches import keys_with_pins
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, sends_of, sent_s, unsplit_backward
