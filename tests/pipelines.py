@@ -39,6 +39,7 @@ def pipelined(
     virtual: int = 1,
     mesh: str | Sequence[str] | None = None,
     own_statistics: bool = False,
+    splits_loops: bool = False,
     option: int | None = None,
     starts: Sequence[int] | None = None,
 ) -> tuple[Callable[..., Any], Pipeline]:
@@ -48,11 +49,12 @@ def pipelined(
         num_stages: submeshes; each runs `virtual` stages of the program.
         mesh: of each submesh, or one per stage; by default any of all its devices.
         own_statistics: whether each microbatch may have its own.
+        splits_loops: whether loops of the backward pass are split.
         option: of `StageCosts`, how much the backward pass computes again; by default nothing.
         starts: the first unit of each stage; by default stages have about equal FLOPs.
     """
     program = program_of(step, args, carry=None, donate=None)
-    cuttable = Cuttable.of(program, own_statistics=own_statistics)
+    cuttable = Cuttable.of(program, own_statistics=own_statistics, splits_loops=splits_loops)
     count = num_stages * virtual
     if starts is None:
         starts = equal_starts(cuttable.chain, count)

@@ -233,6 +233,7 @@ class PipelinePlan:
         inputs, outputs: the step's arguments and results. Their `sharding` is that of their first part.
         input_parts, output_parts: the submeshes that hold each; several for a stack of layers.
         carried: positions of inputs and outputs that hold the same state.
+        splits_loops: whether loops of the backward pass are split into an input part and a weight part.
         read_state: positions of inputs that are state of another step, in whose stages this one runs (`like`).
         tried: the stages that were searched.
         considered: with `everything="auto"`, this plan and the alternatives, each with the reason why it was not chosen.
@@ -261,6 +262,7 @@ class PipelinePlan:
     virtual: int = 1
     own_schedule: OwnSchedule | None = None
     own_statistics: bool = False
+    splits_loops: bool = False
     read_state: tuple[int, ...] = ()
     tried: tuple[StagesTried, ...] = ()
     considered: tuple[Considered, ...] = ()
@@ -341,7 +343,7 @@ class PipelinePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
-        for name in ("considered", "own_schedule"):  # newer than version 8
+        for name in ("considered", "own_schedule", "splits_loops"):  # newer than version 8
             if not body[name]:
                 del body[name]
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}

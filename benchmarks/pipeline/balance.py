@@ -22,8 +22,9 @@ from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.search.plan_stages import StageRequest, plan_stages
+from autopar.pipeline.search.plan_stages import plan_stages
 from autopar.pipeline.search.stage_costs import StageCosts
+from autopar.pipeline.search.stage_request import StageRequest
 from autopar.transforms.program import program_of
 from benchmarks.zoo import diffusion, language, vision
 from benchmarks.zoo.training import BF16, Target

@@ -23,6 +23,7 @@ from autopar.pipeline.cut.extract_stages import Cut, Port, StageTrace, stage_tra
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
 from autopar.pipeline.cut.hoist_cotangent_sums import added_where_made
 from autopar.pipeline.cut.layer_loops import Stack, stack_of, stacks_of
+from autopar.pipeline.cut.split_loops import with_split_loops
 from autopar.pipeline.cut.unroll_layers import Unstacked, as_it_is, unstacked
 from autopar.transforms.microbatch.batch_dims import Places
 from autopar.transforms.microbatch.classify import Split, classify
@@ -89,16 +90,27 @@ class Cuttable:
     _labelled: dict[tuple[int, ...], _Labelled] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, program: Program, *, own_statistics: bool = False, read_state: Sequence[int] = ()) -> Cuttable:
+    def of(
+        cls,
+        program: Program,
+        *,
+        own_statistics: bool = False,
+        read_state: Sequence[int] = (),
+        splits_loops: bool = False,
+    ) -> Cuttable:
         """The step that a program was traced from, with its loops over layers cut.
 
         Args:
+            splits_loops: whether loops of the backward pass are split into an input part and a weight part.
             read_state: positions of arguments that are state of another step. The step is cut as if it returned those
                 that it reads, unchanged, so that each has one home; and none is taken for the batch.
         """
         traced = program.as_traced
         form = traced.whole or traced
         trace, graph, positions = _with_read_state(form.trace, form.graph, read_state)
+        if splits_loops:
+            trace = with_split_loops(trace)
+            graph = graph_of(trace, graph.carried)
         with suppress(MicrobatchError):  # it has no batch
             trace, graph = laid_for_parts(trace, graph)
         places = Places(graph)

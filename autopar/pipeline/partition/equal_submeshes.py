@@ -52,11 +52,11 @@ class EqualSubmeshPartitioner:
             KeyboardInterrupt: Ctrl-C before any partition was found.
         """
         prices = Prices(problem)
-        placed = [(meshes, self.placement(len(meshes))) for meshes in _rows(problem) if problem.may_have(len(meshes))]
         variants = [
             _OnSubmeshes(meshes, placement, prices, self.step_limit)
-            for meshes, placement in placed
-            if len(placement) <= problem.num_layers
+            for meshes in _rows(problem)
+            if problem.may_have(len(meshes))
+            and len(placement := self.placement(len(meshes))) <= problem.num_layers
             and len(meshes) <= problem.most_stages
             and (problem.num_stages is None or (len(meshes) > 1 and len(placement) == problem.num_stages))
         ]
@@ -65,13 +65,8 @@ class EqualSubmeshPartitioner:
         infeasible = search.status is Status.INFEASIBLE
         reason = ""
         if infeasible:
-            counts = "" if problem.num_stages is None else f" as {problem.num_stages} stages on 2 submeshes or more"
-            numbers = sorted({len(placement) for meshes, placement in placed if len(meshes) > 1})
-            choices = ", ".join(map(str, numbers)) or "none"
-            reason = (
-                f"no equal submeshes of {problem.cluster} have room for {problem.num_layers} layers{counts}; the schedule can"
-                f" have these numbers of stages there: {choices}"
-            )
+            counts = "" if problem.num_stages is None else f" as {problem.num_stages} stages"
+            reason = f"no equal submeshes of {problem.cluster} have room for {problem.num_layers} layers{counts}"
         return Partition(
             stages=search.best,
             cost_s=search.cost,

@@ -34,7 +34,9 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
     Raises:
         PlanMismatchError: the plan was made by another version of autopar or for another program.
     """
-    cuttable = Cuttable.of(program, own_statistics=plan.own_statistics, read_state=plan.read_state)
+    cuttable = Cuttable.of(
+        program, own_statistics=plan.own_statistics, read_state=plan.read_state, splits_loops=plan.splits_loops
+    )
     layer_of = plan.layers_of_units(len(cuttable.flow.forward))
     stages = cuttable.settled(layer_of, plan.stage_of, plan.num_microbatches)
     for number, (stage, planned) in enumerate(zip(stages, plan.stages, strict=True)):

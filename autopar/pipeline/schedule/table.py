@@ -116,6 +116,12 @@ def shapes_with(kind: ScheduleKind, num_stages: int, most_submeshes: int, num_mi
     return [one for one in shapes if unmet(kind, one) is None and len(kind.placement(one)) == num_stages]
 
 
+def stage_numbers(kind: ScheduleKind, most_submeshes: int, num_microbatches: int) -> list[int]:
+    """The numbers of stages that a schedule can have on two submeshes or more, in the usual numbers on each."""
+    shapes = (PipelineShape(p, num_microbatches, v) for p in range(2, most_submeshes + 1) for v in kind.virtuals)
+    return sorted({len(kind.placement(one)) for one in shapes if unmet(kind, one) is None})
+
+
 def objective_of(kind: ScheduleKind, num_microbatches: int, virtual: int) -> Objective:
     """The objective by which stages are cut. A kind without one gets that of GPipe, with the in-flight microbatches of its
     orders; the best stages are simulated."""

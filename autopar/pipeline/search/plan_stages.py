@@ -11,20 +11,18 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
-from autopar.hardware.profile import HardwareProfile
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import MeshShape, factorisations
 from autopar.pipeline.cut.branches import ForkedLayers, forked_layers
 from autopar.pipeline.cut.exchanges import exchanges_of
+from autopar.pipeline.cut.split_loops import with_split_loops
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
-from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.plan import PipelinePlan, StagesTried
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
@@ -34,8 +32,9 @@ from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.stage_costs import STATE_PRICES, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
+from autopar.pipeline.search.stage_request import StageRequest
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
-from autopar.planner.memory_budget import MARGIN, MemoryBudget
+from autopar.planner.memory_budget import MARGIN
 from autopar.system.gc_pause import seldom_collect
 from autopar.system.units import human_bytes
 from autopar.transforms.microbatch.batch_dims import num_examples
@@ -61,52 +60,6 @@ _MOST_REPLANS = 2
 #: The time limit of one schedule's partition.
 _SEARCH_LIMIT_S = 60.0
 
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRequest:
-    """A request for stages.
-
-    Args:
-        profiles: the hardware profile of each kind of device in the cluster.
-        memory_budget_bytes: bytes per device; None for the profile's usable memory.
-        partitioner: by default `ExactPartitioner` or `EqualSubmeshPartitioner`, which prove optimality by their costs.
-        mesh: the mesh of each stage; None for the fastest.
-        pins: path or glob of arguments -> `PartitionSpec`, of the user and of sharding metadata.
-        planning: options of `planner.plan_and_parts` for each stage.
-    """
-
-    cluster: Cluster
-    profiles: Mapping[str, HardwareProfile]
-    stages: int | Literal["auto"] = "auto"
-    num_microbatches: int | Literal["auto"] = "auto"
-    schedule: str | ScheduleKind = "auto"
-    own_statistics: bool = False
-    memory_budget_bytes: float | None = None
-    partitioner: Partitioner | None = None
-    mesh: MeshShape | None = None
-    pins: Mapping[str, Any] = field(default_factory=dict)
-    planning: Mapping[str, Any] = field(default_factory=dict)
-    progress: Progress | None = None
-
-    @property
-    def shapes(self) -> tuple[SubmeshShape, ...]:
-        """The shapes that submeshes may have: with a given mesh any shape, because only those of its size are searched."""
-        return likely_shapes(self.cluster) if self.mesh is None else self.cluster.shapes()
-
-    @property
-    def meshes(self) -> tuple[MeshShape, ...]:
-        """The meshes that stages may have, the largest first."""
-        sizes = sorted({shape.num_devices for shape in self.shapes}, reverse=True)
-        return (self.mesh,) if self.mesh is not None else tuple(mesh for n in sizes for mesh in factorisations(n))
-
-    @property
-    def budgets(self) -> dict[str, float]:
-        """The memory budget of a device of each kind."""
-        given = self.memory_budget_bytes
-        return {kind: MemoryBudget(given or p.usable_bytes).plan_bytes for kind, p in self.profiles.items()}
-
 
 @seldom_collect()
 def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
@@ -117,7 +70,29 @@ def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
         BudgetError: nothing fits.
         ClusterError, ScheduleError: the request is impossible.
     """
-    return _Planning(program, request).run()
+    plans: list[PipelinePlan] = []
+    failures: list[BudgetError] = []
+    for splits_loops in _passes(program, request):
+        try:
+            plans.append(_Planning(program, request, splits_loops).run())
+        except BudgetError as error:
+            failures.append(error)
+    if not plans:
+        raise failures[0]
+    tried = tuple(one for plan in plans for one in plan.tried)
+    return replace(min(plans, key=lambda plan: plan.prediction.step_time_s), tried=tried)
+
+
+def _passes(program: Program, request: StageRequest) -> Sequence[bool | None]:
+    """Whether to plan the step with its loops split, without, or both; None if it has no loops to split. Schedules with a
+    split backward pass gain by it, and the others lose."""
+    kinds = searched(trains=True) if request.schedule == "auto" else (find(request.schedule),)
+    ways = sorted({kind.backward == "split" for kind in kinds})
+    traced = program.as_traced
+    trace = (traced.whole or traced).trace
+    if request.stages == 1 or True not in ways or with_split_loops(trace) is trace:
+        return (None,)
+    return ways
 
 
 def searches_of(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts | None = None) -> Searches:
@@ -240,17 +215,23 @@ def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) 
 
 
 class _Planning:
-    """Plans one step."""
+    """Plans one step.
 
-    def __init__(self, program: Program, request: StageRequest) -> None:
-        self.request, self.started = request, time.perf_counter()
+    Args:
+        splits_loops: whether to split loops, and to search schedules with a split backward pass only; None for a step
+            without loops to split, and all schedules.
+    """
+
+    def __init__(self, program: Program, request: StageRequest, splits_loops: bool | None = None) -> None:
+        self.request, self.splits_loops, self.started = request, splits_loops, time.perf_counter()
         traced = program.as_traced
         self.program = traced.whole or traced
         self.report = request.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.read_state = frozen_arguments(self.program.graph)
-        self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics, read_state=self.read_state)
-        forked = self._forked_layers()
+        options = {"read_state": self.read_state, "splits_loops": bool(splits_loops)}
+        self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics, **options)
+        forked = None if splits_loops else self._forked_layers()
         self._check_request(forks=forked is not None)
         self.layouts = self._layouts(forks=forked is not None)
         self.searches = searches_of(self.cuttable, request, self.layouts)
@@ -435,18 +416,17 @@ class _Planning:
     def _layouts(self, *, forks: bool) -> StageLayouts:
         """The meshes and shardings of stages that the request fixes."""
         request, cluster = self.request, self.request.cluster
-        least = 1 if request.stages == "auto" else request.stages
-        if least > 1 and forks:
-            least = 2  # parts of one submesh
-        elif least > 1:
-            least = self._fewest_submeshes() or least
+        least = 1
+        if request.stages not in ("auto", 1):  # branches are on parts of one submesh
+            least = 2 if forks else self._fewest_submeshes() or request.stages
         sizes = {shape.num_devices for shape in request.shapes}
         return stage_layouts(self.program.graph, request.pins, request.mesh, sizes, cluster.num_devices, least)
 
     def _schedules(self) -> Sequence[ScheduleKind]:
-        if self.request.schedule == "auto":
-            return searched(trains=bool(self.cuttable.flow.backward))
-        return (find(self.request.schedule),)
+        if self.request.schedule != "auto":
+            return (find(self.request.schedule),)
+        kinds = searched(trains=bool(self.cuttable.flow.backward))
+        return [one for one in kinds if self.splits_loops in (None, one.backward == "split")]
 
     # -- the plan ----------------------------------------------------------------------------
 
@@ -477,6 +457,7 @@ class _Planning:
             num_layers=num_layers,
             num_planned=self.searches.num_planned + (self.branches.num_planned if self.branches else 0),
             own_statistics=self.request.own_statistics,
+            splits_loops=bool(self.splits_loops),
             read_state=self.read_state,
             tried=(),
             search_time_s=time.perf_counter() - self.started,

@@ -57,6 +57,7 @@ def recorded(
     search_time_s: float,
     homes: Mapping[LeafKey, int] | None = None,
     read_state: tuple[int, ...] = (),
+    splits_loops: bool = False,
 ) -> PipelinePlan:
     """The plan of a step in stages. The arguments without a docstring here are fields of `PipelinePlan`.
 
@@ -120,6 +121,7 @@ def recorded(
             search_time_s=search_time_s,
         ),
         own_statistics=own_statistics,
+        splits_loops=splits_loops,
         read_state=read_state,
         tried=tried,
         versions=versions_of(),

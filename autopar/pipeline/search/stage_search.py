@@ -37,7 +37,7 @@ from autopar.pipeline.partition.sends import Exchange, Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, in_turn
 from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
-from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, unmet
+from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, stage_numbers, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.solve.problem import Status
@@ -269,16 +269,11 @@ class StageSearch:
         def shape(num_submeshes: int) -> PipelineShape:
             return PipelineShape(num_submeshes, count, virtual)
 
-        def why_not(num_submeshes: int) -> str | None:
-            return unmet(kind, shape(num_submeshes))
-
-        several = range(2, self.cluster.num_devices + 1)
-        if several and all(map(why_not, several)):
-            return Outcome(None, why_not(several[0]) or "")
-        wanted = self.num_stages or 0
-        if wanted > len(several) + 1 and not shapes_with(kind, wanted, self.cluster.num_devices, count):
-            return Outcome(None, f"schedule {kind.name!r} cannot have {wanted} stages on {self.cluster}")
-
+        reason = _why_not(
+            kind, PipelineShape(self.cluster.num_devices, self.num_microbatches, virtual), self.num_stages
+        )
+        if reason:
+            return Outcome(None, reason)
         if partitioner is None and virtual == 1 and kind.placement is in_turn:
             partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
         elif partitioner is None:
@@ -290,7 +285,7 @@ class StageSearch:
             num_layers=len(self.keys),
             cluster=self.cluster,
             cost=cost,
-            transfer_s=self._there_and_back_s(relayed),
+            transfer_s=_there_and_back_s(relayed, self.cluster, self.profiles),
             objective=objective_of(kind, count, virtual),
             budget_bytes=self.budget_bytes,
             growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
@@ -300,40 +295,19 @@ class StageSearch:
             shapes=self.shapes,
             bound=self.bound,
             num_stages=self.num_stages,
-            may_have=lambda num_submeshes: why_not(num_submeshes) is None,
+            may_have=lambda num_submeshes: unmet(kind, shape(num_submeshes)) is None,
         )
         partition = partitioner.partition(problem)
         steps = list(self._steps(kind, virtual, partition, cost))
-        direct = self._direct_bytes(max((partition.stages, *partition.others), key=len))
+        direct = _direct_bytes(self.passing, len(self.keys), max((partition.stages, *partition.others), key=len))
         if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
-            again = partitioner.partition(replace(problem, transfer_s=self._there_and_back_s(direct)))
+            again = partitioner.partition(
+                replace(problem, transfer_s=_there_and_back_s(direct, self.cluster, self.profiles))
+            )
             steps += self._steps(kind, virtual, again, cost)
         if steps:
             return Outcome(min(steps, key=lambda step: step.step_time_s))
         return Outcome(None, partition.reason)
-
-    def _direct_bytes(self, stages: Sequence[Stage]) -> list[float]:
-        """Bytes before each layer, if each value counts once per stage that gets it from its producer, spread evenly
-        over the boundaries between stages that it crosses; at the other boundaries it counts whole."""
-        if not stages:
-            return [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
-        stage_of, found = _stage_of(stages), [0.0] * len(self.keys)
-        for one in self.passing:
-            source, last = stage_of[one.producer], stage_of[one.readers[-1]]
-            receivers = len({stage_of[reader] for reader in one.readers} - {source})
-            share = receivers / (last - source) if receivers else 1.0
-            for layer in range(one.producer + 1, one.readers[-1] + 1):
-                found[layer] += share * one.num_bytes
-        return found
-
-    def _there_and_back_s(self, num_bytes: Sequence[float]) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
-        """The seconds of one microbatch's activations and gradients, by the bytes that pass before each layer."""
-        cluster, profiles = self.cluster, self.profiles
-
-        def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-            return 2 * sent_s(num_bytes[boundary], source, target, same_host, cluster, profiles)
-
-        return transfer_s
 
     def _steps(self, kind: ScheduleKind, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
         """The best partitions that a schedule can run, simulated."""
@@ -372,6 +346,47 @@ class StageSearch:
             timeline, peaks = staged_timeline(one, costs, sends, submeshes), staged_peaks(one, costs)
             steps.append(StagedStep(tuple(stages), tuple(costs), sends, one, timeline, peaks, partition, kind=kind))
         return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
+
+
+def _why_not(kind: ScheduleKind, most: PipelineShape, num_stages: int | None) -> str:
+    """Why a schedule cannot have several submeshes, up to a number, or so many stages on them; "" if it can."""
+    shapes = [replace(most, num_submeshes=p) for p in range(2, most.num_submeshes + 1)]
+    reasons = [unmet(kind, one) for one in shapes]
+    if reasons and all(reasons):
+        return reasons[0] or ""
+    if num_stages in (None, 1) or shapes_with(kind, num_stages, most.num_submeshes, most.num_microbatches):
+        return ""
+    numbers = ", ".join(map(str, stage_numbers(kind, most.num_submeshes, most.num_microbatches))) or "none"
+    return (
+        f"schedule {kind.name!r} cannot have {num_stages} stages on {most.num_submeshes} devices: choose a number that it"
+        f" has ({numbers}, ...), or another schedule"
+    )
+
+
+def _direct_bytes(passing: Sequence[Passing], num_layers: int, stages: Sequence[Stage]) -> list[float]:
+    """Bytes before each layer, if each value counts once per stage that gets it from its producer, spread evenly over the
+    boundaries between stages that it crosses; at the other boundaries it counts whole."""
+    if not stages:
+        return [crossing_bytes(passing, layer) for layer in range(num_layers)]
+    stage_of, found = _stage_of(stages), [0.0] * num_layers
+    for one in passing:
+        source, last = stage_of[one.producer], stage_of[one.readers[-1]]
+        receivers = len({stage_of[reader] for reader in one.readers} - {source})
+        share = receivers / (last - source) if receivers else 1.0
+        for layer in range(one.producer + 1, one.readers[-1] + 1):
+            found[layer] += share * one.num_bytes
+    return found
+
+
+def _there_and_back_s(
+    num_bytes: Sequence[float], cluster: Cluster, profiles: Mapping[str, HardwareProfile]
+) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
+    """The seconds of one microbatch's activations and gradients, by the bytes that pass before each layer."""
+
+    def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
+        return 2 * sent_s(num_bytes[boundary], source, target, same_host, cluster, profiles)
+
+    return transfer_s
 
 
 def _stage_of(stages: Sequence[Stage]) -> list[int]:
