@@ -300,7 +300,7 @@ def test_residuals_that_runs_receive_are_those_of_each_run(seed: int) -> None:
     made_by, read_by = draw.integers(0, layers, (2, count))
     read_before = np.array([draw.integers(-1, layer) for layer in read_by])
     none = np.zeros(layers + 1)
-    held = _Residuals(none, none, none, made_by, read_by, read_before, draw.random(count), 0.0)
+    held = _Residuals(none, none, none, none, none, made_by, read_by, read_before, draw.random(count), 0.0)
     borders = np.array([0, *sorted(draw.choice(np.arange(1, layers), 4, replace=False)), layers])
     table = held.received(borders[:-1], borders[1:])
     for first, start in enumerate(borders[:-1]):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from autopar.pipeline.plan import PipelinePlan
-from autopar.pipeline.schedule.in_flight import held_during_tasks
+from autopar.pipeline.schedule.in_flight import bytes_during_tasks
 from autopar.pipeline.schedule.tasks import PHASES, Phase
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 
@@ -49,7 +49,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
     """
     costs = [stage.cost for stage in plan.stages]
     schedule = plan.tasks()
-    flight_bytes = held_during_tasks(schedule, lambda stage: costs[stage].flight_bytes)
+    flight_bytes = bytes_during_tasks(schedule, costs)
     uses = []
     for submesh, (order, during_tasks) in enumerate(zip(schedule.orders, flight_bytes, strict=True)):
         starts = {span.task: span.start_s - timeline.start_s for span in timeline.on(submesh)}

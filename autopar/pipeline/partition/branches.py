@@ -266,6 +266,8 @@ class Branches:
             state_bytes=max(sum(cost.state_bytes for cost in costs) for costs in every),
             flight_bytes=max(sum(cost.flight_bytes for cost in costs) for costs in every),
             working_bytes=max((cost.working_bytes for costs in every for cost in costs), default=0.0),
+            kept_bytes=max(sum(cost.kept_bytes for cost in costs) for costs in every),
+            passed_bytes=max(sum(cost.passed_bytes for cost in costs) for costs in every),
         )
 
     def _branches_of(self, layers: tuple[int, ...], segment: Segment) -> list[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from autopar.pipeline.partition.sends import Send
 from autopar.pipeline.partition.step_time import task_seconds
 from autopar.pipeline.schedule.dag import list_orders
-from autopar.pipeline.schedule.in_flight import peak_held
+from autopar.pipeline.schedule.in_flight import bytes_during_tasks
 from autopar.pipeline.schedule.objective import StageCost
 from autopar.pipeline.schedule.tasks import Edges, Schedule
 
@@ -41,15 +41,17 @@ def in_planned_order(
         for budget, stages in zip(budget_bytes, of_submesh, strict=True)
     ]
     times = {(one.source, one.target): one.seconds for one in sends if one.when == "microbatch"}
-    needed = peak_held(printed, lambda stage: costs[stage].flight_bytes)
+    needed = [max(during_tasks) for during_tasks in bytes_during_tasks(printed, costs)]
+    # A microbatch counts with the most that it ever holds.
+    most = [max(one.flight_bytes + one.passed_bytes, one.kept_bytes + one.passed_bytes) for one in costs]
     limits_tried = dict.fromkeys((tuple(map(min, needed, room)), tuple(room)))
     for limits, patience in itertools.product(limits_tried, _PATIENCE):
 
         def may_start(stage: int, held: Sequence[int], limits: Sequence[float] = limits) -> bool:
             """Keep room for one microbatch of every later stage of the submesh, so that some microbatch can always end."""
             here = submesh_of[stage]
-            flight = sum(held[s] * costs[s].flight_bytes for s in of_submesh[here])
-            kept = sum(costs[s].flight_bytes for s in of_submesh[here] if s >= stage)
+            flight = sum(held[s] * most[s] for s in of_submesh[here])
+            kept = sum(most[s] for s in of_submesh[here] if s >= stage)
             return flight + kept <= limits[here] * (1 + 1e-9)
 
         orders = list_orders(

@@ -12,7 +12,7 @@ from dataclasses import replace
 from autopar.pipeline.partition.cluster import Submesh
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.partition.sends import Send, links_of
-from autopar.pipeline.schedule.in_flight import peak_held
+from autopar.pipeline.schedule.in_flight import bytes_during_tasks
 from autopar.pipeline.schedule.simulate import Seconds, simulate
 from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
@@ -84,8 +84,8 @@ def staged_timeline(
 
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:
     """Peak bytes per device of each submesh: the state of all its stages, the largest working set, and the stashed
-    activations of in-flight microbatches."""
-    flight_bytes = peak_held(schedule, lambda stage: costs[stage].flight_bytes)
+    activations of in-flight microbatches, with what waits for their weight parts."""
+    flight_bytes = (max(during_tasks, default=0.0) for during_tasks in bytes_during_tasks(schedule, costs))
     return tuple(
         sum(costs[stage].state_bytes for stage in stages)
         + max((costs[stage].working_bytes for stage in stages), default=0.0)

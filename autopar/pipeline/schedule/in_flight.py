@@ -7,8 +7,9 @@ Out: the peak of each submesh. A submesh runs its tasks in order, so the peak do
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from autopar.pipeline.schedule.objective import StageCost
 from autopar.pipeline.schedule.tasks import Schedule, Task
 
 
@@ -36,20 +37,42 @@ def most_in_flight(schedule: Schedule) -> tuple[float, ...]:
 
 
 def peak_held(
-    schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
+    schedule: Schedule,
+    held: Callable[[int], float],
+    held_after_input: Callable[[int], float] | None = None,
+    made_by_input: Callable[[int], float] | None = None,
 ) -> tuple[float, ...]:
     """The peak amount that the stages of each submesh hold together. The arguments are those of `held_during_tasks`."""
-    return tuple(max(during_tasks, default=0) for during_tasks in held_during_tasks(schedule, held, held_after_input))
+    amounts = held_during_tasks(schedule, held, held_after_input, made_by_input)
+    return tuple(max(during_tasks, default=0) for during_tasks in amounts)
+
+
+def bytes_during_tasks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[tuple[float, ...], ...]:
+    """The bytes of in-flight microbatches that a device of each submesh holds during each of its tasks, in task order.
+
+    Args:
+        costs: the cost of each stage.
+    """
+    return held_during_tasks(
+        schedule,
+        lambda stage: costs[stage].flight_bytes,
+        lambda stage: costs[stage].kept_bytes + costs[stage].passed_bytes,
+        lambda stage: costs[stage].passed_bytes,
+    )
 
 
 def held_during_tasks(
-    schedule: Schedule, held: Callable[[int], float], held_after_input: Callable[[int], float] | None = None
+    schedule: Schedule,
+    held: Callable[[int], float],
+    held_after_input: Callable[[int], float] | None = None,
+    made_by_input: Callable[[int], float] | None = None,
 ) -> tuple[tuple[float, ...], ...]:
     """The amount that the stages of each submesh hold together during each of its tasks, in task order.
 
     Args:
         held: the amount that one in-flight microbatch of a stage holds, for example in bytes.
         held_after_input: the amount after the input part of its backward pass; None if that part frees nothing.
+        made_by_input: the amount that the input part makes, in addition to what it frees when it ends.
     """
     found = []
     for order in schedule.orders:
@@ -61,7 +84,8 @@ def held_during_tasks(
             if task.phase == "forward":
                 holds[one] = held(task.stage)
                 now += holds[one]
-            while_each.append(now)
+            made = made_by_input(task.stage) if task.phase == "input" and made_by_input is not None else 0
+            while_each.append(now + made)
             if task in ended_by:
                 now -= holds.pop(one, 0)
             elif task.phase == "input" and held_after_input is not None and one in holds:

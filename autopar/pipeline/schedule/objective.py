@@ -32,6 +32,8 @@ class StageCost:
         state_bytes: bytes held all the time: parameters, optimizer state, accumulated gradients.
         flight_bytes: bytes of stashed activations per in-flight microbatch.
         working_bytes: additional bytes while a microbatch is processed.
+        kept_bytes: bytes of stashed activations that the weight part reads; the others are freed after the input part.
+        passed_bytes: bytes that the input part makes for the weight part.
     """
 
     forward_s: float
@@ -41,6 +43,8 @@ class StageCost:
     state_bytes: float = 0.0
     flight_bytes: float = 0.0
     working_bytes: float = 0.0
+    kept_bytes: float = 0.0
+    passed_bytes: float = 0.0
 
     @property
     def pass_s(self) -> float:

@@ -8,6 +8,7 @@ defers until after the loop run once per step, in the update.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.residuals import Crossing, Crossings
 from autopar.planner.candidate import Candidate
 from autopar.rules.grouping import SMALL_SIZE
+from autopar.transforms.microbatch.units import Unit
 from autopar.xla_model.simulation import simulate
 from autopar.xla_model.timeline import Timeline
 
@@ -103,10 +105,32 @@ class StageFigures:
             update_s=self.update_s,
             state_bytes=state,
             flight_bytes=crossing.num_bytes + self._stashed_input_bytes(lambda value: value in crossing.read),
+            kept_bytes=self.crossings.num_bytes(crossing.passing & self.read_last)
+            + self._stashed_input_bytes(lambda value: value in crossing.read and value in self.read_last),
+            passed_bytes=self.crossings.num_bytes(self.passed_on(crossing)),
             working_bytes=max(0.0, prediction.peak_bytes - state - self._passes_bytes()) + crossing.recompute_bytes,
         )
 
+    @functools.cached_property
+    def read_last(self) -> frozenset[int]:
+        """Values that the weight part of the backward pass reads."""
+        return frozenset(value for unit in self.units("weight") for value in unit.operands)
+
+    @functools.cached_property
+    def _made_before(self) -> frozenset[int]:
+        """Values that the input part makes."""
+        return frozenset(value for unit in self.units("input") for value in unit.results)
+
+    def passed_on(self, crossing: Crossing) -> frozenset[int]:
+        """Values that the input part makes, or rematerializes, for the weight part."""
+        again = self.crossings.produced_forward - crossing.read
+        return self.read_last & (self._made_before | again)
+
     # -- helpers -----------------------------------------------------------------------------
+
+    def units(self, phase: str) -> Iterator[Unit]:
+        """The units that run in a phase."""
+        return (unit for unit in self.layout.body if self.phases[unit.start] == phase)
 
     def timeline(self, phase: str) -> Timeline | None:
         """A phase, simulated by itself; None if nothing runs in it."""

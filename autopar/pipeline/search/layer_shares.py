@@ -31,6 +31,7 @@ class _Residuals:
     Args:
         written_s, recompute_s, made: per layer, seconds to write residuals, seconds of rematerialization in its backward
             pass, and bytes of the residuals that it makes; cumulative, float[layers + 1].
+        kept, passed: per layer, bytes that its weight part reads of the forward pass, and of the input part; cumulative.
         made_by, read_by, read_before: per residual and other layer whose backward pass reads it, the layer that makes it,
             that layer, and the last layer before it that reads the residual.
         sizes: bytes of these residuals.
@@ -40,6 +41,8 @@ class _Residuals:
     written_s: np.ndarray
     recompute_s: np.ndarray
     made: np.ndarray
+    kept: np.ndarray
+    passed: np.ndarray
     made_by: np.ndarray
     read_by: np.ndarray
     read_before: np.ndarray
@@ -105,18 +108,26 @@ class LayerShares:
         def of(cumulative: np.ndarray) -> np.ndarray:
             return cumulative[ends] - cumulative[starts][:, None]
 
+        flight_bytes, kept_bytes, passed_bytes = (
+            of(held.made) + held.received(starts, ends),
+            of(held.kept),
+            of(held.passed),
+        )
         border_s = self._border_s[starts][:, None] + self._border_s[ends]
         written_s, waited_s, weight_s = of(held.written_s), of(self._seconds["backward"]), of(self._seconds["weight"])
         if starts[0] == 0 and self.figures.splits_backward:  # no stage waits for the first one
             weight_s[0] += waited_s[0]
             waited_s[0] = 0.0
+            kept_bytes[0], passed_bytes[0] = flight_bytes[0], 0.0
         tables: dict[str, Any] = {
             "forward_s": of(self._seconds["forward"]) + written_s + border_s,
             "backward_s": waited_s + written_s + of(held.recompute_s) + border_s,
             "weight_s": weight_s,
             "update_s": of(self._seconds["update"]),
             "state_bytes": of(self._state),
-            "flight_bytes": of(held.made) + held.received(starts, ends),
+            "flight_bytes": flight_bytes,
+            "kept_bytes": np.minimum(kept_bytes, flight_bytes),
+            "passed_bytes": passed_bytes,
             "working_bytes": np.full(written_s.shape, self._working_bytes + held.recompute_bytes),
         }
         return StageCost(**tables)
@@ -212,8 +223,25 @@ class LayerShares:
             self._residuals[stash_price] = self._residuals_of(self.figures.crossings.at(stash_price))
         return self._residuals[stash_price]
 
+    def _read_last(self, crossing: Crossing) -> tuple[dict[int, float], dict[int, float]]:
+        """Bytes that the weight part of each layer reads of the forward pass, and of the input part."""
+        figures, crossings = self.figures, self.figures.crossings
+        passed_on, kept_of = figures.passed_on(crossing), crossing.passing
+        kept: dict[int, float] = defaultdict(float)
+        passed: dict[int, float] = defaultdict(float)
+        seen: set[tuple[int, int]] = set()
+        for unit in figures.units("weight"):
+            layer = self._layer(unit.start)
+            for value in unit.operands:
+                if (layer, value) not in seen:
+                    seen.add((layer, value))
+                    kept[layer] += crossings.num_bytes([value]) if value in kept_of else 0.0
+                    passed[layer] += crossings.num_bytes([value]) if value in passed_on else 0.0
+        return kept, passed
+
     def _residuals_of(self, crossing: Crossing) -> _Residuals:
         crossings = self.figures.crossings
+        kept, passed = self._read_last(crossing)
         made: dict[int, float] = defaultdict(float)
         written: dict[int, float] = defaultdict(float)
         recompute: dict[int, float] = defaultdict(float)
@@ -235,6 +263,8 @@ class LayerShares:
             self._summed(written),
             self._summed(recompute),
             self._summed(made),
+            self._summed(kept),
+            self._summed(passed),
             made_by,
             read_by,
             read_before,

@@ -473,7 +473,7 @@ def _settled(stage: Stage, cost: StageCost, num_microbatches: int) -> Partition:
 
 def unsplit_backward(cost: StageCost) -> StageCost:
     """The cost with an unsplit backward pass."""
-    return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0)
+    return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0, kept_bytes=0.0, passed_bytes=0.0)
 
 
 def _unsplit_costs(cost: Cost) -> Cost:
