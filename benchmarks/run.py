@@ -68,7 +68,7 @@ _PIECES = ("GPT", "GPT scanned", "BART", "ResNet-18", "U-Net")
 _TRAINED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GPT-2 scanned", "MLP-Mixer")
 _SMALL_ZOO = ("zoo/training.py", "zoo/patches_and_branches.py")
 #: Models whose stages are compared with the best of all cuts.
-_BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "GPT-2", "BART")
+_BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GPT-2 scanned", "MLP-Mixer")
 #: Models whose stages, microbatches and schedule are searched together, and on how many devices.
 _LANGUAGE = ("gpt2", "bert", "llama_1b", "llama_7b", "gptj", "llama3_8b", "experts", "bart")
 _OTHERS = ("vit", "clip", "resnet", "whisper", "lstm", "graph_network", "unet", "lora")
@@ -208,7 +208,7 @@ BENCHMARKS = {
             "clusters": ("pipeline/clusters.py", "zoo/gpt.py", "zoo/mixed_precision.py", "zoo/training.py"),
             **{f"execution: {model}": ("pipeline/execution.py",) for model in _EXECUTED},
             **{f"pieces: {model}": ("pipeline/pieces.py", "zoo/training.py") for model in _PIECES},
-            **{f"balance: {model}": ("pipeline/balance.py", "zoo/training.py") for model in _BALANCED},
+            **{f"balance: {model}": ("pipeline/balance.py", *_SMALL_ZOO) for model in _BALANCED},
             **{f"models: {model}": ("pipeline/models.py", *_SMALL_ZOO) for model in _TRAINED},
             **dict.fromkeys(
                 (f"auto: {case}" for case in _SEARCHED_TOGETHER),

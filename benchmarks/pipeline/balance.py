@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import optax
 
 from autopar.hardware.profile import load
 from autopar.pipeline.cut.stage_programs import Cuttable
@@ -26,7 +27,8 @@ from autopar.pipeline.search.plan_stages import plan_stages
 from autopar.pipeline.search.stage_costs import StageCosts
 from autopar.pipeline.search.stage_request import StageRequest
 from autopar.transforms.program import program_of
-from benchmarks.zoo import diffusion, language, vision
+from benchmarks.zoo import diffusion, language, stacked, vision
+from benchmarks.zoo.patches_and_branches import GOOGLENET, inception, mlp_mixer
 from benchmarks.zoo.training import BF16, Target
 
 # isort: split
@@ -48,7 +50,10 @@ MODELS: Mapping[str, Callable[[], Target]] = {
     "ResNet-50": lambda: vision.resnet(ResNetConfig(), 256, 224, BF16).target,
     "U-Net": lambda: diffusion.unet((64, 128, 256, 512), 2, 32, 64).target,
     "GPT-2": lambda: language.gpt2(GPT2Config(), 32, 1024, BF16).target,
+    "GPT-2 scanned": lambda: stacked.stacked(language.gpt2(GPT2Config(), 32, 1024, BF16), stacked.GPT2).target,
     "BART": lambda: language.bart(BartConfig(), 32, 512, BF16).target,
+    "Inception": lambda: inception(GOOGLENET, 256, 224, 1000, optax.sgd(0.1)).target,
+    "MLP-Mixer": lambda: mlp_mixer(768, 384, 12, 16, 256, 224, 1000).target,
 }
 
 
