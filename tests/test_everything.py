@@ -26,6 +26,8 @@ from autopar.planner.simplest_plan import TIE
 from autopar.plans.considered import Considered
 from autopar.plans.plan import Plan
 from autopar.report.considered import considered_rows
+from autopar.verification.verification import Verification
+from autopar.verification.verify_stages import StagesVerification
 
 V100 = load("v100-sxm-16")
 #: Hosts of two devices on slow links, where stages are faster than one program.
@@ -291,6 +293,15 @@ def test_the_command_line_takes_it_and_prints_json(capsys: pytest.CaptureFixture
     assert all(row["reason"] for row in rows[1:])
     assert main(["verify", f"{target}:make", "--plan", str(out), "--everything", "auto"]) != 0
     assert "--everything" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_verify_compiles_what_was_chosen() -> None:
+    arguments = mlp().step, *mlp().abstract_args()
+    for own, kind in (({"stages": 1}, Verification), ({}, StagesVerification)):
+        found = autopar.verify(*arguments, everything="auto", num_devices=4, hardware="h100-sxm", **own)
+        assert isinstance(found, kind)
+        check_reasons(found.plan, load("h100-sxm").usable_bytes)
 
 
 def test_the_decorator_runs_what_it_chose() -> None:
