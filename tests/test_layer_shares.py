@@ -17,8 +17,8 @@ from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.search.plan_stages import plan_stages, searches_of
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import STASH_PRICES, StageCosts
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.transforms.program import Program, program_of
 
 H100 = load("h100-sxm")

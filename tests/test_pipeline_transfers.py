@@ -28,6 +28,7 @@ from autopar.pipeline.run.instructions import Call, Move
 from autopar.pipeline.schedule.simulate import Links, Seconds, TransferSeconds, simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build
 from autopar.pipeline.schedule.tasks import Schedule, Task, chain_with
+from autopar.pipeline.search import stage_search
 from autopar.pipeline.search.stage_search import StageSearch, sends_of
 from benchmarks.pipeline.critical_path import longest_path
 
@@ -196,7 +197,7 @@ def test_values_are_priced_by_pairs_of_stages() -> None:
         shapes=(),
         num_microbatches=1,
     )
-    direct = search._direct_bytes(stages)
+    direct = stage_search.direct_bytes(search.passing, len(search.keys), stages)
     assert direct[2] + direct[4] == 3.0 + 8.0 + 2.0, "the boundaries of these stages"
     assert (direct[2], direct[4]) == (3.0 + 4.0, 4.0 + 2.0)
     assert direct[1] == 3.0 + 4.0
@@ -229,7 +230,7 @@ def test_a_skip_connection_is_searched_as_what_it_costs(monkeypatch: pytest.Monk
         times.append(staged_timeline(schedule, [c for c in costs if c], sends, submeshes).makespan_s)
     assert found.step_time_s == min(times), "the best of all cuts"
     monkeypatch.setattr(
-        StageSearch, "_direct_bytes", lambda self, _: [crossing_bytes(self.passing, n) for n in range(6)]
+        stage_search, "direct_bytes", lambda passing, count, _: [crossing_bytes(passing, n) for n in range(count)]
     )
     relayed = search.best(("1f1b",))
     assert relayed is not None and found.step_time_s < 0.75 * relayed.step_time_s

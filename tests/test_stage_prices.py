@@ -26,9 +26,9 @@ from autopar.pipeline.search.layer_shares import _Residuals
 from autopar.pipeline.search.microbatch_search import over_microbatches
 from autopar.pipeline.search.plan_stages import searches_of
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.scaled_costs import ScaledCosts
 from autopar.pipeline.search.stage_costs import OPTIONS, STASH_PRICES, STATE_PRICES, StageCosts
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.pipeline.search.stage_search import StageSearch
 from autopar.solve.ilp import Ilp
 from autopar.transforms.program import program_of

@@ -22,9 +22,9 @@ from autopar.hardware.profile import load
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.search.plan_stages import searches_of
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.searches_by_microbatches import keys_with_pins
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.transforms.program import program_of
 from benchmarks.pipeline.execution import equal_starts
 

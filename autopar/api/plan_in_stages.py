@@ -34,7 +34,7 @@ from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.search.follow_plan import plan_like
 from autopar.pipeline.search.plan_stages import plan_stages
-from autopar.pipeline.search.stage_request import StageRequest
+from autopar.pipeline.search.request import StageRequest
 from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.layout_hints import Layouts, metadata_layouts

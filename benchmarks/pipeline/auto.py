@@ -17,7 +17,7 @@ from autopar.errors import BudgetError
 from autopar.hardware.profile import load
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.search.plan_stages import plan_stages
-from autopar.pipeline.search.stage_request import StageRequest
+from autopar.pipeline.search.request import StageRequest
 from autopar.transforms.program import Program, program_of
 from benchmarks.plans.models import MODELS as SPLIT
 from benchmarks.zoo import diffusion, lora, real

@@ -24,8 +24,8 @@ from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShap
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.search.plan_stages import plan_stages
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import StageCosts
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.transforms.program import program_of
 from benchmarks.zoo import diffusion, language, stacked, vision
 from benchmarks.zoo.patches_and_branches import GOOGLENET, inception, mlp_mixer

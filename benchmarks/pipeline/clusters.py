@@ -35,8 +35,8 @@ from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.search.microbatch_search import SearchOf, Tried, over_microbatches
 from autopar.pipeline.search.plan_stages import likely_numbers, plan_stages, searches_of
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.pipeline.search.stage_search import StageSearch
 from autopar.transforms.program import Program, program_of
 from benchmarks.zoo.gpt import GptSizes, gpt

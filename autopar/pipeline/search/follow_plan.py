@@ -27,9 +27,9 @@ from autopar.pipeline.schedule.table import build, find, searched, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.search.plan_stages import check_schedule, checked_count, likely_numbers, searches_of
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_layouts import StageLayouts, pins_by_position
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.pipeline.search.stage_search import StagedStep, sends_of, unsplit_backward
 from autopar.pipeline.search.stages_of_state import StagesOfUnits, holds, shared_state
 from autopar.solve.problem import Status

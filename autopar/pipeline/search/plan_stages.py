@@ -29,10 +29,10 @@ from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_wi
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.stage_costs import STATE_PRICES, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
 from autopar.planner.memory_budget import MARGIN
 from autopar.system.gc_pause import seldom_collect

@@ -299,7 +299,7 @@ class StageSearch:
         )
         partition = partitioner.partition(problem)
         steps = list(self._steps(kind, virtual, partition, cost))
-        direct = _direct_bytes(self.passing, len(self.keys), max((partition.stages, *partition.others), key=len))
+        direct = direct_bytes(self.passing, len(self.keys), max((partition.stages, *partition.others), key=len))
         if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
             again = partitioner.partition(
                 replace(problem, transfer_s=_there_and_back_s(direct, self.cluster, self.profiles))
@@ -363,7 +363,7 @@ def _why_not(kind: ScheduleKind, most: PipelineShape, num_stages: int | None) ->
     )
 
 
-def _direct_bytes(passing: Sequence[Passing], num_layers: int, stages: Sequence[Stage]) -> list[float]:
+def direct_bytes(passing: Sequence[Passing], num_layers: int, stages: Sequence[Stage]) -> list[float]:
     """Bytes before each layer, if each value counts once per stage that gets it from its producer, spread evenly over the
     boundaries between stages that it crosses; at the other boundaries it counts whole."""
     if not stages:
