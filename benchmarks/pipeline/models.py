@@ -1,11 +1,11 @@
 """Train published models in stages that `autopar.parallelize` plans, and compare them with the unsharded step.
 
-Each row is a model at a small size, float32 and SGD, on 2 or 4 of eight virtual CPU devices, after two steps. *Borders*: where
+Each row is a model at a small size and SGD, on 2 or 4 of eight virtual CPU devices, after two steps. *Borders*: where
 stages begin, as units (single equations, loops) of the forward pass. *Loss*: the largest relative error of the
 losses. *Parameters*: the largest error of a parameter or running statistic in norm, relative to its norm, or to a thousandth of
-what the steps added to all if that is more. *Rounding*: the latter, of the unsharded step with its examples in reverse order, for
-models with batch normalization, which divides small differences by small deviations: no order of sums can be expected to be
-closer. Statistics of *each microbatch* are compared with plain JAX that takes one step from
+what the steps added to all if that is more. *Rounding*: the latter, of the unsharded step with its examples in reverse order.
+Models that normalize over examples run in *float64*: they divide small differences by small deviations, so that in float32 the
+order of the examples alone changes their parameters by more than 1e-5, often by 1. The U-Net runs in both. Statistics of *each microbatch* are compared with plain JAX that takes one step from
 the same state for each microbatch and averages the states, which is gradient accumulation with SGD; all else with `jax.jit` of
 the step.
 """
@@ -79,14 +79,23 @@ class Model:
 
     of: Training
     cases: tuple[Case, ...] = CASES
+    dtype: str = "float32"
 
     def state(self) -> Any:
         """A new state on the host, the same at each call, for each run to donate."""
-        return jax.device_get(jax.jit(self.of.create_state)(jax.random.key(0)))
+        return jax.tree.map(self._cast, jax.device_get(jax.jit(self.of.create_state)(jax.random.key(0))))
+
+    def batch(self, seed: int) -> Any:
+        """A batch."""
+        return jax.tree.map(self._cast, self.of.make_batch(seed))
+
+    def _cast(self, array: Any) -> Any:
+        return array.astype(self.dtype) if jnp.issubdtype(array.dtype, jnp.floating) else array
 
 
 def measure(name: str) -> list[dict[str, Any]]:
     """The rows of one model."""
+    jax.config.update("jax_enable_x64", name in WIDE)  # each model is measured in a process of its own
     model, rows = MODELS[name](), []
     with tempfile.TemporaryDirectory() as folder:
         jax.config.update("jax_compilation_cache_dir", folder)
@@ -97,6 +106,7 @@ def measure(name: str) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "model": name,
+                    "dtype": model.dtype,
                     "stages": len(plan.stages),
                     "devices": case.devices,
                     "microbatches": case.microbatches,
@@ -105,7 +115,7 @@ def measure(name: str) -> list[dict[str, Any]]:
                     "borders": ", ".join(map(str, borders(plan))),
                     "loss": losses,
                     "parameters": parameters,
-                    **({"rounding": rounding(model, case)} if model.cases is NORMED_CASES else {}),
+                    "rounding": rounding(model, case),
                 }
             )
     return rows
@@ -159,7 +169,7 @@ def trained(model: Model, step: Callable[..., Any]) -> tuple[Any, list[float]]:
     """The state after the steps, on the host, and the losses."""
     state, losses = model.state(), []
     for seed in range(STEPS):
-        state, loss = step(state, model.of.make_batch(seed))
+        state, loss = step(state, model.batch(seed))
         losses.append(float(loss))
     return jax.tree.map(np.asarray, state), losses
 
@@ -193,7 +203,7 @@ def by_sgd(of: Training) -> Training:
 def _resnet(depths: list[int], layer_type: str) -> Model:
     sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "num_labels": 10}
     config = ResNetConfig(depths=depths, layer_type=layer_type, **sizes)
-    return Model(vision.resnet(config, BATCH, 32, tx=SGD), NORMED_CASES)
+    return Model(vision.resnet(config, BATCH, 32, jnp.float64, tx=SGD), NORMED_CASES, "float64")
 
 
 def _gpt2() -> Training:
@@ -216,16 +226,21 @@ def _bart() -> Training:
 
 
 def _inception() -> Model:
-    return Model(inception([group[:2] for group in GOOGLENET], BATCH, 48, 10, SGD, share=1 / 16), NORMED_CASES)
+    return Model(
+        inception([group[:2] for group in GOOGLENET], BATCH, 48, 10, SGD, share=1 / 16), NORMED_CASES, "float64"
+    )
 
 
 MODELS: Mapping[str, Callable[[], Model]] = {
     "ResNet-18": lambda: _resnet([2, 2, 2, 2], "basic"),
     "ResNet-50": lambda: _resnet([3, 4, 6, 3], "bottleneck"),
     "U-Net": lambda: Model(by_sgd(diffusion.unet((8, 16), 1, BATCH, 16))),
+    "U-Net in float64": lambda: Model(by_sgd(diffusion.unet((8, 16), 1, BATCH, 16)), dtype="float64"),
     "Inception": _inception,
     "BART": lambda: Model(by_sgd(_bart())),
     "GPT-2": lambda: Model(by_sgd(_gpt2())),
     "GPT-2 scanned": lambda: Model(by_sgd(stacked.stacked(_gpt2(), stacked.GPT2))),
     "MLP-Mixer": lambda: Model(by_sgd(mlp_mixer(32, 16, 4, 4, BATCH, 16, 10))),
 }
+#: Those that run in float64.
+WIDE = frozenset({"ResNet-18", "ResNet-50", "Inception", "U-Net in float64"})

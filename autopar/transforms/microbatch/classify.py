@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from autopar.errors import MicrobatchError
 from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
@@ -56,7 +58,7 @@ def classify(
         graph: graph of the trace.
         places: batch dims of the graph, if they are known already.
         own_statistics: whether examples that read a reduction over the batch get their microbatch's own reduction. This
-            changes what the step computes.
+            changes what the step computes: the mean, over the microbatches, of what it would compute for each.
         alone: whether there is only one microbatch. Then equations may read any value and nothing is refused: all
             equations traced as forward or backward run inside the loop.
 
@@ -116,8 +118,34 @@ class _Classifier:
             self.kinds.made.update(self.kinds.of_unit(unit))
         elif self.alone and self.trace.equations[unit.start].phase != "update":
             self._bring(unit.results)
-        else:
+        elif not self._follow_own(i, unit):
             self.placed.after.add(i)
+
+    def _follow_own(self, i: int, unit: Unit) -> bool:
+        """Run a unit inside the loop if it reads a value computed from a microbatch's own reductions, such as a variance: a
+        product of two of them is another one for the whole batch. Optimizers run once, on the mean over the microbatches.
+        Returns whether it was placed."""
+        kinds, placed = self.kinds, self.placed
+        reads_own = any(kinds.made.get(v) == "own" for v in unit.operands)
+        if not self.own_statistics or not reads_own or self.trace.equations[unit.start].phase == "update":
+            return False
+        if unit.region is not None or not self._are_floats(unit) or self.graph.nodes[unit.start].effect:
+            return False
+        before = dict(kinds.made), set(kinds.own), set(placed.inside), set(placed.after)
+        try:
+            for operand in unit.operands:
+                if not kinds.is_shared(operand) and kinds.made.get(operand) != "own":
+                    self._take_own(unit.start, operand)
+        except BlockedError:
+            kinds.made, kinds.own, placed.inside, placed.after = before
+            return False
+        placed.inside.add(i)
+        kinds.made.update(dict.fromkeys(unit.results, "own"))
+        return True
+
+    def _are_floats(self, unit: Unit) -> bool:
+        """Whether the mean of what a unit makes over the microbatches is one of its kind."""
+        return all(jnp.issubdtype(self.trace.avals[v].dtype, jnp.floating) for v in unit.results)
 
     def _put_before(self, i: int) -> None:
         self.placed.before.add(i)
@@ -185,7 +213,10 @@ class _Classifier:
         for operand in unit.operands:
             if not kinds.is_shared(operand) and kinds.made.get(operand) != "own":
                 self._take_own(node, operand)
-        self.placed.inside.add(i)
+        if self._are_floats(unit):
+            self.placed.move_inside(i)
+        else:
+            self.placed.inside.add(i)
         kinds.made.update(dict.fromkeys(unit.results, "own"))
 
     def _bring(self, values: Sequence[int]) -> None:

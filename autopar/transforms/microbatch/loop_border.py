@@ -107,7 +107,7 @@ class LoopBorder:
         return self.counter
 
     def leave(self, value: int, made: Atom) -> None:
-        """Let a value, of which a microbatch makes `made`, leave the loop: stacked, accumulated, or the last one."""
+        """Let a value, of which a microbatch makes `made`, leave the loop: stacked, accumulated, their mean, or the last one."""
         equation = self.trace.equations[self.trace.producers[value]]
         kind, aval = self.split.kinds[value], self.trace.avals[value]
         if kind == "rows":
@@ -118,6 +118,9 @@ class LoopBorder:
             self._named(value, equation, ("merged", repr(cut), aval.shape), stack, lambda x: cut.merged(x, aval.shape))
         elif kind in PARTIAL:
             self._accumulate(value, made, kind, equation)
+        elif kind == "own" and self.m > 1:
+            share = self._at(self.loop.body, equation, ("share",), [made], lambda x: x / np.dtype(x.dtype).type(self.m))
+            self._accumulate(value, share, "sum", equation)
         else:  # equal in all microbatches: take the last one's
             key = "zeros", repr(aval)
             start = self._at(self.before, equation, key, [], lambda: jnp.zeros(aval.shape, aval.dtype))
