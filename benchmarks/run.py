@@ -65,7 +65,17 @@ _EXECUTED = ("MLP", "GPT", "HF BERT", "HF GPT-2")
 #: Models whose compiled pieces are replayed.
 _PIECES = ("GPT", "GPT scanned", "BART", "ResNet-18", "U-Net")
 #: Models that are trained in planned stages.
-_TRAINED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GPT-2 scanned", "MLP-Mixer")
+_TRAINED = (
+    "ResNet-18",
+    "ResNet-50",
+    "U-Net",
+    "U-Net in float64",
+    "Inception",
+    "BART",
+    "GPT-2",
+    "GPT-2 scanned",
+    "MLP-Mixer",
+)
 _SMALL_ZOO = ("zoo/training.py", "zoo/patches_and_branches.py")
 #: Models whose stages are compared with the best of all cuts.
 _BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GPT-2 scanned", "MLP-Mixer")

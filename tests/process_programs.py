@@ -347,7 +347,7 @@ def mixer_in_stages() -> None:
     there, expected = trained(model, unsharded(model.of.step, case))
     step, state, losses = autopar.parallelize(model.of.step, **case.options()), model.state(), []
     for seed in range(STEPS):
-        state, loss = step(state, model.of.make_batch(seed))
+        state, loss = step(state, model.batch(seed))
         losses.append(float(loss))
     held, off = [], 0.0
     leaves, _ = jax.tree.flatten_with_path(state)
