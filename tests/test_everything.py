@@ -13,11 +13,14 @@ import jax
 import numpy as np
 import programs
 import pytest
+from jax.sharding import PartitionSpec as P
+from test_stages_pinned import RULES, apply, batch_of, create, create_model, forward, trained
+from test_verify import StandIn, peak_of
 
 import autopar
 from autopar.api.make_plan import option_names
 from autopar.cli.main import main
-from autopar.errors import ClusterError, OptionError
+from autopar.errors import ClusterError, OptionError, PinError
 from autopar.hardware.profile import LinkProfile, load
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.plan_files import plan_from_json
@@ -28,6 +31,7 @@ from autopar.plans.plan import Plan
 from autopar.report.considered import considered_rows
 from autopar.verification.verification import Verification
 from autopar.verification.verify_stages import StagesVerification
+from autopar.verification.verify import _spread
 
 V100 = load("v100-sxm-16")
 #: Hosts of two devices on slow links, where stages are faster than one program.
@@ -160,7 +164,7 @@ def test_a_mesh_is_that_of_one_program_and_of_stages() -> None:
 
 
 def test_pins_hold_in_whatever_wins() -> None:
-    pin = {"state/params/*/kernel": jax.sharding.PartitionSpec(None, "data")}
+    pin = {"state/params/*/kernel": P(None, "data")}
     plan = planned(wide(), hardware="cpu-host", pin=pin)
     stages = [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
     pinned = [
@@ -186,6 +190,52 @@ def test_like_keeps_the_mesh_or_the_stages_of_the_other_step() -> None:
     assert isinstance(one, Plan)
     assert plan.mesh == one.mesh
     assert any(row.reason == "stages are not planned: `like` is the plan of one program" for row in plan.considered)
+
+
+def test_stages_are_planned_where_one_program_cannot_have_the_pins() -> None:
+    """A dim of 68 is split over the four devices of a stage, but not over all eight."""
+    program = programs.mlp(batch=8, width=68, num_layers=2)
+    pin = {"state/params/*/kernel": P(None, ("data", "model"))}
+    plan = planned(program, hardware="cpu-host", num_devices=8, pin=pin)
+    assert isinstance(plan, PipelinePlan)
+    assert any("does not divide it" in row.reason for row in plan.considered if row.num_stages == 1)
+    with pytest.raises(PinError, match="does not divide it"):
+        planned(program, hardware="cpu-host", num_devices=8, pin=pin, stages=1)
+
+
+@pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=2,tp=2"], ids=["one program", "stages"])
+def test_metadata_hints_are_followed_where_they_are_not_slower(mesh: str) -> None:
+    """The mesh of all eight devices is that of one program, the mesh of four that of a stage."""
+    args = jax.eval_shape(create_model, jax.random.key(0)), batch_of(0)
+    options: dict[str, Any] = {"everything": "auto", "num_devices": 8, "hardware": "cpu-host", "mesh": mesh}
+    by_metadata = {
+        metadata: autopar.plan(trained(apply), *args, metadata=metadata, logical_axis_rules=RULES, **options)
+        for metadata in ("pin", "hint", "ignore")
+    }
+    seconds = {metadata: plan.prediction.step_time_s for metadata, plan in by_metadata.items()}
+    assert seconds["ignore"] <= seconds["hint"] <= max(1.05 * seconds["ignore"], min(seconds.values()))
+    hint = by_metadata["hint"]
+    follows = any("follows the metadata" in note for note in hint.notes)
+    assert seconds["hint"] == seconds["pin" if follows else "ignore"]
+    assert follows or any("following the metadata" in note and "would cost" in note for note in hint.notes)
+    for plan in by_metadata.values():
+        check_reasons(plan, load("cpu-host").usable_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2}, {"stages": 1}], ids=str)
+def test_a_second_step_is_like_the_first_and_both_run(options: dict[str, Any]) -> None:
+    step = autopar.parallelize(everything="auto", hardware="cpu-host", cache=False, **options)(trained(forward))
+    state, expected = step.init(create, jax.random.key(0), batch=batch_of(0)), jax.jit(create)(jax.random.key(0))
+    evaluate = lambda state, batch: jax.numpy.mean((forward(state, batch["x"]) - batch["x"]) ** 2)  # noqa: E731
+    beside = autopar.parallelize(like=step, everything="auto", cache=False)(evaluate)
+    np.testing.assert_allclose(beside(state, batch_of(0)), jax.jit(evaluate)(expected, batch_of(0)), rtol=1e-5)
+    plan, other = step.latest_plan, beside.latest_plan
+    assert plan is not None and other is not None
+    assert type(plan) is type(other)
+    if isinstance(plan, PipelinePlan) and isinstance(other, PipelinePlan):
+        assert [stage.devices for stage in plan.stages] == [stage.devices for stage in other.stages]
+    assert other.considered[0].is_chosen
+    assert any("`like` is the plan of" in row.reason for row in other.considered)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +352,43 @@ def test_verify_compiles_what_was_chosen() -> None:
         found = autopar.verify(*arguments, everything="auto", num_devices=4, hardware="h100-sxm", **own)
         assert isinstance(found, kind)
         check_reasons(found.plan, load("h100-sxm").usable_bytes)
+
+
+@pytest.mark.parametrize("hosts", [None, 2])
+@pytest.mark.parametrize(
+    "hardware", [{"hardware": "h100-sxm", "num_devices": 8}, {"hardware": {"h100-sxm": 8}}], ids=str
+)
+def test_verify_compiles_what_it_chose_and_plans_again(hardware: dict[str, Any], hosts: int | None) -> None:
+    """The fake compiler reports first too much memory, then little. One device is the fastest for so small a step."""
+    program = programs.mlp(batch=8, width=16, num_layers=2, optimizer="adam")
+    too_large: Any = StandIn(peak_of(80e9), peak_of(1e6))
+    result = autopar.verify(
+        program.step,
+        *program.abstract_args(),
+        everything="auto",
+        compiler=too_large,
+        hosts=hosts,
+        cache=False,
+        **hardware,
+    )
+    assert len(result.attempts) == 2
+    assert result.fits
+    fits: Any = StandIn(peak_of(1e6))
+    result = autopar.verify(
+        program.step, *program.abstract_args(), everything="auto", compiler=fits, hosts=hosts, cache=False, **hardware
+    )
+    assert result.plan.considered[0].is_chosen
+    check_reasons(result.plan, load("h100-sxm").usable_bytes)
+
+
+def test_verify_takes_hosts_for_devices_of_one_kind() -> None:
+    """The mesh is that of a stage, so `num_devices` are spread over the hosts."""
+    assert _spread({"mesh": (2, 2), "num_devices": 8, "hardware": "h100-sxm"}, 2)["hardware"].devices_per_host == 4
+    assert _spread({"mesh": (2, 4), "hardware": "h100-sxm"}, 2)["hardware"].devices_per_host == 4
+    spread = _spread({"hardware": {"h100-sxm": 8}}, 4)
+    assert (spread["hardware"].devices_per_host, spread["num_devices"]) == (2, 8)
+    with pytest.raises(ClusterError, match="`hosts` spreads devices of one kind, but `hardware` names h100-sxm, a100"):
+        _spread({"hardware": {"h100-sxm": 8, "a100-sxm-40": 8}}, 2)
 
 
 def test_the_decorator_runs_what_it_chose() -> None:

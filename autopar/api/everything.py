@@ -169,13 +169,17 @@ def _faster(one: Plan | None, staged: PipelinePlan | None) -> AnyPlan:
 def _one_program(program: Program, request: PlanRequest) -> _OneProgram:
     """The fastest plan as one program over the numbers of microbatches, like `num_microbatches="auto"` of one program, and the plans
     on each mesh. If memory decides, the fastest plan without a memory limit is among the rows."""
-    request = request.as_of(request.like)
     counts, found = MicrobatchSearch(program, request.num_microbatches), _OneProgram()
-    budget = request.budget
+    completed = request.as_of(request.like)  # the planner completes the request itself, and only once
+    budget = completed.budget
     is_short = False
     for count in counts:
         try:
             plan = planner.plan_program(program, replace(request, num_microbatches=count, cache=False))
+        except (PinError, MeshError) as error:  # the meshes of stages may have what no mesh of all devices has
+            found.failure = error
+            found.rows.append(_without_plan(1, _in_short(error), count))
+            return found
         except (BudgetError, MicrobatchError, TimeLimitError) as error:
             is_short |= isinstance(error, BudgetError)
             found.failure = error
@@ -187,7 +191,7 @@ def _one_program(program: Program, request: PlanRequest) -> _OneProgram:
                 break
             continue
         is_short |= plan.outcome.memory_bound
-        found.rows += [*_of_program(plan, budget.total_bytes, budget.plan_bytes), *_bounded(plan, request)]
+        found.rows += [*_of_program(plan, budget.total_bytes, budget.plan_bytes), *_bounded(plan, completed)]
         counts.note(count, Found(plan, program, None))
     try:
         found.plan = counts.fastest().plan

@@ -17,12 +17,13 @@ import jax
 
 from autopar.api.make_plan import plan_program
 from autopar.api.parallelize import ParallelStep, parallelize
-from autopar.errors import BudgetError, TimeLimitError, VerifyError
+from autopar.api.plan_in_stages import cluster_of
+from autopar.errors import BudgetError, ClusterError, TimeLimitError, VerifyError
 from autopar.frontend.step import Step
-from autopar.hardware.profile import HardwareProfile, detect, load
-from autopar.ir.mesh import MeshShape, parse_mesh
+from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.planner.memory_budget import MemoryBudget
+from autopar.planner.request import requested_meshes, requested_profile
 from autopar.plans.plan import Plan
 from autopar.system.units import human_bytes
 from autopar.transforms.program import Program
@@ -96,7 +97,7 @@ def verify(
             parallel = whole
         else:
             if hosts is not None and plan is None:
-                options |= {"hardware": _spread(options, hosts)}
+                options = _spread(options, hosts)
             parallel = parallelize(Step.of(step), plan=plan, **options)
         verification = _Verifier(parallel, args, kwargs or {}, hosts, run, options, compiler).verify()
     return replace(verification, overhead_s=time.perf_counter() - started - verification.overhead_s)
@@ -177,7 +178,7 @@ class _Verifier:
     def _replan(self, made: _Made, program: Program, limit: float) -> Plan | None:
         """A plan within a memory limit; None where there is none."""
         before = time.perf_counter()
-        options = self.parallel.planning_options()
+        options = _of_one_kind(self.parallel.planning_options())
         own = {
             name: options[name] for name in options if name not in ("everything", "stages", "schedule", "partitioner")
         }
@@ -215,23 +216,38 @@ class _Verifier:
         )
 
 
-def _spread(options: Mapping[str, Any], hosts: int) -> HardwareProfile:
-    """The hardware profile to plan for, with the devices per host that `hosts` gives."""
-    mesh = options.get("mesh")
-    if mesh is None:
-        num_devices = options.get("num_devices") or jax.device_count()
-    elif isinstance(mesh, MeshShape):
-        num_devices = mesh.num_devices
-    else:
-        num_devices = parse_mesh(mesh).num_devices if isinstance(mesh, str) else mesh.devices.size
-    per_host = gpus_per_host(num_devices, hosts)
-    given = options.get("hardware")
+def _spread(options: Mapping[str, Any], hosts: int) -> dict[str, Any]:
+    """The options with a hardware profile that has the devices per host that `hosts` gives.
+
+    Raises:
+        ClusterError: `hardware` names several kinds of devices.
+    """
+    options = _of_one_kind(options)
+    given, mesh = options.get("num_devices"), options.get("mesh")
     if given is None:
-        device = jax.devices()[0]
-        given = detect(device.device_kind, device.platform)
-    profile = given if isinstance(given, HardwareProfile) else load(given)
-    return replace(profile, devices_per_host=per_host)
+        mesh = None if mesh is None else requested_meshes(mesh, None)[0]
+        given = jax.device_count() if mesh is None else mesh.num_devices
+    per_host = gpus_per_host(given, hosts)
+    return {**options, "hardware": replace(requested_profile(options.get("hardware")), devices_per_host=per_host)}
+
+
+def _of_one_kind(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the number of devices of one kind, such as `{"h100-sxm": 8}`, as `num_devices`.
+
+    Raises:
+        ClusterError: `hardware` names several kinds of devices.
+    """
+    given = options.get("hardware")
+    if not isinstance(given, Mapping):
+        return dict(options)
+    if len(given) != 1:
+        raise ClusterError(
+            f"`hosts` spreads devices of one kind, but `hardware` names {', '.join(given) or 'none'}: leave `hosts` out"
+        )
+    (cluster, profiles) = cluster_of(given, options.get("num_devices"))
+    return {**options, "hardware": next(iter(profiles.values())), "num_devices": cluster.num_devices}
 
 
 def _profile(given: Any, plan: Plan) -> HardwareProfile:
-    return given if isinstance(given, HardwareProfile) else load(given or plan.hardware)
+    kind = next(iter(given)) if isinstance(given, Mapping) else given
+    return requested_profile(kind or plan.hardware)
