@@ -20,7 +20,7 @@ from test_verify import StandIn, peak_of
 import autopar
 from autopar.api.make_plan import option_names
 from autopar.cli.main import main
-from autopar.errors import ClusterError, OptionError, PinError
+from autopar.errors import BudgetError, ClusterError, MeshError, OptionError, PinError
 from autopar.hardware.profile import LinkProfile, load
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.plan_files import plan_from_json
@@ -260,6 +260,23 @@ def test_other_values_and_a_given_plan_are_refused() -> None:
         planned(mlp(), hardware="cpu-host", stages=1, schedule="1f1b")
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_devices": "4"}, ClusterError, "`num_devices` is '4': give a whole number of devices, 1 or more"),
+        ({"num_devices": 0}, ClusterError, "`num_devices` is 0: give a whole number"),
+        ({"num_devices": None, "hardware": {}}, ClusterError, "`hardware` names no devices: give the number by kind"),
+        ({"num_devices": None, "hardware": {"cpu-host": -4}}, ClusterError, "number of 'cpu-host' in `hardware` is -4"),
+        ({"mesh": "8"}, MeshError, "or another `num_devices`, which is 4"),
+        ({"memory_budget_bytes": 1000}, BudgetError, "no plan on mesh .* Nor in stages: no stages of"),
+    ],
+)
+def test_wrong_options_name_the_rule_and_the_value(options: dict[str, Any], error: type, message: str) -> None:
+    for stages in (None, 1) if "mesh" not in options and "num_devices" in options else (None,):
+        with pytest.raises(error, match=message if options.get("hardware") is None or stages is None else "one kind"):
+            planned(mlp(), **{"hardware": "cpu-host", "stages": stages} | options)
+
+
 def test_two_kinds_of_devices_say_why_one_program_is_left_out() -> None:
     plan = planned(mlp(), num_devices=None, hardware={"a100-sxm-40": 2, "v100-sxm-16": 2})
     assert any("one program runs on one kind of device" in row.reason for row in plan.considered)
@@ -341,8 +358,9 @@ def test_the_command_line_takes_it_and_prints_json(capsys: pytest.CaptureFixture
     assert len(rows) == len(autopar.load_plan(out).considered)
     assert rows[0]["reason"] == ""
     assert all(row["reason"] for row in rows[1:])
-    assert main(["verify", f"{target}:make", "--plan", str(out), "--everything", "auto"]) != 0
-    assert "--everything" in capsys.readouterr().err
+    for command in (["verify", f"{target}:make"], ["why", "w/0", f"{target}:make"]):
+        assert main([*command, "--plan", str(out), "--everything", "auto"]) != 0
+        assert "is a saved plan, which fixes these options: drop --everything" in capsys.readouterr().err
 
 
 @pytest.mark.slow

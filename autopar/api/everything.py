@@ -118,6 +118,8 @@ def decided(
         except (BudgetError, MicrobatchError, PinError, MeshError, TimeLimitError) as error:
             failure = error
     if alone.plan is None and staged is None:
+        if isinstance(failure, BudgetError) and isinstance(alone.failure, BudgetError):
+            raise BudgetError(f"{alone.failure} Nor in stages: {failure}")
         raise failure or alone.failure or AssertionError("one of them is planned")
     chosen = _faster(alone.plan, staged)
     rows = alone.rows

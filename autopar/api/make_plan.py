@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, overload
 import jax
 
 from autopar.api.everything import plan_one_program, with_everything
-from autopar.api.plan_in_stages import Hardware, planning_in_stages
+from autopar.api.plan_in_stages import Hardware, check_number, planning_in_stages
 from autopar.errors import (
     BudgetError,
     ClusterError,
@@ -187,6 +187,8 @@ def planning(
     everything = options.get("everything") is not None
     if stages != "auto" and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):
         raise ClusterError(f'`stages` is {stages!r}: give 1 or more, or "auto"')
+    if options.get("num_devices") is not None:
+        check_number("`num_devices`", options["num_devices"])
     like = options.get("like")
     if like is not None and not isinstance(like, Plan | PipelinePlan):
         raise OptionError(

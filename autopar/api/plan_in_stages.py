@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from autopar.api.everything import decided
 from autopar.errors import (
@@ -119,9 +120,13 @@ def cluster_of(
         mesh: a `jax.sharding.Mesh` of the devices to use.
 
     Raises:
-        ClusterError: a host would be used in part, or the numbers disagree.
+        ClusterError: a host would be used in part, the numbers disagree, or one is none.
     """
     if isinstance(hardware, Mapping):
+        if not hardware:
+            raise ClusterError('`hardware` names no devices: give the number by kind, such as `{"h100-sxm": 8}`')
+        for name, number in hardware.items():
+            check_number(f"the number of {name!r} in `hardware`", number)
         counts = {requested_profile(name): number for name, number in hardware.items()}
         total = sum(counts.values())
         if num_devices is not None and num_devices != total:
@@ -141,6 +146,16 @@ def cluster_of(
             )
         groups.append(DeviceGroup(profile.name, number // per_host, per_host))
     return Cluster(tuple(groups)), {profile.name: profile for profile in counts}
+
+
+def check_number(what: str, number: object) -> None:
+    """Refuse what is no number of devices.
+
+    Raises:
+        ClusterError: it is no whole number of at least 1.
+    """
+    if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+        raise ClusterError(f"{what} is {number!r}: give a whole number of devices, 1 or more")
 
 
 def _check_like(

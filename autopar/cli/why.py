@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
     """Plan twice, and print the comparison."""
     if options.stages not in (None, 1):
         raise TargetError("`autopar why` is for plans of one program: drop --stages")
-    if options.everything is not None:
+    if options.everything is not None and options.plan is None:
         raise TargetError("`autopar why` is for plans of one program: drop --everything, or give --plan")
     more = _options_of_saved(options) if options.plan is not None else _options_of_one_program(options)
     step, args = load_target(options.target)

@@ -132,7 +132,7 @@ def stage_layouts(
     if mesh is not None and mesh.num_devices not in sizes:
         raise MeshError(
             f"with `stages`, `mesh` is the mesh of each stage, and {mesh.describe()} has {mesh.num_devices} devices, but a"
-            f" submesh here has {_any_of(sizes)}: give a mesh of such a size, or another number of devices"
+            f" submesh here has {_any_of(sizes)}: give a mesh of such a size, or another `num_devices`, which is {num_devices}"
         )
     by_size: dict[int, tuple[MeshShape, ...]] = {}
     failures: list[tuple[tuple[int, int], PinError]] = []
