@@ -30,8 +30,8 @@ from autopar.plans.considered import Considered
 from autopar.plans.plan import Plan
 from autopar.report.considered import considered_rows
 from autopar.verification.verification import Verification
-from autopar.verification.verify_stages import StagesVerification
 from autopar.verification.verify import _spread
+from autopar.verification.verify_stages import StagesVerification
 
 V100 = load("v100-sxm-16")
 #: Hosts of two devices on slow links, where stages are faster than one program.
