@@ -25,7 +25,7 @@ from autopar.inference.estimate.estimate import PaperInference, inference_on_pap
 from autopar.inference.model.config import DecoderConfig
 from autopar.ir.mesh import parse_mesh
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
-from autopar.pipeline.search.stage_search import sent_s
+from autopar.pipeline.search.transfer_prices import sent_s
 from autopar.plans.plan import Plan
 from autopar.report.all_reduce_table import price_all_reduce
 from autopar.runtime.distributed.plan_agreement import with_hosts

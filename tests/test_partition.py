@@ -36,7 +36,7 @@ from autopar.pipeline.partition.problem import (
     Stage,
     StageCost,
 )
-from autopar.pipeline.schedule.kind import PipelineShape, Placement, ScheduleKind
+from autopar.pipeline.schedule.kind import PipelineShape, Placement, ScheduleKind, in_turn
 from autopar.pipeline.schedule.table import find
 from autopar.solve.problem import Status
 from benchmarks.baselines.stages_equal import EqualLayers, EqualOperators
@@ -340,6 +340,22 @@ def test_progress_tells_cost_and_bound_until_they_meet() -> None:
     assert list(costs) == sorted(costs, reverse=True)
     assert list(bounds) == sorted(bounds)
     assert told[-1] == pytest.approx((found.cost_s, found.cost_s), rel=1e-8)
+
+
+@pytest.mark.parametrize(
+    "partitioner", [ExactPartitioner(), EqualSubmeshPartitioner(lambda count: in_turn(PipelineShape(count, 1)))]
+)
+def test_a_limit_ends_the_search_with_nothing_above_it(partitioner: Any) -> None:
+    problem = transformer()
+    best = partitioner.partition(problem)
+    assert best.status is Status.OPTIMAL
+    above = partitioner.partition(replace(problem, limit_s=1.5 * best.cost_s))
+    assert above.cost_s == pytest.approx(best.cost_s, rel=1e-9)
+    below = partitioner.partition(replace(problem, limit_s=0.5 * best.cost_s))
+    assert not below.stages and below.status is Status.NOT_FOUND and not below.reason
+    assert below.num_queries <= best.num_queries
+    impossible = partitioner.partition(replace(problem, limit_s=best.cost_s, budget_bytes={"a": 0.0}))
+    assert impossible.status is Status.INFEASIBLE and impossible.reason, "memory is the reason, not the limit"
 
 
 # -- several runs on each submesh --------------------------------------------------------------

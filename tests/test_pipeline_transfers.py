@@ -28,8 +28,9 @@ from autopar.pipeline.run.instructions import Call, Move
 from autopar.pipeline.schedule.simulate import Links, Seconds, TransferSeconds, simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build
 from autopar.pipeline.schedule.tasks import Schedule, Task, chain_with
-from autopar.pipeline.search import stage_search
-from autopar.pipeline.search.stage_search import StageSearch, sends_of
+from autopar.pipeline.search import stage_search, transfer_prices
+from autopar.pipeline.search.stage_search import StageSearch
+from autopar.pipeline.search.transfer_prices import sends_of
 from benchmarks.pipeline.critical_path import longest_path
 
 V100 = load("v100-sxm-16")
@@ -197,7 +198,7 @@ def test_values_are_priced_by_pairs_of_stages() -> None:
         shapes=(),
         num_microbatches=1,
     )
-    direct = stage_search.direct_bytes(search.passing, len(search.keys), stages)
+    direct = transfer_prices.direct_bytes(search.passing, len(search.keys), stages)
     assert direct[2] + direct[4] == 3.0 + 8.0 + 2.0, "the boundaries of these stages"
     assert (direct[2], direct[4]) == (3.0 + 4.0, 4.0 + 2.0)
     assert direct[1] == 3.0 + 4.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +32,10 @@ from autopar.errors import (
 )
 from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.pipeline.draw.svg import timeline_svg
+from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
+from autopar.pipeline.search.plan_stages import plan_stages
+from autopar.pipeline.search.request import SlowStagesError, StageRequest
+from autopar.transforms.program import program_of
 
 #: The devices here, with collectives so cheap that stages of small models have several devices.
 CPU = replace(load("cpu-host"), collective_launch_s=1e-6)
@@ -368,3 +373,17 @@ def test_a_given_mesh_is_kept_where_one_program_is_faster() -> None:
     state, batch = program.args()
     assert np.isfinite(float(step(state, batch)[1]))
     assert isinstance(step.latest_plan, autopar.Plan) and step.latest_plan.mesh.axis_names == ("rows", "columns")
+
+
+def test_stages_slower_than_a_limit_are_not_planned() -> None:
+    """The time of one program limits the search for stages."""
+    program = program_of(mlp().step, mlp().abstract_args(), carry=None, donate=None)
+    request = StageRequest(
+        cluster=Cluster((DeviceGroup(CPU.name, 1, 4),)), profiles={CPU.name: CPU}, num_microbatches=4
+    )
+    plan = plan_stages(program, request)
+    with pytest.raises(SlowStagesError) as slow:
+        plan_stages(program, replace(request, limit_s=0.01 * plan.prediction.step_time_s))
+    assert all(one.reason or one.step_time_s < math.inf for one in slow.value.tried)
+    again = plan_stages(program, replace(request, limit_s=1.01 * plan.prediction.step_time_s))
+    assert again.prediction == plan.prediction

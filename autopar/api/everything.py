@@ -25,6 +25,7 @@ from autopar.errors import (
     TimeLimitError,
 )
 from autopar.pipeline.plan import AnyPlan, PipelinePlan, StagesTried
+from autopar.pipeline.search.request import SlowStagesError
 from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.fewer_devices import least_s, parts_of
@@ -95,7 +96,7 @@ class _OneProgram:
 def decided(
     program: Program,
     one: PlanRequest | None,
-    in_stages: Callable[[], PipelinePlan] | None,
+    in_stages: Callable[[float], PipelinePlan] | None,
     plan_bytes: float,
     left_out: str = "",
 ) -> AnyPlan:
@@ -103,7 +104,7 @@ def decided(
 
     Args:
         one: the request for one program; None to plan stages only.
-        in_stages: plans in stages; None to plan one program only.
+        in_stages: plans in stages that are faster than a limit in seconds; None to plan one program only.
         plan_bytes: what the plan of a stage may fill of a device's memory.
         left_out: why only one of them is planned.
 
@@ -111,22 +112,30 @@ def decided(
         AutoparError: neither can be planned.
     """
     alone = _OneProgram() if one is None else _one_program(program, one)
-    staged, failure = None, None
+    staged, failure, slow = None, None, None
     if in_stages is not None:
         try:
-            staged = in_stages()
+            staged = in_stages(math.inf if alone.plan is None else alone.plan.prediction.step_time_s)
+        except SlowStagesError as error:
+            slow = error
         except (BudgetError, MicrobatchError, PinError, MeshError, TimeLimitError) as error:
             failure = error
     if alone.plan is None and staged is None:
         if isinstance(failure, BudgetError) and isinstance(alone.failure, BudgetError):
             raise BudgetError(f"{alone.failure} Nor in stages: {failure}")
         raise failure or alone.failure or AssertionError("one of them is planned")
-    chosen = _faster(alone.plan, staged)
+    chosen = faster_of(alone.plan, staged)
     rows = alone.rows
     if one is None:
         rows = [_without_plan(1, f"not planned: {left_out}")]
     if staged is not None:
         rows = [*rows, *_of_stages(staged)]
+    elif slow is not None:
+        rows = [
+            *rows,
+            *map(_of_tried, slow.tried),
+            _without_plan(0, "no stages are faster, by the prices of planned layers"),
+        ]
     elif failure is not None:
         rows = [*rows, _without_plan(0, f"no stages can be: {_in_short(failure)}")]
     else:
@@ -154,7 +163,7 @@ def plan_one_program(program: Program, request: PlanRequest) -> Plan:
     return plan
 
 
-def _faster(one: Plan | None, staged: PipelinePlan | None) -> AnyPlan:
+def faster_of(one: Plan | None, staged: PipelinePlan | None) -> AnyPlan:
     """The faster plan; one program where one stage is about as fast, because it is simpler."""
     if one is None or staged is None:
         found = one or staged

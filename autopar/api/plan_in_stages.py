@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from autopar.api.everything import decided
+from autopar.api.everything import decided, faster_of
 from autopar.errors import (
     AutoparError,
     BudgetError,
@@ -35,7 +36,7 @@ from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.search.follow_plan import plan_like
 from autopar.pipeline.search.plan_stages import plan_stages
-from autopar.pipeline.search.request import StageRequest
+from autopar.pipeline.search.request import SlowStagesError, StageRequest
 from autopar.planner import planner
 from autopar.planner.cache import plans as plan_cache
 from autopar.planner.layout_hints import Layouts, metadata_layouts
@@ -223,13 +224,13 @@ def _plan_in_stages(
     cached = entry.read()
     if cached is not None:
         return cached
-    if like is not None:
-        planned = functools.partial(plan_like, program, staged, like)
-    else:
-        planned = functools.partial(_planned, program, staged)
-    in_stages = functools.partial(
-        _staged_if_no_slower if one.metadata == "hint" and hints.pins else _staged, planned, hints
-    )
+    follow = _staged_if_no_slower if one.metadata == "hint" and hints.pins else _staged
+
+    def in_stages(limit_s: float = math.inf) -> PipelinePlan:
+        request = replace(staged, limit_s=limit_s)
+        own = functools.partial(_planned, program, request)
+        return follow(own if like is None else functools.partial(plan_like, program, staged, like), hints)
+
     is_open = staged.stages == "auto" and staged.partitioner is None and len(staged.cluster.groups) == 1
     is_one_mesh = staged.mesh is not None and staged.mesh.num_devices != staged.cluster.num_devices
     if everything:
@@ -321,7 +322,7 @@ def _refuse(options: Mapping[str, Any], everything: bool) -> None:
         )
 
 
-def _faster(program: Program, in_stages: Callable[[], PipelinePlan], request: PlanRequest) -> AnyPlan:
+def _faster(program: Program, in_stages: Callable[[float], PipelinePlan], request: PlanRequest) -> AnyPlan:
     """Plan the step both as a pipeline and as one program, and return the faster plan; one of them may fail."""
     failures: list[AutoparError] = []
     one, staged = None, None
@@ -330,7 +331,10 @@ def _faster(program: Program, in_stages: Callable[[], PipelinePlan], request: Pl
     except (BudgetError, MicrobatchError, PinError) as error:
         failures.append(error)
     try:
-        staged = in_stages()
+        staged = in_stages(math.inf if one is None else one.prediction.step_time_s)
+    except SlowStagesError:
+        assert one is not None, "only its time can be a limit"
+        return replace(one, notes=(*one.notes, "one program: stages would make the step no faster"))
     except (BudgetError, MicrobatchError, PinError, MeshError) as error:
         failures.append(error)
     if one is None and staged is None:
@@ -338,9 +342,9 @@ def _faster(program: Program, in_stages: Callable[[], PipelinePlan], request: Pl
     if staged is None:
         assert one is not None
         return replace(one, notes=(*one.notes, f"one program, for no stages can be: {failures[0]}"))
-    if one is not None and len(staged.stages) == 1:
+    if one is not None and faster_of(one, staged) is one and len(staged.stages) == 1:
         return replace(one, notes=(*one.notes, "one program: stages would make the step no faster"))
-    if one is not None and one.prediction.step_time_s <= staged.prediction.step_time_s:
+    if one is not None and faster_of(one, staged) is one:
         would = f"{staged.strategy} would take {human_seconds(staged.prediction.step_time_s)}"
         return replace(one, notes=(*one.notes, f"one program: {would}"))
     if one is None:

@@ -55,10 +55,12 @@ class Variant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """When to stop: a deadline in `time.monotonic` seconds, or a relative gap between cost and bound."""
+    """When to stop: a deadline in `time.monotonic` seconds, a relative gap between cost and bound, or a bound from which on
+    solutions are of no use."""
 
     deadline: float
     relative_gap: float
+    limit: float = math.inf
 
 
 class Search:
@@ -125,7 +127,7 @@ class Search:
                 heapq.heappush(self._open, item)
         self._bounded(self._open[0][0] if self._open else math.inf)
         if not self.best:
-            return Status.INFEASIBLE if math.isinf(self._left) else Status.NOT_FOUND
+            return Status.INFEASIBLE if math.isinf(self._left) and not self._open else Status.NOT_FOUND
         if self.bound >= self.cost * (1 - PROVEN):
             return Status.OPTIMAL
         return Status.CLOSE if self.bound >= self._enough() else Status.STEPPED
@@ -190,7 +192,9 @@ class Search:
             self._progress(self.cost, self.bound)
 
     def _enough(self) -> float:
-        return self.cost - self._budget.relative_gap * abs(self.cost)
+        if math.isinf(self.cost):
+            return self._budget.limit
+        return min(self.cost - self._budget.relative_gap * abs(self.cost), self._budget.limit)
 
     def _is_closed(self, bound: float) -> bool:
         return bound >= self._enough()

@@ -60,7 +60,7 @@ class EqualSubmeshPartitioner:
             and len(meshes) <= problem.most_stages
             and (problem.num_stages is None or (len(meshes) > 1 and len(placement) == problem.num_stages))
         ]
-        budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
+        budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap, problem.limit_s)
         search = searched(variants, prices, budget, self.progress)
         infeasible = search.status is Status.INFEASIBLE
         reason = ""

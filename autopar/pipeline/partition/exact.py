@@ -61,7 +61,7 @@ class ExactPartitioner:
         prices, transfers = Prices(problem), Transfers(problem)
         placer = Placer(problem, transfers.types)
         variants = [_Variant(placer, prices, transfers, count) for count in _num_stages(problem)]
-        budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap)
+        budget = Budget(time.monotonic() + self.time_limit_s, self.relative_gap, problem.limit_s)
         search = searched(variants, prices, budget, self.progress)
         reason, shortage = "", None
         if search.status is Status.INFEASIBLE:

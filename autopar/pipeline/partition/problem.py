@@ -11,6 +11,7 @@ repeated_i = (m - 1) t_i + update_i, so the objective is  sum t_i + (m - 1) max 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -66,6 +67,7 @@ class PartitionProblem:
         shapes: the shapes of submeshes; by default all shapes of the cluster.
         max_stages: the largest number of stages.
         num_stages: the exact number of stages.
+        limit_s: the cost from which on partitions are of no use.
         may_have: whether the schedule can run on this number of submeshes.
         all_devices: whether no device may stay idle, as in Alpa; `ExactPartitioner` knows it.
 
@@ -87,6 +89,7 @@ class PartitionProblem:
     shapes: tuple[SubmeshShape, ...] = ()
     max_stages: int | None = None
     num_stages: int | None = None
+    limit_s: float = math.inf
     may_have: Callable[[int], bool] = lambda num_submeshes: True
     all_devices: bool = False
 

@@ -28,7 +28,8 @@ from autopar.pipeline.schedule.sequential import INFERENCE
 from autopar.pipeline.schedule.table import objective_of
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, sends_of, sent_s, unsplit_backward
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, unsplit_backward
+from autopar.pipeline.search.transfer_prices import sends_of, sent_s
 from autopar.solve.problem import Status
 
 #: The number of partitions to simulate.

@@ -30,8 +30,9 @@ from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_layouts import StageLayouts, pins_by_position
-from autopar.pipeline.search.stage_search import StagedStep, sends_of, unsplit_backward
+from autopar.pipeline.search.stage_search import StagedStep, unsplit_backward
 from autopar.pipeline.search.stages_of_state import StagesOfUnits, holds, shared_state
+from autopar.pipeline.search.transfer_prices import sends_of
 from autopar.solve.problem import Status
 from autopar.system.units import human_bytes
 from autopar.transforms.program import Program

@@ -84,7 +84,7 @@ class _Climb:
 
     def run(self, start: int) -> tuple[Tried, ...]:
         at = start
-        while self._time(at) == math.inf and at + 1 < len(self.numbers):
+        while self._time(at) == math.inf and at + 1 < len(self.numbers) and not self.tried[at].outcome.is_slow:
             at += 1  # smaller microbatches hold less
         while (likely := self._likely(at)) != at and self._time(likely) < self._time(at):
             at = likely

@@ -27,9 +27,9 @@ from autopar.pipeline.plan import PipelinePlan, StagesTried
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
 from autopar.pipeline.search.branch_search import BranchSearch
-from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
+from autopar.pipeline.search.microbatch_search import Tried, divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
-from autopar.pipeline.search.request import StageRequest
+from autopar.pipeline.search.request import SlowStagesError, StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.stage_costs import STATE_PRICES, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
@@ -69,14 +69,20 @@ def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
         MicrobatchError: the batch cannot be split into the requested microbatches.
         BudgetError: nothing fits.
         ClusterError, ScheduleError: the request is impossible.
+        SlowStagesError: no stages are faster than the request's limit.
     """
     plans: list[PipelinePlan] = []
     failures: list[BudgetError] = []
+    slow: list[StagesTried] | None = None
     for splits_loops in _passes(program, request):
         try:
             plans.append(_Planning(program, request, splits_loops).run())
         except BudgetError as error:
             failures.append(error)
+        except SlowStagesError as error:
+            slow = [*(slow or ()), *error.tried]
+    if not plans and slow is not None:
+        raise SlowStagesError(slow)
     if not plans:
         raise failures[0]
     tried = tuple(one for plan in plans for one in plan.tried)
@@ -112,6 +118,7 @@ def searches_of(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts
         request.budgets,
         _SEARCH_LIMIT_S,
         num_stages=None if request.stages == "auto" else request.stages,
+        limit_s=request.limit_s,
         layouts=layouts,
         planning=request.planning,
     )
@@ -214,6 +221,12 @@ def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) 
         )
 
 
+def _are_slow(tried: Sequence[Tried], limit_s: float) -> bool:
+    """Whether stages may fit, and the best are above the limit by more than moved cuts save."""
+    may_fit = any(one.outcome.step or one.outcome.is_slow for one in tried)
+    return may_fit and tried[0].step_time_s > _CLOSE * limit_s
+
+
 class _Planning:
     """Plans one step.
 
@@ -247,14 +260,15 @@ class _Planning:
             request.planning,
         )
         self.tried: list[StagesTried] = []
-        #: The best chain and the best forking stages, by whether they fork: the number of microbatches, the step, and the
-        #: searches whose layers it has.
+        #: By whether stages fork, the best: the number of microbatches, the step, and the searches whose layers it has.
         self.best: dict[bool, tuple[int, StagedStep, Searches]] = {}
 
     def run(self) -> PipelinePlan:
         numbers, start = _numbers(self.cuttable, self.request)
         tried = over_microbatches(self._search, numbers, start, self._found, self._estimate)
         best = tried[0]
+        if _are_slow(tried, self.request.limit_s):
+            raise SlowStagesError(self.tried)
         if best.outcome.step is None:
             budget = " or ".join(sorted({human_bytes(b) for b in self.request.budgets.values()}))
             counts = ", ".join(str(one.num_microbatches) for one in tried)
@@ -265,8 +279,7 @@ class _Planning:
             )
         self._move_cuts()
         self.report("plan stages", 0.9)
-        plans: list[PipelinePlan] = []
-        failures: list[BudgetError] = []
+        plans, failures = list[PipelinePlan](), list[BudgetError]()
         close = [one for one in self.best.values() if one[1].step_time_s <= _CLOSE * best.step_time_s]
         for count, step, self.searches in close:
             try:

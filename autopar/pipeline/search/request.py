@@ -5,7 +5,8 @@ In: what the user asks for. Out: `StageRequest`, for `plan_stages` and `follow_p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,11 +14,24 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape, factorisations
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.problem import Partitioner
+from autopar.pipeline.plan import StagesTried
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.search.stage_costs import likely_shapes
 from autopar.planner.memory_budget import MemoryBudget
 
 Progress = Callable[[str, float], None]
+
+
+class SlowStagesError(Exception):
+    """No stages are faster than the limit of the request.
+
+    Args:
+        tried: the stages that were searched.
+    """
+
+    def __init__(self, tried: Sequence[StagesTried]) -> None:
+        super().__init__("no stages are fast enough")
+        self.tried = tuple(tried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +44,7 @@ class StageRequest:
         partitioner: by default `ExactPartitioner` or `EqualSubmeshPartitioner`, which prove optimality by their costs.
         mesh: the mesh of each stage; None for the fastest.
         pins: path or glob of arguments -> `PartitionSpec`, of the user and of sharding metadata.
+        limit_s: the step time from which on stages are of no use, such as that of one program.
         planning: options of `planner.plan_and_parts` for each stage.
     """
 
@@ -43,6 +58,7 @@ class StageRequest:
     partitioner: Partitioner | None = None
     mesh: MeshShape | None = None
     pins: Mapping[str, Any] = field(default_factory=dict)
+    limit_s: float = math.inf
     planning: Mapping[str, Any] = field(default_factory=dict)
     progress: Progress | None = None
 

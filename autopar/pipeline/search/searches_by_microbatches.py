@@ -8,6 +8,7 @@ Out: `Searches`, which makes a `StageSearch` for a number of microbatches and ca
 from __future__ import annotations
 
 import functools
+import math
 from bisect import bisect_right
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -54,6 +55,7 @@ class Searches:
         budget_bytes: the memory budget of a device of each kind.
         time_limit_s: seconds for the partition of one schedule.
         num_stages: the exact number of stages; None for any.
+        limit_s: see `StageRequest`.
         layouts: the meshes and shardings of stages that the user fixes.
         planning: options of `StageCosts`.
         costs: costs by number of microbatches.
@@ -67,6 +69,7 @@ class Searches:
     budget_bytes: Mapping[str, float]
     time_limit_s: float
     num_stages: int | None = None
+    limit_s: float = math.inf
     layouts: StageLayouts = field(default_factory=StageLayouts)
     planning: Mapping[str, Any] = field(default_factory=dict)
     costs: dict[int, StageCosts] = field(default_factory=dict)
@@ -195,6 +198,7 @@ class Searches:
             num_microbatches=count,
             num_stages=self.num_stages,
             time_limit_s=self.time_limit_s,
+            limit_s=self.limit_s,
         )
 
 

@@ -40,10 +40,15 @@ from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, stage_numbers, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.search.transfer_prices import direct_bytes, sends_of, stage_of, there_and_back_s
 from autopar.solve.problem import Status
 
 #: The number of partitions to simulate per schedule.
 _MOST_SIMULATED = 3
+
+#: Partitions whose objective is above the limit by this factor are not simulated; a simulation may be faster than the objective.
+_FAR = 1.25
+_SLOW = "no stages are fast enough, by a bound"
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
 Schedules = Sequence[str | ScheduleKind]
@@ -96,11 +101,13 @@ class Outcome:
         step: the best step; None if nothing fits.
         reason: why nothing fits.
         one_stage_s: seconds of the fastest step with one stage, whether it fits or not; `inf` if none was searched.
+        is_slow: whether steps may fit, but none that is fast enough.
     """
 
     step: StagedStep | None
     reason: str = ""
     one_stage_s: float = math.inf
+    is_slow: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +128,7 @@ class StageSearch:
         tables: `cost` and `bound` of all runs at once.
         relative_gap, time_limit_s: limits of the search for each schedule's partition.
         trains: whether gradients return.
+        limit_s: the step time from which on steps are of no use.
     """
 
     cost: Cost
@@ -138,6 +146,7 @@ class StageSearch:
     relative_gap: float = 5e-3
     time_limit_s: float = math.inf
     trains: bool = True
+    limit_s: float = math.inf
 
     def best(self, schedules: Schedules = (), partitioner: Partitioner | None = None) -> StagedStep | None:
         """The fastest step that fits; None if nothing fits."""
@@ -172,16 +181,20 @@ class StageSearch:
             reasons += [outcome.reason] if outcome.reason else []
         best = min(found, key=lambda step: step.step_time_s, default=None)
         one_stage_s = min((outcome.one_stage_s for outcome in alone), default=math.inf)
-        return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s)
+        is_slow = best is None and any(outcome.is_slow for outcome in (*alone, *outcomes))
+        return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s, is_slow)
 
     def one_stage(self) -> Outcome:
         """All layers as one stage, on any of the shapes: intra-operator parallelism only."""
         found: list[StagedStep] = []
         least: Shortage | None = None
+        is_slow = False
         quickest: dict[SubmeshShape, float] = {}  # by the first option of a shape; other options only save memory
         for shape in sorted(self.shapes, key=lambda shape: (-shape.num_devices, shape.option)):
             at_least = max(self._least_s(shape), quickest.get(replace(shape, option=0), 0.0))
-            if found and at_least >= min(step.step_time_s for step in found) / (1 + self.relative_gap):
+            enough = min([self.limit_s, *(step.step_time_s for step in found)]) / (1 + self.relative_gap)
+            if at_least >= enough:
+                is_slow = True
                 continue
             if self.bound is not None and not self._may_fit(shape):
                 continue
@@ -200,7 +213,7 @@ class StageSearch:
                 least = Shortage(stage, 1.0, step.peak_bytes[0], budget)
         best = min(found, key=lambda step: step.step_time_s, default=None)
         reason = str(least) if least and best is None else ""
-        return Outcome(best, reason, min(quickest.values(), default=math.inf))
+        return Outcome(best, reason, min(quickest.values(), default=math.inf), is_slow)
 
     def one_device_each(self, schedules: Schedules = ()) -> Outcome:
         """Inter-operator parallelism only: every stage on one device."""
@@ -222,7 +235,7 @@ class StageSearch:
 
     def exchanges(self, stages: Sequence[Stage]) -> tuple[Exchange, ...]:
         """What stages send to each other in each microbatch, as far as it is known before they are cut."""
-        return exchanges_of_layers(self.passing, _stage_of(stages), trains=self.trains)
+        return exchanges_of_layers(self.passing, stage_of(stages), trains=self.trains)
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -285,7 +298,7 @@ class StageSearch:
             num_layers=len(self.keys),
             cluster=self.cluster,
             cost=cost,
-            transfer_s=_there_and_back_s(relayed, self.cluster, self.profiles),
+            transfer_s=there_and_back_s(relayed, self.cluster, self.profiles),
             objective=objective_of(kind, count, virtual),
             budget_bytes=self.budget_bytes,
             growth=Growth.SUPERADDITIVE if self.bound is None else Growth.UNKNOWN,
@@ -295,6 +308,7 @@ class StageSearch:
             shapes=self.shapes,
             bound=self.bound,
             num_stages=self.num_stages,
+            limit_s=_FAR * self.limit_s,
             may_have=lambda num_submeshes: unmet(kind, shape(num_submeshes)) is None,
         )
         partition = partitioner.partition(problem)
@@ -302,12 +316,13 @@ class StageSearch:
         direct = direct_bytes(self.passing, len(self.keys), max((partition.stages, *partition.others), key=len))
         if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
             again = partitioner.partition(
-                replace(problem, transfer_s=_there_and_back_s(direct, self.cluster, self.profiles))
+                replace(problem, transfer_s=there_and_back_s(direct, self.cluster, self.profiles))
             )
             steps += self._steps(kind, virtual, again, cost)
         if steps:
             return Outcome(min(steps, key=lambda step: step.step_time_s))
-        return Outcome(None, partition.reason)
+        is_slow = math.isfinite(self.limit_s) and partition.status is not Status.INFEASIBLE
+        return Outcome(None, partition.reason or (_SLOW if is_slow else ""), is_slow=is_slow)
 
     def _steps(self, kind: ScheduleKind, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
         """The best partitions that a schedule can run, simulated."""
@@ -361,100 +376,6 @@ def _why_not(kind: ScheduleKind, most: PipelineShape, num_stages: int | None) ->
         f"schedule {kind.name!r} cannot have {num_stages} stages on {most.num_submeshes} devices: choose a number that it"
         f" has ({numbers}, ...), or another schedule"
     )
-
-
-def direct_bytes(passing: Sequence[Passing], num_layers: int, stages: Sequence[Stage]) -> list[float]:
-    """Bytes before each layer, if each value counts once per stage that gets it from its producer, spread evenly over the
-    boundaries between stages that it crosses; at the other boundaries it counts whole."""
-    if not stages:
-        return [crossing_bytes(passing, layer) for layer in range(num_layers)]
-    stage_of, found = _stage_of(stages), [0.0] * num_layers
-    for one in passing:
-        source, last = stage_of[one.producer], stage_of[one.readers[-1]]
-        receivers = len({stage_of[reader] for reader in one.readers} - {source})
-        share = receivers / (last - source) if receivers else 1.0
-        for layer in range(one.producer + 1, one.readers[-1] + 1):
-            found[layer] += share * one.num_bytes
-    return found
-
-
-def _there_and_back_s(
-    num_bytes: Sequence[float], cluster: Cluster, profiles: Mapping[str, HardwareProfile]
-) -> Callable[[int, SubmeshShape, SubmeshShape, bool], float]:
-    """The seconds of one microbatch's activations and gradients, by the bytes that pass before each layer."""
-
-    def transfer_s(boundary: int, source: SubmeshShape, target: SubmeshShape, same_host: bool) -> float:
-        return 2 * sent_s(num_bytes[boundary], source, target, same_host, cluster, profiles)
-
-    return transfer_s
-
-
-def _stage_of(stages: Sequence[Stage]) -> list[int]:
-    """The stage of each layer."""
-    return [s for s, stage in enumerate(stages) for _ in range(stage.first, stage.last + 1)]
-
-
-def sends_of(
-    exchanges: Sequence[Exchange],
-    submeshes: Sequence[Submesh],
-    cluster: Cluster,
-    profiles: Mapping[str, HardwareProfile],
-) -> tuple[Send, ...]:
-    """The transfers between stages; without bytes and seconds where both are on the same devices."""
-    sends: list[Send] = []
-    for one in exchanges:
-        here, there = submeshes[one.source], submeshes[one.target]
-        num_bytes, seconds, in_domain = 0.0, 0.0, True
-        if here.devices != there.devices:
-            same_host, num_bytes = here.shares_host(there), one.num_bytes
-            in_domain = _in_domain(here.shape, there.shape, same_host, cluster, profiles)
-            seconds = sent_s(
-                num_bytes, here.shape, there.shape, same_host, cluster, profiles, num_values=one.num_values
-            )
-        sends.append(Send(one.source, one.target, num_bytes, seconds, not in_domain, one.when))
-    return tuple(sends)
-
-
-def sent_s(
-    num_bytes: float,
-    source: SubmeshShape,
-    target: SubmeshShape,
-    same_host: bool,
-    cluster: Cluster,
-    profiles: Mapping[str, HardwareProfile],
-    *,
-    num_values: int = 1,
-) -> float:
-    """Seconds between two submeshes over free links. Each value is a transfer and pays the latency. Inside a host or an NVLink domain, each device of the smaller side sends its share;
-    over the network, the devices of the smaller side share the host's whole network bandwidth. Where the devices of a
-    kind fill several domains, every transfer between hosts counts as one over the network."""
-    ends = (profiles[source.kind], profiles[target.kind])
-    in_domain = _in_domain(source, target, same_host, cluster, profiles)
-    links = [end.host_link if in_domain else end.network_link for end in ends]
-    rate, latency = min(link.bytes_per_s for link in links), max(link.latency_s for link in links)
-    senders = min(source.num_devices, target.num_devices)
-    if not in_domain:
-        hosts = min(source.num_hosts, target.num_hosts)
-        senders = max(senders, hosts * min(end.devices_per_host for end in ends))
-    return num_bytes / senders / rate + num_values * latency
-
-
-def _in_domain(
-    source: SubmeshShape,
-    target: SubmeshShape,
-    same_host: bool,
-    cluster: Cluster,
-    profiles: Mapping[str, HardwareProfile],
-) -> bool:
-    """Whether a transfer stays inside a host or an NVLink domain."""
-    one_kind = source.kind == target.kind
-    return same_host or (one_kind and _is_one_domain(source.kind, cluster, profiles[source.kind]))
-
-
-def _is_one_domain(kind: str, cluster: Cluster, profile: HardwareProfile) -> bool:
-    """Whether all devices of a kind lie in one NVLink domain of several hosts."""
-    domain = profile.nvlink_domain_devices
-    return domain is not None and sum(g.num_devices for g in cluster.groups if g.kind == kind) <= domain
 
 
 def _first_place(cluster: Cluster, shape: SubmeshShape, shapes: Sequence[SubmeshShape]) -> Submesh | None:
