@@ -62,6 +62,7 @@ class Equation:
     Args:
         repeat: the number of executions per step.
         layer: the layer that it belongs to in a partitioned program; None if it belongs to every layer that reads it.
+        token_slice: the slice of tokens with which it runs, in a program that is cut into such slices.
     """
 
     source: Any  # JAX's equation: primitive, parameters, context
@@ -73,6 +74,7 @@ class Equation:
     repeat: float = 1.0
     piece: Piece | None = None
     layer: int | None = None
+    token_slice: int = 0
 
     @property
     def primitive(self) -> str:
