@@ -63,7 +63,7 @@ class Pieces:
 
     Args:
         around: pieces that run once per step, by level.
-        each: pieces that run for each microbatch, by phase.
+        each: pieces that run for each microbatch, by `piece_name`.
         takes_inside, gives_inside: for each value that is received from another stage, or sent to one, in each
             microbatch: from its number in the whole trace to its number here.
     """
@@ -72,6 +72,15 @@ class Pieces:
     each: Mapping[str, Piece]
     takes_inside: Mapping[int, int]
     gives_inside: Mapping[int, int]
+
+
+def piece_name(phase: str, token_slice: int, num_slices: int) -> str:
+    """The name of a piece that runs for each microbatch: its phase, and its slice if microbatches are in slices of tokens.
+
+    >>> piece_name("forward", 1, 2), piece_name("forward", 0, 1)
+    ('forward 1', 'forward')
+    """
+    return phase if num_slices == 1 else f"{phase} {token_slice}"
 
 
 class Layout:
@@ -89,6 +98,8 @@ class Layout:
         self.loop = loop
         self.wholes = {one.start: one.stop for one in trace.rewritten}
         self.body = list(self._units(*loop.sections[0]))
+        #: The slices of tokens of each microbatch.
+        self.num_slices = 1 + max((one.token_slice for one in trace.equations), default=0)
         self.outside = [*self._units(0, loop.enter[0]), *self._units(loop.exit[1], len(trace.equations))]
         equations = trace.equations
         self.takes_inside: dict[int, int] = {}
@@ -228,9 +239,10 @@ class _Taking:
 
     def _inside(self) -> None:
         layout = self.layout
-        phases = layout.phases(self.splits_backward)
+        phases, count = layout.phases(self.splits_backward), layout.num_slices
         for unit in layout.body:
-            self._put(phases[unit.start], "run", unit.start, unit.stop, unit.operands, unit.results, "each")
+            name = piece_name(phases[unit.start], self.equations[unit.start].token_slice, count)
+            self._put(name, "run", unit.start, unit.stop, unit.operands, unit.results, "each")
         for enter, leave in layout.carries.items():
             self._leave(leave, Slot("carry", self.equations[enter].results[0]))
         for leave in layout.stacks:
@@ -239,7 +251,8 @@ class _Taking:
     def _leave(self, leave: int, slot: Slot) -> None:
         """Return a carry or a stacked value from the piece that makes it."""
         atom = self.equations[leave].operands[0]
-        key = self.producer.get(atom, "forward") if isinstance(atom, int) else "forward"
+        first = piece_name("forward", 0, self.layout.num_slices)
+        key = self.producer.get(atom, first) if isinstance(atom, int) else first
         read = (atom,) if isinstance(atom, int) else ()
         self._put(key, "exit", leave, leave, read, (), "each")
         self.makes[key][slot] = None

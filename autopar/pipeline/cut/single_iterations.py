@@ -26,7 +26,7 @@ class _Inlining:
     def __init__(self, step: Unstacked) -> None:
         self.step, self.builder = step, TraceBuilder(step.trace)
         self.env: dict[int, Atom] = {}
-        self.n = 0  # position of the next equation of the step
+        self.single: dict[int, Atom] = {}  # stack of one element -> the element
 
     def run(self) -> Unstacked:
         """Rewrite the whole trace."""
@@ -51,16 +51,23 @@ class _Inlining:
 
     def _body(self, nest: Nest) -> None:
         for piece in nest.enter:
-            self.env[piece.results[0]] = self._of(piece.operands[0])
-            if piece.takes_slice:
-                aval = self.builder.avals[piece.results[0]]
-                self._reshaped(piece, piece.results[0], self._of(piece.operands[0]), aval.shape)
+            stack, value = self._of(piece.operands[0]), piece.results[0]
+            if not piece.takes_slice:
+                self.env[value] = stack
+            elif isinstance(stack, int) and stack in self.single:
+                self.env[value] = self.single[stack]
+            else:
+                self._reshaped(piece, value, stack, self.builder.avals[value].shape)
         self._items(nest.sections[0])
         for piece in nest.exit:
             (result,), atom = piece.results, self._of(piece.operands[0])
-            self.env[result] = atom
             if piece.stacks:
                 self._reshaped(piece, result, atom, self.builder.avals[result].shape)
+                made = self.env[result]
+                assert isinstance(made, int)
+                self.single[made] = atom
+            else:
+                self.env[result] = atom
 
     def _reshaped(self, like: Equation, value: int, atom: Atom, shape: tuple[int, ...]) -> None:
         function = lambda arrays: [lax.reshape(arrays[0], shape)]  # noqa: E731

@@ -23,7 +23,9 @@ from autopar.pipeline.cut.extract_stages import Cut, Port, StageTrace, stage_tra
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
 from autopar.pipeline.cut.hoist_cotangent_sums import added_where_made
 from autopar.pipeline.cut.layer_loops import Stack, stack_of, stacks_of
+from autopar.pipeline.cut.single_iterations import without_single_iterations
 from autopar.pipeline.cut.split_loops import with_split_loops
+from autopar.pipeline.cut.token_slices import in_token_slices
 from autopar.pipeline.cut.unroll_layers import Unstacked, as_it_is, unstacked
 from autopar.transforms.microbatch.batch_dims import Places
 from autopar.transforms.microbatch.classify import Split, classify
@@ -97,11 +99,13 @@ class Cuttable:
         own_statistics: bool = False,
         read_state: Sequence[int] = (),
         splits_loops: bool = False,
+        token_slices: Sequence[int] = (),
     ) -> Cuttable:
         """The step that a program was traced from, with its loops over layers cut.
 
         Args:
             splits_loops: whether loops of the backward pass are split into an input part and a weight part.
+            token_slices: the tokens of each slice, if microbatches are cut into several; loops over layers are unrolled.
             read_state: positions of arguments that are state of another step. The step is cut as if it returned those
                 that it reads, unchanged, so that each has one home; and none is taken for the batch.
         """
@@ -115,8 +119,11 @@ class Cuttable:
             trace, graph = laid_for_parts(trace, graph)
         places = Places(graph)
         stacks = tuple(stacks_of(trace, graph, places))
+        whole = Whole(as_it_is(trace, graph, positions), graph, places)
+        if len(token_slices) > 1:
+            return cls._with(_in_slices(whole, stacks, token_slices), (), (), own_statistics)
         each = [_equal_starts(stack.length) for stack in stacks]
-        return cls._with(Whole(as_it_is(trace, graph, positions), graph, places), stacks, each, own_statistics)
+        return cls._with(whole, stacks, each, own_statistics)
 
     @classmethod
     def _with(
@@ -127,13 +134,8 @@ class Cuttable:
         Args:
             starts: for each stack, the first iteration of each part.
         """
-        cut, graph, places = whole.step, whole.graph, whole.places
-        for stack, firsts in zip(stacks, starts, strict=True):
-            if len(firsts) > 1:
-                loops = [cut.origins.index((loop, 0)) for loop in stack.loops]
-                cut = unstacked(cut, places, stack_of(cut.trace, graph, places, loops), firsts)
-                graph = graph_of(cut.trace, cut.carried)
-                places = Places(graph)
+        part = _cut(whole, stacks, starts)
+        cut, graph, places = part.step, part.graph, part.places
         refusal = None
         try:
             split = classify(cut.trace, graph, places, own_statistics=own_statistics)
@@ -320,6 +322,32 @@ def _with_read_state(
     carried += zip(held, range(len(trace.outputs), len(given)), strict=True)
     made = replace(trace, **flat_border(taken, given))
     return made, graph_of(made, tuple((at[n], output) for n, output in carried)), kept
+
+
+def _cut(whole: Whole, stacks: Sequence[Stack], starts: Sequence[Sequence[int]]) -> Whole:
+    """A step with its loops cut.
+
+    Args:
+        starts: for each stack, the first iteration of each part.
+    """
+    cut, graph, places = whole.step, whole.graph, whole.places
+    for stack, firsts in zip(stacks, starts, strict=True):
+        if len(firsts) > 1:
+            loops = [cut.origins.index((loop, 0)) for loop in stack.loops]
+            cut = unstacked(cut, places, stack_of(cut.trace, graph, places, loops), firsts)
+            graph = graph_of(cut.trace, cut.carried)
+            places = Places(graph)
+    return Whole(cut, graph, places)
+
+
+def _in_slices(whole: Whole, stacks: Sequence[Stack], token_slices: Sequence[int]) -> Whole:
+    """A step in slices of tokens, with its loops over layers unrolled."""
+    single = _cut(whole, stacks, [range(stack.length) for stack in stacks])
+    step = without_single_iterations(single.step)
+    trace = in_token_slices(step.trace, graph_of(step.trace, step.carried), token_slices)
+    graph = graph_of(trace, step.carried)
+    step = replace(step, trace=trace, origins=tuple((n, 0) for n in range(len(trace.equations))))
+    return Whole(step, graph, Places(graph))
 
 
 def _equal_starts(length: int) -> Sequence[int]:

@@ -368,6 +368,8 @@ class _Slicing:
         )
 
 
+#: Primitives that rearrange or convert elements.
+_REARRANGE = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "broadcast_in_dim"})
 #: Primitives that cut data along its tokens.
 _CUTS = frozenset({"slice", "pad", "concatenate", "dynamic_slice", "gather"})
 
@@ -528,12 +530,16 @@ class _InRuns:
         for v in self.equation.reads:
             if v not in slicing.rows:
                 times = np.maximum(times, slicing.time.get(v, 0))
-        if base and not follows:  # the backward pass of a row begins when its slice has its turn
+        if base and not follows and not self._is_flexible():  # a row's backward pass begins when its slice has its turn
             times = np.maximum(times, 2 * count - 1 - forward)
         if self.column is not None:
             times = np.maximum(times, self._key_times(times))
-        cuts = [0, *(np.flatnonzero(np.diff(times)) + 1), self.size]
+        cuts = [0, *(np.flatnonzero(np.diff(times) | np.diff(forward)) + 1), self.size]
         return [(int(a), int(b), int(times[a])) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def _is_flexible(self) -> bool:
+        """Whether an equation of the backward pass prepares forward values for it, and may run before its turn."""
+        return self.equation.is_rematerialized or self.equation.primitive in _REARRANGE
 
     def _key_times(self, times: np.ndarray) -> np.ndarray:
         """For each row, the time of the keys that its run reads."""
@@ -549,7 +555,7 @@ class _InRuns:
     def _check_ahead(self, runs: Sequence[tuple[int, int, int]]) -> None:
         """Refuse a forward value all of whose rows wait for the last slice."""
         slicing = self.slicing
-        if slicing.count == 1 or len(runs) > 1 or runs[0][2] != slicing.count - 1:
+        if slicing.count == 1 or {time for *_, time in runs} != {slicing.count - 1}:
             return
         if any(one.times().min() < slicing.count - 1 for one in self.rows.values()) or self.starts:
             late = [v for v in self.equation.reads if v not in slicing.rows and slicing.time.get(v, 0) == slicing.count - 1]

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.errors import ScheduleError
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey, Port
-from autopar.pipeline.cut.pieces import Slot
+from autopar.pipeline.cut.pieces import Slot, piece_name
 from autopar.pipeline.run.arguments import PipelineArguments, Values
 from autopar.pipeline.run.broadcast import Broadcaster, is_small
 from autopar.pipeline.run.moves_of_others import MovesOfOthers
@@ -196,7 +196,8 @@ class _Listing:
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
         self.stages, self.tasks, self.arguments = stages, tasks, arguments
-        self.num_microbatches = 1 + max(task.microbatch for task in tasks)
+        self.num_slices = max(stage.layout.num_slices for stage in stages)
+        self.num_microbatches = (1 + max(task.microbatch for task in tasks)) // self.num_slices
         self.steps: list[Call | Move | Broadcast] = []
         self.stage_of = list(arguments.stage_of)
         self.at: dict[tuple[int, Slot, int | None], int] = {
@@ -235,8 +236,9 @@ class _Listing:
             if not level[0]:
                 self._call(s, level, None)
         for task in self.tasks:
-            if task.phase in self.stages[task.stage].pieces.each:
-                self._call(task.stage, task.phase, task)
+            name = piece_name(task.phase, task.microbatch % self.num_slices, self.num_slices)
+            if name in self.stages[task.stage].pieces.each:
+                self._call(task.stage, name, task)
         for level, s in around:
             if level[0]:
                 self._call(s, level, None)
@@ -248,10 +250,11 @@ class _Listing:
         """Refuse a schedule without a task that the step needs."""
         tasks = set(self.tasks)
         needed = (
-            Task(s, microbatch, phase)
+            Task(s, microbatch * self.num_slices + part, phase)
             for s, stage in enumerate(self.stages)
             for phase in PHASES
-            if phase in stage.pieces.each and phase in stage.whole
+            for part in range(self.num_slices)
+            if (name := piece_name(phase, part, self.num_slices)) in stage.pieces.each and name in stage.whole
             for microbatch in range(self.num_microbatches)
         )
         for task in needed:
@@ -319,7 +322,7 @@ class _Listing:
         stage, program = self.stages[s], self.programs[s].get(key)
         if program is None:
             return
-        microbatch = None if task is None else task.microbatch
+        microbatch = None if task is None else task.microbatch // self.num_slices
         reads = self._registers(s, program.takes, program.counts[0], microbatch)
         gives = self._registers(s, program.gives, program.counts[1], microbatch)
         sends = [self._new(s) for _ in program.sends]
