@@ -562,7 +562,7 @@ def _slice_needs(orders: Orders, edges: Edges) -> Needs:
 
 
 TOKEN_SLICES = ScheduleKind(
-    name="terapipe", description="By slices of tokens.", orders=_token_slices, needs=_slice_needs, parts=SLICES
+    name="slices", description="By slices of tokens.", orders=_token_slices, needs=_slice_needs, parts=SLICES
 )
 
 

@@ -60,7 +60,7 @@ def test_dynamic_program_equals_brute_force(first: int):
 def test_the_dynamic_program_prices_what_the_simulator_runs(num_stages: int):
     """T is the simulated makespan of parts of unequal seconds, forward and backward apart."""
     seconds = [3, 1, 2, 3, 1, 2]  # two microbatches of three slices
-    kind = terapipe(3)
+    kind = terapipe((2, 1, 2))
     timeline = simulate(build(kind, num_stages, 2), lambda task: seconds[task.microbatch] * (task.phase != "update"))
     assert timeline.makespan_s == 2 * step_s(seconds, num_stages)
 
@@ -68,13 +68,13 @@ def test_the_dynamic_program_prices_what_the_simulator_runs(num_stages: int):
 @pytest.mark.parametrize(("p", "m", "n"), list(itertools.product((2, 3, 8), (1, 2, 5), (1, 2, 4))))
 def test_the_bubble_of_equal_slices(p: int, m: int, n: int):
     timeline = simulate(
-        build(terapipe(n), p, m), lambda task: {"forward": 1, "backward": 2, "update": 0}[task.phase]
+        build(terapipe((4,) * n), p, m), lambda task: {"forward": 1, "backward": 2, "update": 0}[task.phase]
     )
     assert timeline.makespan_s == 3 * (n * m + p - 1)
 
 
 def test_slices_wait_for_each_other():
-    needs = build(terapipe(3), 2, 2).needs
+    needs = build(terapipe((1, 2, 3)), 2, 2).needs
     assert Task(1, 0, "forward") in needs[Task(1, 1, "forward")]
     assert Task(1, 2, "forward") not in needs[Task(1, 3, "forward")]  # another microbatch
     assert Task(0, 2, "backward") in needs[Task(0, 1, "backward")]
@@ -82,5 +82,5 @@ def test_slices_wait_for_each_other():
 
 
 def test_a_number_of_slices_that_is_not_positive():
-    with pytest.raises(ScheduleError, match="the number of slices is 0: give 1 or more"):
-        terapipe(0)
+    with pytest.raises(ScheduleError, match=r"slices of \[4, 0\] tokens: give one slice or more"):
+        terapipe((4, 0))

@@ -23,7 +23,8 @@ from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, build
 from autopar.pipeline.schedule.task_text import tasks_of, text_of
-from autopar.pipeline.schedule.tasks import Edges, Schedule, chain_with, synchronous_needs
+from autopar.pipeline.schedule.tasks import Edges, Schedule, Shares, chain_with, synchronous_needs
+from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.verifier import check
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
@@ -153,6 +154,8 @@ class OwnSchedule:
     def of(cls, schedule: Schedule, kind: ScheduleKind) -> OwnSchedule | None:
         """The tasks of a schedule; None if they follow from the name of its entry."""
         description = kind.description
+        if kind.token_slices:  # the plan has them
+            return None
         if SCHEDULES.get(kind.name) is kind:
             virtual = schedule.num_stages // schedule.num_submeshes
             printed = build(kind, schedule.num_submeshes, schedule.num_microbatches, virtual=virtual)
@@ -234,6 +237,8 @@ class PipelinePlan:
         input_parts, output_parts: the submeshes that hold each; several for a stack of layers.
         carried: positions of inputs and outputs that hold the same state.
         splits_loops: whether loops of the backward pass are split into an input part and a weight part.
+        token_slices: the tokens of each slice, if microbatches run in slices of tokens (`terapipe`).
+        slice_shares: the share of each slice in the seconds of a microbatch's forward pass, and of its backward pass.
         read_state: positions of inputs that are state of another step, in whose stages this one runs (`like`).
         tried: the stages that were searched.
         considered: with `everything="auto"`, this plan and the alternatives, each with the reason why it was not chosen.
@@ -263,6 +268,8 @@ class PipelinePlan:
     own_schedule: OwnSchedule | None = None
     own_statistics: bool = False
     splits_loops: bool = False
+    token_slices: tuple[int, ...] = ()
+    slice_shares: Shares = ()
     read_state: tuple[int, ...] = ()
     tried: tuple[StagesTried, ...] = ()
     considered: tuple[Considered, ...] = ()
@@ -322,7 +329,8 @@ class PipelinePlan:
             edges = chain_with(count, edges)
             if self.own_schedule is not None:
                 return self.own_schedule.schedule(self.schedule, edges)
-            return build(self.schedule, count // self.virtual, self.num_microbatches, virtual=self.virtual, edges=edges)
+            kind = terapipe(self.token_slices, self.slice_shares) if self.token_slices else self.schedule
+            return build(kind, count // self.virtual, self.num_microbatches, virtual=self.virtual, edges=edges)
         return any_edges.list_schedule(
             edges,
             self.submesh_of,
@@ -343,7 +351,13 @@ class PipelinePlan:
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
         body = {f.name: encode(getattr(self, f.name)) for f in fields(self) if f.compare}
-        for name in ("considered", "own_schedule", "splits_loops"):  # newer than version 8
+        for name in (
+            "considered",
+            "own_schedule",
+            "splits_loops",
+            "token_slices",
+            "slice_shares",
+        ):  # newer than version 8
             if not body[name]:
                 del body[name]
         return {"format": FORMAT, "version": VERSION, **in_columns(body)}
@@ -425,6 +439,12 @@ def _check_schedule(plan: PipelinePlan) -> None:
     """Refuse a schedule that is unknown, or that does not run these stages on their submeshes."""
     if not plan.is_chain:
         return
+    if plan.token_slices and (plan.schedule != TERAPIPE.name or min(plan.token_slices) < 1):
+        raise WrongFieldError("token_slices", f"must be positive, and belong to schedule {TERAPIPE.name!r}")
+    if plan.slice_shares and (
+        len(plan.slice_shares) != len(plan.token_slices) or any(min(one) < 0 for one in plan.slice_shares)
+    ):
+        raise WrongFieldError("slice_shares", "must have a pair of shares, none negative, for each slice of tokens")
     if plan.own_schedule is None and plan.schedule not in SCHEDULES:
         raise WrongFieldError("schedule", f"is {plan.schedule!r}, which is none of {', '.join(SCHEDULES)}")
     field = "schedule" if plan.own_schedule is None else "own_schedule"
@@ -432,7 +452,8 @@ def _check_schedule(plan: PipelinePlan) -> None:
         tasks = plan.tasks()
     except ScheduleError as error:
         raise WrongFieldError(field, f"is not legal: {error}") from None
-    if (tasks.num_stages, tasks.num_microbatches) != (len(plan.stages), plan.num_microbatches):
+    parts = max(1, len(plan.token_slices))
+    if (tasks.num_stages, tasks.num_microbatches) != (len(plan.stages), parts * plan.num_microbatches):
         raise WrongFieldError(
             field,
             f"has {tasks.num_stages} stages and {tasks.num_microbatches} microbatches, but the plan {len(plan.stages)} and"

@@ -147,9 +147,11 @@ def _broadcast(equation: Equation, shape: tuple[int, ...], array: np.ndarray) ->
 
 _STRUCTURAL: Mapping[str, Callable[[Equation, tuple[int, ...], np.ndarray], np.ndarray]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda equation, shape, array: np.broadcast_to(_compact(array).reshape(_compact_shape(array, shape)), shape)
-    if _only_ones(array.shape, shape)
-    else array.reshape(shape),
+    "reshape": lambda equation, shape, array: (
+        np.broadcast_to(_compact(array).reshape(_compact_shape(array, shape)), shape)
+        if _only_ones(array.shape, shape)
+        else array.reshape(shape)
+    ),
     "squeeze": lambda equation, shape, array: np.squeeze(array, equation.source.params["dimensions"]),
     "expand_dims": lambda equation, shape, array: array.reshape(shape),
     "transpose": lambda equation, shape, array: array.transpose(equation.source.params["permutation"]),

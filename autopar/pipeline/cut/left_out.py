@@ -25,7 +25,9 @@ _KEEP = frozenset(
     {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "copy_p"}
     | {"stop_gradient", "optimization_barrier", "reduce_precision", "slice"}
 )
-_ZERO_TO_ZERO = frozenset({"neg", "tanh", "sin", "sqrt", "abs", "sign", "integer_pow", "square", "cumsum", "reduce_sum"})
+_ZERO_TO_ZERO = frozenset(
+    {"neg", "tanh", "sin", "sqrt", "abs", "sign", "integer_pow", "square", "cumsum", "reduce_sum"}
+)
 
 
 class LeftOutRules:

@@ -262,7 +262,9 @@ class _Slicing:
             low, high = max(0, first - start), max(0, stop - first - before)
             change = self._cut_or_padded(equation, dim, low, high)
             atoms = [atom, *equation.operands[1:]]
-            made = self.builder.write(self.like, ("along", dim, low, high, equation.params_text, stop - start), atoms, change, 1.0)
+            made = self.builder.write(
+                self.like, ("along", dim, low, high, equation.params_text, stop - start), atoms, change, 1.0
+            )
             runs.append(Run(start, stop, made[0], time))
         self.rows[value] = Rows(one.place, after, tuple(runs))
         return True
@@ -369,7 +371,9 @@ class _Slicing:
 
 
 #: Primitives that rearrange or convert elements.
-_REARRANGE = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "broadcast_in_dim"})
+_REARRANGE = frozenset(
+    {"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "broadcast_in_dim"}
+)
 #: Primitives that cut data along its tokens.
 _CUTS = frozenset({"slice", "pad", "concatenate", "dynamic_slice", "gather"})
 
@@ -558,7 +562,9 @@ class _InRuns:
         if slicing.count == 1 or {time for *_, time in runs} != {slicing.count - 1}:
             return
         if any(one.times().min() < slicing.count - 1 for one in self.rows.values()) or self.starts:
-            late = [v for v in self.equation.reads if v not in slicing.rows and slicing.time.get(v, 0) == slicing.count - 1]
+            late = [
+                v for v in self.equation.reads if v not in slicing.rows and slicing.time.get(v, 0) == slicing.count - 1
+            ]
             raise slicing.looks_ahead(next((slicing.cause[v] for v in late if v in slicing.cause), None))
 
     # -- one run -------------------------------------------------------------------------------
@@ -576,9 +582,14 @@ class _InRuns:
                 operands.append(atom)
         slicing._tag(time)  # noqa: SLF001
         whole = [self.trace.avals[a].shape if isinstance(a, int) else () for a in equation.operands]
-        shapes = [self._local(self.trace.avals[v].shape, self.rule.results[r], start, stop) for r, v in enumerate(equation.results)]
+        shapes = [
+            self._local(self.trace.avals[v].shape, self.rule.results[r], start, stop)
+            for r, v in enumerate(equation.results)
+        ]
         if is_as_written(equation.source):
-            types = {v: self.trace.avals[v].update(shape=shape) for v, shape in zip(equation.results, shapes, strict=True)}
+            types = {
+                v: self.trace.avals[v].update(shape=shape) for v, shape in zip(equation.results, shapes, strict=True)
+            }
             like = replace(equation, operands=tuple(operands), token_slice=slicing.like.token_slice)
             new = slicing.builder.copy(like, {}, types=types.__getitem__)
             slicing.builder.add(new)

@@ -18,16 +18,20 @@ from autopar.pipeline.schedule.tasks import Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 
 
-def task_seconds(costs: Sequence[StageCost]) -> Seconds:
-    """The duration of each task, by the costs of stages."""
+def task_seconds(costs: Sequence[StageCost], share: Seconds = lambda task: 1.0) -> Seconds:
+    """The duration of each task, by the costs of stages.
+
+    Args:
+        share: the share of a task in a whole microbatch's seconds.
+    """
 
     def seconds(task: Task) -> float:
         own = costs[task.stage]
         if task.phase == "forward":
-            return own.forward_s
+            return share(task) * own.forward_s
         if task.phase == "update":
             return own.update_s
-        return own.weight_s if task.phase == "weight" else own.backward_s
+        return share(task) * (own.weight_s if task.phase == "weight" else own.backward_s)
 
     return seconds
 
@@ -75,8 +79,8 @@ def staged_timeline(
 
     return simulate(
         schedule,
-        task_seconds(costs),
-        lambda source, target: how(source, target)[0],
+        task_seconds(costs, schedule.share),
+        lambda source, target: how(source, target)[0] * (1 if target.phase == "update" else schedule.share(source)),
         lambda source, target: how(source, target)[1],
         at_start,
     )

@@ -35,7 +35,11 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
         PlanMismatchError: the plan was made by another version of autopar or for another program.
     """
     cuttable = Cuttable.of(
-        program, own_statistics=plan.own_statistics, read_state=plan.read_state, splits_loops=plan.splits_loops
+        program,
+        own_statistics=plan.own_statistics,
+        read_state=plan.read_state,
+        splits_loops=plan.splits_loops,
+        token_slices=plan.token_slices,
     )
     layer_of = plan.layers_of_units(len(cuttable.flow.forward))
     stages = cuttable.settled(layer_of, plan.stage_of, plan.num_microbatches)

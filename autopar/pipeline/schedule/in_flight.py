@@ -53,11 +53,12 @@ def bytes_during_tasks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[
     Args:
         costs: the cost of each stage.
     """
+    part = 1 / len(schedule.shares)
     return held_during_tasks(
         schedule,
-        lambda stage: costs[stage].flight_bytes,
-        lambda stage: costs[stage].kept_bytes + costs[stage].passed_bytes,
-        lambda stage: costs[stage].passed_bytes,
+        lambda stage: part * costs[stage].flight_bytes,
+        lambda stage: part * (costs[stage].kept_bytes + costs[stage].passed_bytes),
+        lambda stage: part * costs[stage].passed_bytes,
     )
 
 

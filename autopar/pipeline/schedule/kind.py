@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.pipeline.schedule.objective import Objective
-from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, synchronous_needs
+from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Shares, synchronous_needs
 
 #: For each stage, in program order, the submeshes that run it; a stage on several has a replica on each.
 Placement = tuple[tuple[int, ...], ...]
@@ -103,7 +103,10 @@ class ScheduleKind:
         holds: `where` as code.
         in_flight: a function that gives each submesh's peak of in-flight microbatches of all its stages.
         placement: the submeshes of each stage, as the orders have them.
-        parts: the parts of each microbatch that it orders as tasks of their own. They can be simulated, not run.
+        parts: the parts of each microbatch that it orders as tasks of their own. They run if they are slices of tokens, and
+            can be simulated otherwise.
+        token_slices: the tokens of each part, for parts that are slices of tokens.
+        shares: the share of each part in the seconds of a microbatch's forward and backward pass; by default equal.
         virtuals: the numbers of virtual stages per submesh that a search tries, the usual one first.
         in_planned_order: whether submeshes may run their tasks in an order by planned times, where that is faster than the
             printed one. The backward pass is split, and each stage is on one submesh.
@@ -125,6 +128,8 @@ class ScheduleKind:
     in_flight: Callable[[PipelineShape], tuple[int, ...]] | None = None
     placement: Callable[[PipelineShape], Placement] = in_turn
     parts: int = 1
+    token_slices: tuple[int, ...] = ()
+    shares: Shares = ()
     virtuals: tuple[int, ...] = (1,)
     in_planned_order: bool = False
     is_searched: bool = False

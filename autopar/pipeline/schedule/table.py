@@ -21,6 +21,7 @@ from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.one_forward_one_backward import INTERLEAVED, ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import GPIPE, INFERENCE, NONE
 from autopar.pipeline.schedule.tasks import Edges, Schedule, chain, with_updates
+from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.schedule.v_shaped import DUALPIPE_V, ZB_V
 from autopar.pipeline.schedule.verifier import check
 from autopar.pipeline.schedule.zero_bubble import INTERLEAVED_ZB, ZB_H1
@@ -28,7 +29,10 @@ from autopar.pipeline.schedule.zero_bubble import INTERLEAVED_ZB, ZB_H1
 SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     {
         kind.name: kind
-        for kind in (NONE, INFERENCE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, INTERLEAVED_ZB, ZB_V, DUALPIPE_V)
+        for kind in (
+            *(NONE, INFERENCE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, INTERLEAVED_ZB, ZB_V, DUALPIPE_V),
+            TERAPIPE,
+        )
     }
 )
 
@@ -40,6 +44,8 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
         ScheduleError: no schedule has the name, or an entry of one's own has the name of another.
     """
     if isinstance(schedule, ScheduleKind):
+        if schedule.token_slices and schedule is terapipe(schedule.token_slices, schedule.shares):
+            return schedule
         if schedule.name in dag.DESCRIPTIONS or SCHEDULES.get(schedule.name, schedule) is not schedule:
             raise ScheduleError(f"the name {schedule.name!r} belongs to a schedule of the package: choose another one")
         return schedule
@@ -154,7 +160,8 @@ def _kept(kind: ScheduleKind, shape: PipelineShape, edges: tuple[tuple[int, int]
 def _build(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Schedule:
     orders = with_updates(kind.orders(shape))
     placement = kind.placement(shape)
-    built = Schedule(kind.name, orders, kind.needs(orders, chain(len(placement)) if edges is None else edges))
+    needs = kind.needs(orders, chain(len(placement)) if edges is None else edges)
+    built = Schedule(kind.name, orders, needs, kind.shares or ((1 / kind.parts, 1 / kind.parts),) * kind.parts)
     _check_sizes(built, replace(shape, num_microbatches=kind.parts * shape.num_microbatches), placement)
     check(built)
     return built

@@ -44,6 +44,8 @@ class Task(NamedTuple):
 
 Orders = tuple[tuple[Task, ...], ...]
 Needs = Mapping[Task, tuple[Task, ...]]
+#: For each part of a microbatch, its share in the seconds of the forward pass, and of the backward pass.
+Shares = tuple[tuple[float, float], ...]
 #: (producer, user): the second stage reads what the first one computes.
 Edges = Sequence[tuple[int, int]]
 
@@ -74,11 +76,13 @@ class Schedule:
         name: the schedule's name.
         orders: for each submesh, its tasks in the order in which it runs them, one at a time.
         needs: for each task, the tasks that must end before it starts, in addition to the previous one on its submesh.
+        shares: the shares of the parts of each microbatch.
     """
 
     name: str
     orders: Orders
     needs: Needs = field(hash=False, repr=False)
+    shares: Shares = ((1.0, 1.0),)
 
     @property
     def num_submeshes(self) -> int:
@@ -97,6 +101,10 @@ class Schedule:
     @property
     def num_microbatches(self) -> int:
         return 1 + max((task.microbatch for task in self.tasks), default=-1)
+
+    def share(self, task: Task) -> float:
+        """The share of a task in the seconds of its phase for a whole microbatch."""
+        return self.shares[task.microbatch % len(self.shares)][task.phase != "forward"]
 
     @functools.cached_property
     def wiring(self) -> Wiring:

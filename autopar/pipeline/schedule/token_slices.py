@@ -4,7 +4,7 @@ A causal model's tokens depend on no later tokens, so a stage can pass on the fi
 computes the others. Slice k of a microbatch waits on the same stage for the slices before it, whose keys and values it
 reads; its backward pass waits for the slices after it, which add to the gradients of these keys and values.
 
-In: the number of slices per microbatch. Out: a `ScheduleKind` whose tasks are numbered by parts: slice k of microbatch j
+In: the tokens of each slice. Out: a `ScheduleKind` whose tasks are numbered by parts: slice k of microbatch j
 is part j n + k of n slices per microbatch.
 """
 
@@ -14,23 +14,33 @@ import functools
 
 from autopar.errors import ScheduleError
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, one_stage_each
-from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Task, synchronous_needs
+from autopar.pipeline.schedule.objective import Objective
+from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Shares, Task, synchronous_needs
+
+
+def terapipe(token_slices: tuple[int, ...], shares: Shares = ()) -> ScheduleKind:
+    """The schedule with these tokens in each slice: forward passes of all parts in order, then backward passes, those of a
+    microbatch from the last slice to the first.
+
+    Args:
+        shares: as in `ScheduleKind`.
+
+    Raises:
+        ScheduleError: there are no slices, or one has no token.
+
+    >>> [str(task) for task in terapipe((3, 1)).orders(PipelineShape(1, 1))[0]][2:]
+    ['backward of microbatch 1 on stage 0', 'backward of microbatch 0 on stage 0']
+    """
+    if min(token_slices, default=0) < 1:
+        raise ScheduleError(
+            f"slices of {list(token_slices)} tokens: give one slice or more, each of at least one token"
+        )
+    return _kind(token_slices, shares)
 
 
 @functools.cache
-def terapipe(num_slices: int) -> ScheduleKind:
-    """The schedule of this many slices per microbatch: forward passes of all parts in order, then backward passes, those
-    of a microbatch from the last slice to the first.
-
-    Raises:
-        ScheduleError: the number is not positive.
-
-    >>> [str(task) for task in terapipe(2).orders(PipelineShape(1, 1))[0]][2:]
-    ['backward of microbatch 1 on stage 0', 'backward of microbatch 0 on stage 0']
-    """
-    if num_slices < 1:
-        raise ScheduleError(f"the number of slices is {num_slices}: give 1 or more")
-    n = num_slices
+def _kind(token_slices: tuple[int, ...], shares: Shares) -> ScheduleKind:
+    n = len(token_slices)
 
     def orders(shape: PipelineShape) -> Orders:
         parts = range(n * shape.num_microbatches)
@@ -50,6 +60,15 @@ def terapipe(num_slices: int) -> ScheduleKind:
                 found[task] = (*found[task], Task(task.stage, task.microbatch + 1, "backward"))
         return found
 
+    def objective(num_microbatches: int, virtual: int) -> Objective:
+        repeats = num_microbatches - 1 / n
+        return Objective(
+            once_s=lambda cost: cost.pass_s / n,
+            repeated_s=lambda cost: repeats * cost.pass_s + cost.update_s,
+            in_flight=lambda after, num_submeshes: num_microbatches,
+            transfer_once=1 / n,
+        )
+
     return ScheduleKind(
         name="terapipe",
         description="GPipe with each microbatch in slices of tokens, which follow each other through the stages.",
@@ -57,8 +76,15 @@ def terapipe(num_slices: int) -> ScheduleKind:
         needs=needs,
         requires=one_stage_each,
         parts=n,
-        bubble="(p - 1)(F + B)",
-        where="F and B are of one slice, and slices take equally long",
-        bubble_s=lambda even: even.filling_and_draining_s,
+        token_slices=token_slices,
+        shares=shares,
+        bubble="(p - 1)(F + B) / n",
+        where="n slices of a microbatch take equally long",
+        bubble_s=lambda even: even.filling_and_draining_s,  # its seconds are those of a task
         in_flight=lambda shape: (n * shape.num_microbatches,) * shape.num_submeshes,
+        objective=objective,
     )
+
+
+#: The entry of the table. Its one slice is replaced by the slices that are chosen for a step.
+TERAPIPE = terapipe((1,))

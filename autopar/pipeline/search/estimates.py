@@ -95,6 +95,17 @@ class StageFigures:
     def update_s(self) -> float:
         return self._seconds("update")
 
+    def slice_seconds(self) -> tuple[tuple[float, float], ...]:
+        """Seconds of the forward and the backward pass of each slice of tokens."""
+        equations = self.layout.trace.equations
+
+        def seconds(phase: str, number: int) -> float:
+            ops = [op for op in self.ops[phase] if equations[op.node].token_slice == number]
+            timeline = self._simulated_alone(ops)
+            return 0.0 if timeline is None else timeline.step_time_s
+
+        return tuple((seconds("forward", n), seconds("backward", n)) for n in range(self.layout.num_slices))
+
     def cost(self, crossing: Crossing) -> StageCost:
         """The stage's cost, given the values that pass from the forward to the backward pass."""
         prediction, state = self.candidate.parts.prediction, self.state_bytes
@@ -139,7 +150,10 @@ class StageFigures:
         return self._timelines[phase]
 
     def _simulated(self, phase: str) -> Timeline | None:
-        device, start, ops = self.candidate.parts.device, self.layout.loop.enter[0], self.ops[phase]
+        return self._simulated_alone(self.ops[phase])
+
+    def _simulated_alone(self, ops: Sequence[Op]) -> Timeline | None:
+        device, start = self.candidate.parts.device, self.layout.loop.enter[0]
         if not ops:
             return None
         loops = tuple(one for one in device.loops if one.start != start)

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.branches import ForkedLayers, forked_layers
@@ -26,12 +28,13 @@ from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts,
 from autopar.pipeline.plan import PipelinePlan, StagesTried
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
+from autopar.pipeline.schedule.token_slices import terapipe
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import Tried, divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import SlowStagesError, StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
-from autopar.pipeline.search.stage_costs import STATE_PRICES, StageCosts, likely_shapes
+from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
 from autopar.planner.memory_budget import MARGIN
@@ -209,7 +212,7 @@ def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) 
     if schedule == "auto":
         return
     kind = find(schedule)
-    if kind.parts > 1:
+    if kind.parts > 1 and not kind.token_slices:
         raise ScheduleError(
             f"schedule {kind.name!r} orders parts of microbatches, which can be simulated, but not run: choose another one"
         )
@@ -242,7 +245,9 @@ class _Planning:
         self.report = request.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.read_state = frozen_arguments(self.program.graph)
-        options = {"read_state": self.read_state, "splits_loops": bool(splits_loops)}
+        options: dict[str, Any] = {"read_state": self.read_state, "splits_loops": bool(splits_loops)}
+        if request.schedule != "auto":
+            options["token_slices"] = find(request.schedule).token_slices
         self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics, **options)
         forked = None if splits_loops else self._forked_layers()
         self._check_request(forks=forked is not None)
@@ -450,6 +455,8 @@ class _Planning:
             starts, run_layers, num_layers = searches.clustering.starts, (), self.num_layers
             programs, runs = searches.planned(count, step.stages)
             costs, sent = [run.cost for run in runs], exchanges_of(programs)
+            if step.kind is not None and step.kind.token_slices:
+                step = replace(step, kind=_with_shares(step.kind, runs))
             planned = searches.search(count).with_costs(step, costs, sent)
         else:
             assert self.branches is not None, "who else finds such stages?"
@@ -477,3 +484,10 @@ class _Planning:
         )
         self._note_tried(count, plan.schedule, planned, planned=True)
         return plan, planned.over(self.request.budgets)
+
+
+def _with_shares(kind: ScheduleKind, runs: Sequence[PlannedRun]) -> ScheduleKind:
+    """The kind with the shares of its slices of tokens in the seconds of all stages."""
+    seconds = np.sum([run.slices for run in runs], axis=0)
+    shares = seconds / np.maximum(seconds.sum(axis=0), np.finfo(float).tiny)
+    return terapipe(kind.token_slices, tuple((float(forward), float(backward)) for forward, backward in shares))

@@ -122,6 +122,8 @@ def recorded(
         ),
         own_statistics=own_statistics,
         splits_loops=splits_loops,
+        token_slices=() if step.kind is None else step.kind.token_slices,
+        slice_shares=() if step.kind is None else step.kind.shares,
         read_state=read_state,
         tried=tried,
         versions=versions_of(),

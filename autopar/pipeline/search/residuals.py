@@ -85,7 +85,7 @@ class Crossings:
         separate: bool = True,
         together: Sequence[int] | None = None,
     ) -> None:
-        self.separate, self.together = separate, together
+        self.separate, self.together, self.in_slices = separate, together, layout.num_slices > 1
         self.graph, self.profile = candidate.formulation.graph, candidate.formulation.profile
         equations = layout.trace.equations
         forward = [unit for unit in layout.body if phases[unit.start] == "forward"]
@@ -118,6 +118,8 @@ class Crossings:
         Args:
             price: the price of a stashed byte, in units of the time to write and read it.
         """
+        if self.in_slices:  # what a slice's backward pass would compute again, earlier ones' may need before it
+            return self.without_recompute()
         assert price > 0, price
         per_byte = 2 * price / self.profile.memory_bytes_per_s
         found = []

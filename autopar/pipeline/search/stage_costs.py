@@ -83,11 +83,16 @@ def likely_shapes(cluster: Cluster) -> tuple[SubmeshShape, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRun:
-    """Layers planned on a submesh."""
+    """Layers planned on a submesh.
+
+    Args:
+        slices: seconds of the forward and the backward pass of each slice of tokens.
+    """
 
     program: StageProgram
     plan: Plan
     cost: StageCost
+    slices: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +282,8 @@ class StageCosts:
         plan = plan_of(candidate, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
         figures = self._figures(program, candidate)
         cost = figures.cost(figures.crossings.without_recompute())
-        self._planned[key] = PlannedRun(program, replace(plan, rematerialized=crossing.recomputed), cost)
+        plan = replace(plan, rematerialized=crossing.recomputed)
+        self._planned[key] = PlannedRun(program, plan, cost, figures.slice_seconds())
         return self._planned[key]
 
     # -- helpers -----------------------------------------------------------------------------
