@@ -24,8 +24,8 @@ from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, build
 from autopar.pipeline.schedule.task_text import tasks_of, text_of
 from autopar.pipeline.schedule.tasks import Edges, Schedule, Shares, chain_with, synchronous_needs
-from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.schedule.verifier import check
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.considered import Considered

@@ -12,8 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.frontend.equations import Equation
-from autopar.pipeline.cut.known_masks import Known, KnownMasks, beyond_diagonal, in_each_row
+from autopar.frontend.equations import Atom, Equation
+from autopar.pipeline.cut.known_masks import KnownMasks, beyond_diagonal, in_each_row
 
 #: What is known of all elements right of the diagonal. `low`: at most -1e4, with an element in each row that is not
 #: masked; or minus infinity.
@@ -65,6 +65,17 @@ class LeftOutRules:
             return known[0]
         return "anything"
 
+    def is_mask(self, atom: Atom, sides: Sides | None = None) -> bool:
+        """Whether something is known of a value; if sides are given, that it masks what is right of the diagonal.
+
+        Args:
+            sides: its dims of rows and of columns.
+        """
+        known = self.masks.of(atom)
+        if known is None or sides is None:
+            return known is not None
+        return any(beyond_diagonal(one, *sides) for one in (known.false, known.low, known.bottom))
+
     def _state(self, equation: Equation, i: int, state: LeftOut | None, sides: Sides | None) -> LeftOut:
         """What is known of an operand: of one in slices by its state, of a whole one by its elements."""
         if state is not None:
@@ -110,6 +121,3 @@ class LeftOutRules:
 
 def _everywhere(array: np.ndarray) -> bool:
     return bool(np.all(array))
-
-
-__all__ = ["Known", "LeftOut", "LeftOutRules", "Sides"]

@@ -16,6 +16,8 @@ low a number that its exponential is zero, and zeros add nothing to sums over ke
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,27 +26,33 @@ import numpy as np
 from jax import lax
 
 from autopar.errors import MicrobatchError
-from autopar.frontend.equations import Atom, Equation, LiteralOperand, Nest, Region, items_of
+from autopar.frontend.equations import Atom, Equation, Nest, Region, items_of
 from autopar.frontend.trace import Trace
+from autopar.frontend.trace_builder import TraceBuilder
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.known_masks import KnownMasks
 from autopar.pipeline.cut.layer_slices import LayerSlices
 from autopar.pipeline.cut.left_out import LeftOut, LeftOutRules
-from autopar.frontend.trace_builder import TraceBuilder
 from autopar.rules.factors import DimFactors, Rule
-from autopar.transforms.microbatch.batch_dims import Factor, Place, Places, leading_dim
+from autopar.transforms.microbatch.batch_dims import Batch, Factor, Place, Places, leading_dim
+from autopar.transforms.microbatch.errors import Refusals
 from autopar.transforms.microbatch.resize import is_as_written, resized
 from autopar.transforms.microbatch.slices import COMBINE
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Some rows of a value, from `start` to before `stop`, that are made at one time."""
+    """Some rows of a value, from `start` to before `stop`, that are made at one time.
+
+    Args:
+        turn: the slice that the tokens of these rows belong to.
+    """
 
     start: int
     stop: int
     atom: Atom
     time: int
+    turn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +76,14 @@ class Rows:
 
     def times(self) -> np.ndarray:
         """The time of each row."""
-        return np.repeat([run.time for run in self.runs], [run.stop - run.start for run in self.runs])
+        return self._of_rows([run.time for run in self.runs])
+
+    def turns(self) -> np.ndarray:
+        """The slice of each row."""
+        return self._of_rows([run.turn for run in self.runs])
+
+    def _of_rows(self, values: Sequence[int]) -> np.ndarray:
+        return np.repeat(values, [run.stop - run.start for run in self.runs])
 
 
 def num_tokens(trace: Trace, graph: Graph) -> int:
@@ -78,6 +93,31 @@ def num_tokens(trace: Trace, graph: Graph) -> int:
         MicrobatchError: no data has a second dim.
     """
     return _token_dim(trace, graph)[0]
+
+
+def model_tokens(trace: Trace, graph: Graph) -> int:
+    """The number of tokens that the model sees: those of the data, or fewer where some are labels only.
+
+    Raises:
+        MicrobatchError: as for `in_token_slices`.
+    """
+    tokens = num_tokens(trace, graph)
+    try:
+        in_token_slices(trace, graph, (tokens,))
+    except OtherTokensError as error:
+        return error.num_tokens
+    return tokens
+
+
+class OtherTokensError(MicrobatchError):
+    """Slices do not add up to the tokens that the model sees."""
+
+    def __init__(self, lengths: Sequence[int], num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        super().__init__(
+            f"slices of {list(lengths)} tokens make {sum(lengths)} tokens, but the model has {num_tokens}: give lengths that add"
+            " up to these"
+        )
 
 
 def _token_dim(trace: Trace, graph: Graph) -> tuple[int, tuple[int, ...]]:
@@ -252,27 +292,35 @@ class _Slicing:
         runs: list[Run] = []
         for run in one.runs:
             start, stop = max(0, run.start + first), min(after, run.stop + first)
-            if equation.primitive == "pad":
-                start, stop = 0 if run is one.runs[0] else start, after if run is one.runs[-1] else stop
-            if stop <= start:
-                continue
-            atom, time = self._fetch(equation.operands[0], max(0, start - first), min(before, stop - first))
-            time = max(time, self.base)
-            self._tag(time)
-            low, high = max(0, first - start), max(0, stop - first - before)
-            change = self._cut_or_padded(equation, dim, low, high)
-            atoms = [atom, *equation.operands[1:]]
-            made = self.builder.write(
-                self.like, ("along", dim, low, high, equation.params_text, stop - start), atoms, change, 1.0
-            )
-            runs.append(Run(start, stop, made[0], time))
+            if start < stop:
+                atom, time = self._fetch(equation.operands[0], start - first, stop - first)
+                change = self._on_other_dims(equation, dim)
+                key = "along", dim, equation.params_text
+                runs.append(
+                    Run(start, stop, *self._written(key, [atom, *equation.operands[1:]], change, time), run.turn)
+                )
+        shape = list(self.trace.avals[value].shape)
+        for start, stop in ((0, first), (before + first, after)):
+            if start < stop:  # padding, which is ready at any time
+                shape[dim] = stop - start
+                change = functools.partial(_filled, shape=tuple(shape))
+                made = self._written(("fill", *shape), [equation.operands[1]], change, 0)
+                runs.append(Run(start, stop, *made, self.turn_of(start)))
+        runs.sort(key=lambda run: run.start)
         self.rows[value] = Rows(one.place, after, tuple(runs))
         return True
 
-    def _cut_or_padded(self, equation: Equation, dim: int, low: int, high: int) -> Callable[[list[Any]], list[Any]]:
+    def _written(self, key: Any, atoms: Sequence[Atom], change: Any, time: int) -> tuple[Atom, int]:
+        """Write a function of values at a time, or at the first at which the equation may run."""
+        time = max([time, self.base, *(self.time.get(v, 0) for v in atoms if isinstance(v, int))])
+        self._tag(time)
+        return self.builder.write(self.like, key, [self._whole(atom)[0] for atom in atoms], change, 1.0)[0], time
+
+    def _on_other_dims(self, equation: Equation, dim: int) -> Callable[[list[Any]], list[Any]]:
+        """An equation that cuts or pads, along all dims but one."""
         params = equation.source.params
         if equation.primitive == "pad":
-            config = [(low, high, 0) if d == dim else one for d, one in enumerate(params["padding_config"])]
+            config = [(0, 0, 0) if d == dim else one for d, one in enumerate(params["padding_config"])]
             return lambda values: [lax.pad(values[0], values[1], config)]
 
         def cut(values: list[Any]) -> list[Any]:
@@ -296,6 +344,10 @@ class _Slicing:
     def base(self) -> int:
         """The first time at which the equation may run."""
         return self.count if self.like.phase == "backward" else 0
+
+    def turn_of(self, row: int) -> int:
+        """The slice of a row, counted from the first token."""
+        return min(int(np.searchsorted(self.ends, row, side="right")), self.count - 1)
 
     def _slice_of(self, time: int) -> int:
         return time if time < self.count else 2 * self.count - 1 - time
@@ -323,13 +375,14 @@ class _Slicing:
             return exact.atom, exact.time
         if one.columns is not None:
             raise self.looks_ahead(one.cause)
-        if (value, start, stop) not in self.fetched:
-            self.fetched[value, start, stop] = self._assembled(one, start, stop)
-        return self.fetched[value, start, stop]
+        key = value, start, stop, self.base
+        if key not in self.fetched:
+            self.fetched[key] = self._assembled(one, start, stop)
+        return self.fetched[key]
 
     def _assembled(self, one: Rows, start: int, stop: int) -> tuple[Atom, int]:
         pieces = [run for run in one.runs if run.start < stop and start < run.stop]
-        time = max(run.time for run in pieces)
+        time = max(self.base, *(run.time for run in pieces))
         self._tag(time)
         parts: list[Atom] = []
         for run in pieces:
@@ -360,16 +413,20 @@ class _Slicing:
     def looks_ahead(self, n: int | None) -> MicrobatchError:
         """The error of an operation in which tokens meet later ones."""
         n = self.n if n is None else n
-        node = self.graph.nodes[n]
-        module = f" in `{node.path}`" if node.path else ""
-        line = f"at {node.source}" if node.source else "at an unknown line"
+        where = Refusals(self.graph, self.places, Batch(0, (), {}), False).of(n)
         return MicrobatchError(
-            f"the step cannot run in slices of tokens: `{node.primitive}`{module} {line} looks ahead: a token's result depends"
+            f"the step cannot run in slices of tokens: {where} looks ahead: a token's result depends"
             " on later tokens, or nothing proves that it does not. A causal mask proves it where it sets later scores to -inf,"
             " or, if no row is wholly masked, to -1e4 or less. Otherwise choose another schedule than 'terapipe'"
         )
 
 
+def _filled(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    return [lax.broadcast_in_dim(values[0], shape, ())]
+
+
+#: First row, row after the last, time, and slice of some rows.
+Span = tuple[int, int, int, int]
 #: Primitives that rearrange or convert elements.
 _REARRANGE = frozenset(
     {"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "broadcast_in_dim"}
@@ -413,12 +470,12 @@ class _InRuns:
             return False
         runs = self._runs()
         if kind is None:
-            made = [self._one(start, stop, time) for start, stop, time in runs]
+            made = [self._one(start, stop, time) for start, stop, time, _ in runs]
             for i, value in enumerate(self.equation.results):
                 place = self._place(self.row, i)
                 assert place is not None
                 columns = self._place(self.column, i) if self.column is not None and over is None else None
-                own = tuple(Run(*run[:2], one[i], run[2]) for run, one in zip(runs, made, strict=True))
+                own = tuple(Run(*run[:2], one[i], *run[2:]) for run, one in zip(runs, made, strict=True))
                 slicing.rows[value] = Rows(place, self.size, own, columns, self.state, columns and self.cause)
             self._check_ahead(runs)
             return True
@@ -484,6 +541,12 @@ class _InRuns:
                     if known is not None and known.columns is not None and j != i:
                         row = factor_at(rule, rule.operands[j], known.place, known.size)
                         return (one, other) if row == found[0] else (other, one)
+                    if known is None and equation.primitive in ("add", "mul") and slicing.rules.is_mask(w):
+                        at = [next(iter(places_of(f, rule, rule.operands[j])), None) for f in found if f]
+                        if at[0] and at[1] and slicing.rules.is_mask(w, (at[0].dim, at[1].dim)):
+                            return one, other
+                        if at[0] and at[1] and slicing.rules.is_mask(w, (at[1].dim, at[0].dim)):
+                            return other, one
                 reduced = [bool(f and rule.factors[f.index].reduction) for f in found]
                 if any(reduced):
                     return (one, other) if reduced[1] else (other, one)
@@ -513,53 +576,50 @@ class _InRuns:
 
     # -- runs ----------------------------------------------------------------------------------
 
-    def _runs(self) -> list[tuple[int, int, int]]:
+    def _runs(self) -> list[Span]:
         """The runs of rows: first row, row after the last, and time."""
         slicing, count, base = self.slicing, self.slicing.count, self.slicing.base
-        times, forward, follows = np.full(self.size, base), np.zeros(self.size, int), False
+        times, turns, follows = np.full(self.size, base), np.zeros(self.size, int), False
         for i, one in self.rows.items():
             if factor_at(self.rule, self.rule.operands[i], one.place, one.size) == self.row:
                 own = one.times()
                 times = np.maximum(times, own)
-                forward = np.maximum(forward, np.where(own < count, own, 0))
+                turns = np.maximum(turns, one.turns())
                 follows |= bool(own.max() >= count)
         if self.starts:
-            if self.size != int(slicing.ends[-1]):
-                raise MicrobatchError(
-                    f"slices of {list(slicing.lengths)} tokens make {slicing.ends[-1]} tokens, but the model has {self.size}:"
-                    " give lengths that add up to these"
-                )
-            forward = np.searchsorted(slicing.ends, np.arange(self.size), side="right")
-            times = np.maximum(times, forward)
+            if not slicing.rows and self.size != int(slicing.ends[-1]):  # labels may be fewer than the first tokens
+                raise OtherTokensError(slicing.lengths, self.size)
+            turns = np.array([slicing.turn_of(row) for row in range(self.size)])
+            times = np.maximum(times, turns)
         for v in self.equation.reads:
             if v not in slicing.rows:
                 times = np.maximum(times, slicing.time.get(v, 0))
         if base and not follows and not self._is_flexible():  # a row's backward pass begins when its slice has its turn
-            times = np.maximum(times, 2 * count - 1 - forward)
+            times = np.maximum(times, 2 * count - 1 - turns)
         if self.column is not None:
-            times = np.maximum(times, self._key_times(times))
-        cuts = [0, *(np.flatnonzero(np.diff(times) | np.diff(forward)) + 1), self.size]
-        return [(int(a), int(b), int(times[a])) for a, b in zip(cuts, cuts[1:], strict=False)]
+            times = np.maximum(times, self._key_times(times, turns))
+        cuts = [0, *(np.flatnonzero(np.diff(times) | np.diff(turns)) + 1), self.size]
+        return [(int(a), int(b), int(times[a]), int(turns[a])) for a, b in itertools.pairwise(cuts)]
 
     def _is_flexible(self) -> bool:
         """Whether an equation of the backward pass prepares forward values for it, and may run before its turn."""
         return self.equation.is_rematerialized or self.equation.primitive in _REARRANGE
 
-    def _key_times(self, times: np.ndarray) -> np.ndarray:
+    def _key_times(self, times: np.ndarray, turns: np.ndarray) -> np.ndarray:
         """For each row, the time of the keys that its run reads."""
         found = np.zeros(self.size, int)
         for i, one in self.rows.items():
             if factor_at(self.rule, self.rule.operands[i], one.place, one.size) == self.column:
-                cuts = [0, *(np.flatnonzero(np.diff(times)) + 1), self.size]
+                cuts = [0, *(np.flatnonzero(np.diff(times) | np.diff(turns)) + 1), self.size]
                 until = np.maximum.accumulate(one.times())
-                for a, b in zip(cuts, cuts[1:], strict=False):
+                for a, b in itertools.pairwise(cuts):
                     found[a:b] = np.maximum(found[a:b], until[b - 1])
         return found
 
-    def _check_ahead(self, runs: Sequence[tuple[int, int, int]]) -> None:
+    def _check_ahead(self, runs: Sequence[Span]) -> None:
         """Refuse a forward value all of whose rows wait for the last slice."""
         slicing = self.slicing
-        if slicing.count == 1 or {time for *_, time in runs} != {slicing.count - 1}:
+        if slicing.count == 1 or {time for _, _, time, _ in runs} != {slicing.count - 1}:
             return
         if any(one.times().min() < slicing.count - 1 for one in self.rows.values()) or self.starts:
             late = [
@@ -580,7 +640,7 @@ class _InRuns:
                 operands.append(self._operand(i, atom, start, stop, time))
             else:
                 operands.append(atom)
-        slicing._tag(time)  # noqa: SLF001
+        slicing._tag(time)
         whole = [self.trace.avals[a].shape if isinstance(a, int) else () for a in equation.operands]
         shapes = [
             self._local(self.trace.avals[v].shape, self.rule.results[r], start, stop)
@@ -606,18 +666,18 @@ class _InRuns:
         slicing, dims = self.slicing, self.rule.operands[i]
         one = self.rows.get(i)
         if one is None:
-            value, _ = slicing._whole(atom)  # noqa: SLF001
-            slicing._tag(time)  # noqa: SLF001
+            value, _ = slicing._whole(atom)
+            slicing._tag(time)
             for place in places_of(self.row, self.rule, dims):
                 value = slicing.cut(value, place, self.size, start, stop)
         elif factor_at(self.rule, dims, one.place, one.size) == self.row:
-            value, _ = slicing._fetch(atom, start, stop)  # noqa: SLF001
-            slicing._tag(time)  # noqa: SLF001
+            value, _ = slicing._fetch(atom, start, stop)
+            slicing._tag(time)
         else:
-            value, _ = slicing._fetch(atom, 0, stop)  # noqa: SLF001
+            value, _ = slicing._fetch(atom, 0, stop)
             return value
         if self.column is not None and (one is None or one.columns is None):
-            slicing._tag(time)  # noqa: SLF001
+            slicing._tag(time)
             for place in places_of(self.column, self.rule, dims):
                 value = slicing.cut(value, place, self.size, 0, stop)
         return value
@@ -632,10 +692,10 @@ class _InRuns:
 
     # -- sums ----------------------------------------------------------------------------------
 
-    def _sum(self, kind: str, runs: Sequence[tuple[int, int, int]], *, chained: bool) -> None:
+    def _sum(self, kind: str, runs: Sequence[Span], *, chained: bool) -> None:
         """A reduction over rows: the terms of runs are added up one after the other."""
         slicing, total = self.slicing, None
-        for start, stop, time in runs:
+        for start, stop, time, _ in runs:
             if chained:  # it adds to its first operand
                 total = self._one(start, stop, time, None if total is None else total[0])
                 continue
@@ -645,7 +705,7 @@ class _InRuns:
         for value, atom in zip(self.equation.results, total, strict=True):
             slicing.wholes[value], slicing.time[value], slicing.cause[value] = atom, runs[-1][2], slicing.n
 
-    def _sum_by_columns(self, kind: str, runs: Sequence[tuple[int, int, int]]) -> bool:
+    def _sum_by_columns(self, kind: str, runs: Sequence[Span]) -> bool:
         """A reduction over rows of a value with columns, such as the gradient of keys: the columns become rows."""
         if kind != "sum" or self.state != "zero":
             raise self.slicing.looks_ahead(self.cause)
@@ -655,16 +715,16 @@ class _InRuns:
         if place is None:
             return False
         slicing = self.slicing
-        totals: dict[tuple[int, int], tuple[Atom, int]] = {}
-        for start, stop, time in runs:
+        totals: dict[tuple[int, int], tuple[Atom, int, int]] = {}
+        for start, stop, time, _ in runs:
             (term,) = self._one(start, stop, time)
-            for first, last, _ in runs:
+            for first, last, _, turn in runs:
                 if last <= stop:
-                    slicing._tag(time)  # noqa: SLF001
+                    slicing._tag(time)
                     part = slicing.cut(term, place, stop, first, last)
                     known = totals.get((first, last))
-                    totals[first, last] = (self._combined("sum", known[0], part) if known else part), time
-        own = tuple(Run(*bounds, atom, time) for bounds, (atom, time) in sorted(totals.items()))
+                    totals[first, last] = (self._combined("sum", known[0], part) if known else part), time, turn
+        own = tuple(Run(*bounds, *made) for bounds, made in sorted(totals.items()))
         slicing.rows[value] = Rows(place, self.size, own)
         return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -38,7 +39,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
 
 
 def find(schedule: str | ScheduleKind) -> ScheduleKind:
-    """The entry of this name. A `ScheduleKind` is returned unchanged.
+    """The entry of this name. A `ScheduleKind` is returned unchanged; "terapipe(768, 512)" has these slices of tokens.
 
     Raises:
         ScheduleError: no schedule has the name, or an entry of one's own has the name of another.
@@ -53,6 +54,9 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
         raise ScheduleError(f"`schedule` is {schedule!r}: give a name or a `ScheduleKind`")
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
+    sliced = re.fullmatch(rf"{TERAPIPE.name}\(([\d, ]+)\)", schedule)
+    if sliced:
+        return terapipe(tuple(int(tokens) for tokens in sliced[1].split(",") if tokens.strip()))
     close = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=2, cutoff=0.5)
     meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise ScheduleError(

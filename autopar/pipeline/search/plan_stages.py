@@ -28,7 +28,7 @@ from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts,
 from autopar.pipeline.plan import PipelinePlan, StagesTried
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
-from autopar.pipeline.schedule.token_slices import terapipe
+from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.search.branch_search import BranchSearch
 from autopar.pipeline.search.microbatch_search import Tried, divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
@@ -37,6 +37,7 @@ from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.token_slice_search import with_token_slices
 from autopar.planner.memory_budget import MARGIN
 from autopar.system.gc_pause import seldom_collect
 from autopar.system.units import human_bytes
@@ -74,6 +75,8 @@ def plan_stages(program: Program, request: StageRequest) -> PipelinePlan:
         ClusterError, ScheduleError: the request is impossible.
         SlowStagesError: no stages are faster than the request's limit.
     """
+    if request.schedule != "auto" and find(request.schedule) is TERAPIPE:
+        request = with_token_slices(program, request)
     plans: list[PipelinePlan] = []
     failures: list[BudgetError] = []
     slow: list[StagesTried] | None = None
