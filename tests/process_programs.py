@@ -340,10 +340,20 @@ def mixer_in_stages() -> None:
     """A model in two stages, one in each process, and the leaves that this process has."""
     from test_stages_of_models import tiny
 
+    _model_in_stages(tiny(), "1f1b")
+
+
+def gpt_in_token_slices() -> None:
+    """A language model in two stages, one in each process, and in slices of tokens."""
+    from benchmarks.pipeline.models import MODELS
+
+    _model_in_stages(MODELS["GPT-2"](), "terapipe(9, 6)")
+
+
+def _model_in_stages(model: Any, schedule: str) -> None:
     from benchmarks.pipeline.models import STEPS, Case, trained, unsharded
 
-    model = tiny()
-    case = Case(2, 2, "1f1b", 2)
+    case = Case(2, 2, schedule, 2)
     there, expected = trained(model, unsharded(model.of.step, case))
     step, state, losses = autopar.parallelize(model.of.step, **case.options()), model.state(), []
     for seed in range(STEPS):

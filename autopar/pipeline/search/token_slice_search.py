@@ -47,7 +47,8 @@ def with_token_slices(program: Program, request: StageRequest) -> StageRequest:
     num_stages = _num_stages(request)
     best: tuple[float, int, tuple[int, ...]] | None = None
     for count in _counts(program, request):
-        samples = list(_samples(program, request, tokens, num_stages, count))
+        priced = samples_of(program, request, tokens, num_stages, count)
+        samples = [(start, stop, sum(seconds)) for start, stop, seconds in priced]
         ends = [round(tokens * n / min(tokens, _MOST_ENDS)) for n in range(min(tokens, _MOST_ENDS) + 1)]
         found = best_slices({1: fitted(samples, ends)}, count, num_stages)
         assert found is not None, "each number of slices is possible"
@@ -83,9 +84,15 @@ def fitted(samples: Sequence[tuple[int, int, float]], ends: Sequence[int]) -> Sl
     return table
 
 
-def _samples(
+def samples_of(
     program: Program, request: StageRequest, tokens: int, num_stages: int, count: int
-) -> Iterator[tuple[int, int, float]]:
+) -> Iterator[tuple[int, int, tuple[float, float]]]:
+    """Slices of a middle stage: start, stop, and seconds of their forward and backward pass.
+
+    Args:
+        tokens: the tokens of an example.
+        num_stages, count: numbers of stages and of microbatches.
+    """
     for number in _PRICED:
         if number > tokens:
             return
@@ -98,8 +105,8 @@ def _samples(
         costs = StageCosts(layers, request.profiles, range(layers.num_layers))
         middle = layers.num_layers // 2
         run = costs.planned(middle, middle, _shape(request, num_stages))
-        for (start, stop), (forward, backward) in zip(itertools.pairwise(ends), run.slices, strict=True):
-            yield start, stop, forward + backward
+        for (start, stop), seconds in zip(itertools.pairwise(ends), run.slices, strict=True):
+            yield start, stop, seconds
 
 
 def _num_stages(request: StageRequest) -> int:
