@@ -16,7 +16,10 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from autopar.hardware.profile import load
+from autopar.ir.mesh import MeshShape
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.token_slices import best_slices
 from autopar.pipeline.schedule.simulate import simulate
@@ -35,6 +38,14 @@ _STAGES, _DEVICES, _MICROBATCHES, _MOST_ENDS = 48, 8, 2, 32
 #: The stages of the model that is planned; the middle one has two layers, as each of the 48.
 _PLANNED = 3
 
+#: Megatron's tensor parallelism, for parameters, master copies and moments.
+_MEGATRON = {
+    "state/*/qkv/kernel": PartitionSpec(None, "tp"),
+    "state/*/out/kernel": PartitionSpec("tp", None),
+    "state/*/up/kernel": PartitionSpec(None, "tp"),
+    "state/*/down/kernel": PartitionSpec("tp", None),
+}
+
 
 def measure() -> list[dict[str, Any]]:
     """The row of GPT-3 175B."""
@@ -45,7 +56,14 @@ def measure() -> list[dict[str, Any]]:
     group = DeviceGroup(_PROFILE, _PLANNED, _DEVICES)
     profiles = {_PROFILE: load(_PROFILE)}
     cluster = Cluster((group,))
-    request = StageRequest(cluster=cluster, profiles=profiles, stages=_PLANNED, num_microbatches=_MICROBATCHES)
+    request = StageRequest(
+        cluster=cluster,
+        profiles=profiles,
+        stages=_PLANNED,
+        num_microbatches=_MICROBATCHES,
+        mesh=MeshShape(("tp",), (_DEVICES,)),
+        pins=_MEGATRON,
+    )
     samples = list(samples_of(program, request, _TOKENS, _PLANNED, _MICROBATCHES))
     ends = [_TOKENS * n // _MOST_ENDS for n in range(_MOST_ENDS + 1)]
     both = {

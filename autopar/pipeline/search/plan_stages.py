@@ -490,7 +490,9 @@ class _Planning:
 
 
 def _with_shares(kind: ScheduleKind, runs: Sequence[PlannedRun]) -> ScheduleKind:
-    """The kind with the shares of its slices of tokens in the seconds of all stages."""
+    """The kind with the shares of its slices of tokens in the seconds of all stages. Together they may be more than 1,
+    because a slice is a program of its own."""
     seconds = np.sum([run.slices for run in runs], axis=0)
-    shares = seconds / np.maximum(seconds.sum(axis=0), np.finfo(float).tiny)
+    whole = np.sum([(run.cost.forward_s, run.cost.backward_s + run.cost.weight_s) for run in runs], axis=0)
+    shares = seconds / np.maximum(whole, np.finfo(float).tiny)
     return terapipe(kind.token_slices, tuple((float(forward), float(backward)) for forward, backward in shares))

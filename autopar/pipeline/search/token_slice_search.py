@@ -25,6 +25,7 @@ from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.partition.token_slices import SliceSeconds, best_slices
 from autopar.pipeline.schedule.token_slices import terapipe
 from autopar.pipeline.search.stage_costs import StageCosts
+from autopar.pipeline.search.stage_layouts import stage_layouts
 from autopar.pipeline.search.stage_request import StageRequest
 from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
@@ -93,6 +94,9 @@ def samples_of(
         tokens: the tokens of an example.
         num_stages, count: numbers of stages and of microbatches.
     """
+    traced = program.as_traced
+    graph, sizes = (traced.whole or traced).graph, {shape.num_devices for shape in request.shapes}
+    layouts = stage_layouts(graph, request.pins, request.mesh, sizes, request.cluster.num_devices, 1)
     for number in _PRICED:
         if number > tokens:
             return
@@ -102,7 +106,7 @@ def samples_of(
         flops = np.cumsum(cuttable.chain.flops)
         starts = [0, *(1 + int(np.searchsorted(flops, flops[-1] * s / num_stages)) for s in range(1, num_stages))]
         layers = cuttable.layers(sorted(set(starts)), count)
-        costs = StageCosts(layers, request.profiles, range(layers.num_layers))
+        costs = StageCosts(layers, request.profiles, range(layers.num_layers), layouts=layouts)
         middle = layers.num_layers // 2
         run = costs.planned(middle, middle, _shape(request, num_stages))
         for (start, stop), seconds in zip(itertools.pairwise(ends), run.slices, strict=True):
