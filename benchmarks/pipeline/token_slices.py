@@ -70,7 +70,7 @@ def measure() -> list[dict[str, Any]]:
         phase: fitted([(start, stop, seconds[i]) for start, stop, seconds in samples], ends)
         for i, phase in enumerate(("forward", "backward"))
     }
-    whole = sum(both.values())
+    whole = both["forward"] + both["backward"]
     found = best_slices({1: whole}, _MICROBATCHES, _STAGES)
     assert found is not None
     slices = list(itertools.pairwise([0, *found.microbatches[0][1]]))

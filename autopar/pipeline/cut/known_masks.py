@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.frontend.equations import Atom, Equation, LiteralOperand
@@ -102,13 +103,13 @@ class KnownMasks:
     def _compute(self, value: int) -> Known | None:
         if value in self.constants:
             dtype = self.trace.avals[value].dtype
-            is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+            is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
             return None if is_key else _of_value(self.constants[value])
         n = self.trace.producers.get(value)
         if n is None or self.trace.equations[n].piece is not None:
             return None
         equation, shape = self.trace.equations[n], self.trace.avals[value].shape
-        if jax.dtypes.issubdtype(self.trace.avals[value].dtype, jax.dtypes.extended):  # random keys
+        if jnp.issubdtype(self.trace.avals[value].dtype, jax.dtypes.extended):  # random keys
             return None
         operands = [self.of(atom) for atom in equation.operands]
         name = equation.primitive
@@ -141,7 +142,7 @@ def _broadcast(equation: Equation, shape: tuple[int, ...], array: np.ndarray) ->
     sides = [1] * len(shape)
     for dim, size in zip(dims, array.shape, strict=True):
         sides[dim] = size
-    kept = np.expand_dims(array, [d for d in range(len(shape)) if d not in dims])
+    kept = np.expand_dims(array, tuple(d for d in range(len(shape)) if d not in dims))
     return np.broadcast_to(kept.reshape(sides) if kept.shape != tuple(sides) else kept, shape)
 
 
@@ -211,7 +212,8 @@ def _nothing(shape: tuple[int, ...]) -> np.ndarray:
 
 def _fields(one: Known | None, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     if one is None:
-        return (_nothing(shape),) * 4
+        none = _nothing(shape)
+        return none, none, none, none
     both = (one.false, one.true, one.low, one.bottom)
     false, true, low, bottom = (np.broadcast_to(field, shape) for field in both)
     return false, true, low, bottom

@@ -44,7 +44,7 @@ class LeftOutRules:
             sides: the dims of rows and columns of each operand that has both.
         """
         name = equation.primitive
-        known = [self._state(equation, i, state, sides[i]) for i, state in enumerate(states)]
+        known: list[LeftOut] = [self._state(equation, i, state, sides[i]) for i, state in enumerate(states)]
         if name == "select_n":
             return self._selected(equation, known, sides)
         if name in _KEEP:
