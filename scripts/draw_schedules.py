@@ -13,10 +13,11 @@ from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.schedule.kind import PipelineShape
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build, unmet
-from autopar.pipeline.schedule.tasks import Task
+from autopar.pipeline.schedule.tasks import Schedule, Task
+from autopar.pipeline.schedule.token_slices import terapipe
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images" / "schedules"
-NUM_SUBMESHES, NUM_MICROBATCHES, VIRTUAL = 4, 8, 2
+NUM_SUBMESHES, NUM_MICROBATCHES, VIRTUAL, NUM_SLICES = 4, 8, 2, 4
 #: Seconds of a submesh's work on one microbatch. A backward pass is the sum of its two parts.
 SECONDS = {"forward": 1e-3, "backward": 2e-3, "input": 1e-3, "weight": 1e-3, "update": 1e-3}
 
@@ -27,10 +28,11 @@ def pictures() -> dict[str, str]:
     for name, kind in SCHEDULES.items():
         one_each = unmet(kind, PipelineShape(NUM_SUBMESHES, NUM_MICROBATCHES)) is None
         virtual = 1 if one_each else VIRTUAL
-        built = build(name, NUM_SUBMESHES, NUM_MICROBATCHES, virtual=virtual)
+        drawn_kind = terapipe((1,) * NUM_SLICES) if kind.token_slices else kind
+        built = build(drawn_kind, NUM_SUBMESHES, NUM_MICROBATCHES, virtual=virtual)
 
-        def seconds(task: Task, virtual: int = virtual) -> float:
-            return SECONDS[task.phase] / virtual
+        def seconds(task: Task, virtual: int = virtual, built: Schedule = built) -> float:
+            return SECONDS[task.phase] / virtual * (1 if task.phase == "update" else built.share(task))
 
         drawn[name] = timeline_svg(replace(simulate(built, seconds), title=name))
     return drawn

@@ -12,3 +12,4 @@ from autopar.pipeline.schedule.simulate import simulate as simulate
 from autopar.pipeline.schedule.table import build as build
 from autopar.pipeline.schedule.tasks import Orders as Orders
 from autopar.pipeline.schedule.tasks import Task as Task
+from autopar.pipeline.schedule.token_slices import terapipe as terapipe
