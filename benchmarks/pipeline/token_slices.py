@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.pipeline.search.stage_request import StageRequest
 from jax.sharding import PartitionSpec
 
 from autopar.hardware.profile import load
@@ -26,7 +27,6 @@ from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Task
 from autopar.pipeline.schedule.token_slices import terapipe
-from autopar.pipeline.search.stage_request import StageRequest
 from autopar.pipeline.search.stage_search import sent_s
 from autopar.pipeline.search.token_slice_search import fitted, samples_of
 from autopar.transforms.program import program_of

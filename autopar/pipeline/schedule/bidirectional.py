@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind
+from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, both_ways
 from autopar.pipeline.schedule.tasks import Orders, Phase, Task
 
 __all__ = ["CHIMERA", "DUALPIPE"]
@@ -151,6 +151,7 @@ CHIMERA = ScheduleKind(
         even.forward_s == even.backward_s and even.shape.num_microbatches % even.shape.num_submeshes == 0
     ),
     in_flight=_chimera_in_flight,
+    placement=both_ways,
 )
 
 DUALPIPE = ScheduleKind(
@@ -159,4 +160,5 @@ DUALPIPE = ScheduleKind(
     orders=_dualpipe,
     backward="split",
     requires=_dualpipe_requires,
+    placement=both_ways,
 )

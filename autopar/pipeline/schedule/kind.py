@@ -84,6 +84,16 @@ def one_stage_each(shape: PipelineShape) -> str | None:
     return f"puts one stage on each submesh, not {shape.virtual}: leave virtual=1, or take schedule='interleaved'"
 
 
+def both_ways(shape: PipelineShape) -> Placement:
+    """Each stage on two submeshes: the stages go down for some microbatches, and up for the others.
+
+    >>> both_ways(PipelineShape(2, 2))
+    ((0, 1), (1, 0))
+    """
+    last = shape.num_submeshes - 1
+    return tuple((stage, last - stage) for stage in range(shape.num_submeshes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleKind:
     """An entry of the schedule table.

@@ -26,7 +26,7 @@ from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
 from autopar.pipeline.plan import PipelinePlan, StagesTried
-from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
 from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.search.branch_search import BranchSearch
@@ -218,6 +218,10 @@ def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) 
     if kind.parts > 1 and not kind.token_slices:
         raise ScheduleError(
             f"schedule {kind.name!r} orders parts of microbatches, which can be simulated, but not run: choose another one"
+        )
+    if any(len(places) > 1 for p in (2, 3, 4) for places in kind.placement(PipelineShape(p, 2 * p, kind.virtuals[0]))):
+        raise ScheduleError(
+            f"schedule {kind.name!r} has stages on two submeshes each, which can be simulated, but not run: choose another one"
         )
     if kind.backward == "none" and cuttable.flow.backward:
         training = [repr(one.name) for one in SCHEDULES.values() if one.backward != "none"]

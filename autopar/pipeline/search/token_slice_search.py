@@ -26,7 +26,7 @@ from autopar.pipeline.partition.token_slices import SliceSeconds, best_slices
 from autopar.pipeline.schedule.token_slices import terapipe
 from autopar.pipeline.search.stage_costs import StageCosts
 from autopar.pipeline.search.stage_layouts import stage_layouts
-from autopar.pipeline.search.stage_request import StageRequest
+from autopar.pipeline.search.request import StageRequest
 from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
 
