@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,15 +45,16 @@ class Known:
     def mapped(self, function: Callable[[np.ndarray], np.ndarray]) -> Known:
         """The same of a value whose elements are these, in another order."""
         value = None if self.value is None else function(self.value)
-        return Known(*(function(one) for one in (self.false, self.true, self.low, self.bottom)), value)
+        return Known(function(self.false), function(self.true), function(self.low), function(self.bottom), value)
 
 
 def _of_value(value: Any) -> Known:
     value = np.asarray(value)
     small = _compact(value)
     real = small if small.dtype == bool or np.issubdtype(small.dtype, np.integer) else small.astype(np.float32)
-    found = (real == 0, real == 1, real <= LOW, np.isneginf(real) if real.dtype == np.float32 else real != real)
-    return Known(*(np.broadcast_to(one, value.shape) for one in found), value)
+    bottom = np.isneginf(real) if real.dtype == np.float32 else np.zeros_like(real, bool)
+    known = Known(real == 0, real == 1, real <= LOW, bottom)
+    return replace(known.mapped(lambda one: np.broadcast_to(one, value.shape)), value=value)
 
 
 def _compact(array: np.ndarray) -> np.ndarray:

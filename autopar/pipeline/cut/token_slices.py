@@ -191,7 +191,9 @@ class _Slicing:
         rule = self.values.places.rules[self.values.n]
         found: set[Place] = set()
         for i, value in enumerate(equation.operands):
-            for place in self.tokens.get(value, ()) if isinstance(value, int) else ():
+            if not isinstance(value, int):
+                continue
+            for place in self.tokens.get(value, ()):
                 shape, result = self.values.trace.avals[value].shape, self.values.trace.avals[equation.results[0]].shape
                 factor = rule and factor_at(rule, rule.operands[i], place, shape[place.dim] // place.minor)
                 if rule and factor:
@@ -206,11 +208,9 @@ class _Slicing:
         one = rows.get(0)
         if one is None or one.columns is not None or one.place.minor != 1 or equation.primitive not in ("slice", "pad"):
             return False
-        (value,), dim = equation.results, one.place.dim
-        before, after = (
-            self.values.trace.avals[equation.operands[0]].shape[dim],
-            self.values.trace.avals[value].shape[dim],
-        )  # type: ignore[index]
+        (value,), dim, read, avals = equation.results, one.place.dim, equation.operands[0], self.values.trace.avals
+        assert isinstance(read, int)
+        before, after = avals[read].shape[dim], avals[value].shape[dim]
         params = equation.source.params
         if before != one.size or before == after:
             return False
