@@ -16,7 +16,6 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.pipeline.search.stage_request import StageRequest
 from jax.sharding import PartitionSpec
 
 from autopar.hardware.profile import load
@@ -27,8 +26,9 @@ from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Task
 from autopar.pipeline.schedule.token_slices import terapipe
-from autopar.pipeline.search.stage_search import sent_s
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.token_slice_search import fitted, samples_of
+from autopar.pipeline.search.transfer_prices import sent_s
 from autopar.transforms.program import program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
 

@@ -24,9 +24,9 @@ from autopar.pipeline.cut.token_slices import model_tokens
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.partition.token_slices import SliceSeconds, best_slices
 from autopar.pipeline.schedule.token_slices import terapipe
+from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import StageCosts
 from autopar.pipeline.search.stage_layouts import stage_layouts
-from autopar.pipeline.search.request import StageRequest
 from autopar.transforms.microbatch.batch_dims import num_examples
 from autopar.transforms.program import Program
 
