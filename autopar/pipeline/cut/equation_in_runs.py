@@ -40,8 +40,8 @@ class OtherTokensError(MicrobatchError):
         )
 
 
-class InRuns:
-    """Writes one equation once per run.
+class _Factors:
+    """Finds the loops of an equation over tokens.
 
     Args:
         rows: operands in runs, by position.
@@ -54,48 +54,6 @@ class InRuns:
         self.slicing, self.equation, self.rule = slicing, equation, rule
         self.rows, self.starts = rows, starts
         self.trace = slicing.trace
-
-    def write(self) -> bool:
-        """Returns whether the equation could be written."""
-        found = self._factors()
-        if found is None:
-            return False
-        self.row, self.column, self.cause = found
-        slicing, n = self.slicing, self.slicing.n
-        scatters = self.equation.primitive == "scatter-add"
-        if not scatters and not slicing.places.separable(n, self.row):
-            return False
-        if self.column is not None and not slicing.places.separable(n, self.column):
-            return False
-        self.size = self._size(self.row)
-        if self.column is not None and self._size(self.column) != self.size:
-            raise slicing.looks_ahead(self.cause)
-        kind, over = self._reduction(self.row), self.column and self._reduction(self.column)
-        self.state = self._left_out() if self.column is not None else "anything"
-        if over is not None and not _may_sum(over, self.state):
-            raise slicing.looks_ahead(self.cause)
-        if kind is None and any(self._place(self.row, i) is None for i in range(len(self.equation.results))):
-            return False
-        if scatters and (0 in self.rows or self.column is not None):
-            return False
-        runs = self._runs()
-        if kind is None:
-            made = [self._one(start, stop, time) for start, stop, time, _ in runs]
-            for i, value in enumerate(self.equation.results):
-                place = self._place(self.row, i)
-                assert place is not None
-                columns = self._place(self.column, i) if self.column is not None and over is None else None
-                own = tuple(Run(*run[:2], one[i], *run[2:]) for run, one in zip(runs, made, strict=True))
-                slicing.rows[value] = Rows(place, self.size, own, columns, self.state, columns and self.cause)
-            self._check_ahead(runs)
-            return True
-        in_time = sorted(runs, key=lambda run: run[2])
-        if self.column is not None and over is None:
-            return self._sum_by_columns(kind, in_time)
-        self._sum(kind, in_time, chained=scatters)
-        return True
-
-    # -- factors -------------------------------------------------------------------------------
 
     def _factors(self) -> tuple[Factor, Factor | None, int | None] | None:
         """The factor of rows, that of columns if tokens meet, and the equation in which they met first."""
@@ -183,6 +141,50 @@ class InRuns:
         """The dim of a result that is a factor; None if it is none or several."""
         found = list(places_of(factor, self.rule, self.rule.results[result]))
         return found[0] if len(found) == 1 else None
+
+
+class InRuns(_Factors):
+    """Writes one equation once per run."""
+
+    def write(self) -> bool:
+        """Returns whether the equation could be written."""
+        found = self._factors()
+        if found is None:
+            return False
+        self.row, self.column, self.cause = found
+        slicing, n = self.slicing, self.slicing.n
+        scatters = self.equation.primitive == "scatter-add"
+        if not scatters and not slicing.places.separable(n, self.row):
+            return False
+        if self.column is not None and not slicing.places.separable(n, self.column):
+            return False
+        self.size = self._size(self.row)
+        if self.column is not None and self._size(self.column) != self.size:
+            raise slicing.looks_ahead(self.cause)
+        kind, over = self._reduction(self.row), self.column and self._reduction(self.column)
+        self.state = self._left_out() if self.column is not None else "anything"
+        if over is not None and not _may_sum(over, self.state):
+            raise slicing.looks_ahead(self.cause)
+        if kind is None and any(self._place(self.row, i) is None for i in range(len(self.equation.results))):
+            return False
+        if scatters and (0 in self.rows or self.column is not None):
+            return False
+        runs = self._runs()
+        if kind is None:
+            made = [self._one(start, stop, time) for start, stop, time, _ in runs]
+            for i, value in enumerate(self.equation.results):
+                place = self._place(self.row, i)
+                assert place is not None
+                columns = self._place(self.column, i) if self.column is not None and over is None else None
+                own = tuple(Run(*run[:2], one[i], *run[2:]) for run, one in zip(runs, made, strict=True))
+                slicing.rows[value] = Rows(place, self.size, own, columns, self.state, columns and self.cause)
+            self._check_ahead(runs)
+            return True
+        in_time = sorted(runs, key=lambda run: run[2])
+        if self.column is not None and over is None:
+            return self._sum_by_columns(kind, in_time)
+        self._sum(kind, in_time, chained=scatters)
+        return True
 
     # -- runs ----------------------------------------------------------------------------------
 

@@ -9,13 +9,9 @@ defers until after the loop run once per step, in the update.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import numpy as np
-
-from autopar.cost.kernel_time import op_seconds
 from autopar.ir.device_program import DeviceProgram, Op
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.deferred_reductions import DeferredReduction, deferred_reductions
@@ -98,39 +94,6 @@ class StageFigures:
     @property
     def update_s(self) -> float:
         return self._seconds("update")
-
-    def slice_seconds(self) -> tuple[tuple[float, float], ...]:
-        """Seconds of the forward and the backward pass of each slice of tokens.
-
-        A slice is a program of its own, so its matmuls are not merged with those of other slices, as in the device program
-        of the stage: kernels count by the prices of their groups. Where several slices read one resharded value, such as a gathered
-        parameter, each reshards it again.
-        """
-        found = np.zeros((self.layout.num_slices, 2))
-        equations, f, choices = self.layout.trace.equations, self.candidate.formulation, self.candidate.solution.choices
-        columns = {"forward": 0, "backward": 1, "input": 1, "weight": 1}
-        for decision, compute_s, chosen in zip(f.decisions, f.compute_s, choices, strict=True):
-            nodes = f.groups[decision.group].nodes if decision.kind == "group" else ()
-            first = next((n for n in nodes if n in self.phases), None)
-            if first is not None and compute_s[chosen] > 0:
-                place = equations[first].token_slice, columns[self.phases[first]]
-                found[place] += compute_s[chosen] / f.graph.nodes[first].repeat + f.profile.kernel_launch_s
-        for n, phase in itertools.product(range(self.layout.num_slices), ("forward", "backward")):
-            found[n, columns[phase]] += sum(op_seconds(op, f.mesh, f.profile) for op in self._collectives(phase, n))
-        return tuple((float(forward), float(backward)) for forward, backward in found)
-
-    def _collectives(self, phase: str, token_slice: int) -> list[Op]:
-        """The collectives of a slice, with those of other slices whose results it reads."""
-        equations = self.layout.trace.equations
-        makes = {b: op for one in ("forward", "backward") for op in self.ops[one] if op.collective for b in op.writes}
-        waiting = [op for op in self.ops[phase] if equations[op.node].token_slice == token_slice]
-        found = {id(op): op for op in waiting if op.collective}
-        while waiting:
-            for op in (makes[b] for b in waiting.pop().reads if b in makes):
-                if id(op) not in found:
-                    found[id(op)] = op
-                    waiting.append(op)
-        return list(found.values())
 
     def cost(self, crossing: Crossing) -> StageCost:
         """The stage's cost, given the values that pass from the forward to the backward pass."""

@@ -25,7 +25,8 @@ from autopar.pipeline.schedule.dag import Backward, list_schedule
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.table import build, find, searched, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
-from autopar.pipeline.search.plan_stages import check_schedule, checked_count, likely_numbers, searches_of
+from autopar.pipeline.search.microbatch_search import checked_count
+from autopar.pipeline.search.plan_stages import check_schedule, likely_numbers, searches_of
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts

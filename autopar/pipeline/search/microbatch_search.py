@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from autopar.errors import MicrobatchError
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
 
@@ -38,6 +40,17 @@ class Tried:
     def step_time_s(self) -> float:
         """The step time; `inf` if nothing fits."""
         return math.inf if self.outcome.step is None else self.outcome.step.step_time_s
+
+
+def checked_count(count: Any) -> int:
+    """A number of microbatches.
+
+    Raises:
+        MicrobatchError: it is none.
+    """
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise MicrobatchError(f'`num_microbatches` is {count!r}: give 1 or more, or "auto"')
+    return count
 
 
 def divisors(batch: int, least: int = 1) -> tuple[int, ...]:

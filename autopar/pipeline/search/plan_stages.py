@@ -13,11 +13,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from autopar.errors import BudgetError, ClusterError, MicrobatchError, ScheduleError
+from autopar.errors import BudgetError, ClusterError, ScheduleError
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.branches import ForkedLayers, forked_layers
 from autopar.pipeline.cut.exchanges import exchanges_of
@@ -30,7 +29,7 @@ from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
 from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.search.branch_search import BranchSearch
-from autopar.pipeline.search.microbatch_search import Tried, divisors, over_microbatches
+from autopar.pipeline.search.microbatch_search import Tried, checked_count, divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import SlowStagesError, StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
@@ -191,17 +190,6 @@ def frozen_arguments(graph: Graph) -> tuple[int, ...]:
     return tuple(found) if any(shape and shape[0] > 1 for shape in rest) else ()
 
 
-def checked_count(count: Any) -> int:
-    """A number of microbatches.
-
-    Raises:
-        MicrobatchError: it is none.
-    """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise MicrobatchError(f'`num_microbatches` is {count!r}: give 1 or more, or "auto"')
-    return count
-
-
 def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) -> None:
     """Refuse a forward-only schedule for a step with a backward pass.
 
@@ -252,10 +240,7 @@ class _Planning:
         self.report = request.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.read_state = frozen_arguments(self.program.graph)
-        options: dict[str, Any] = {"read_state": self.read_state, "splits_loops": bool(splits_loops)}
-        if request.schedule != "auto":
-            options["token_slices"] = find(request.schedule).token_slices
-        self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics, **options)
+        self.cuttable = _cuttable(program, request, self.read_state, bool(splits_loops))
         forked = None if splits_loops else self._forked_layers()
         self._check_request(forks=forked is not None)
         self.layouts = self._layouts(forks=forked is not None)
@@ -462,9 +447,7 @@ class _Planning:
             starts, run_layers, num_layers = searches.clustering.starts, (), self.num_layers
             programs, runs = searches.planned(count, step.stages)
             costs, sent = [run.cost for run in runs], exchanges_of(programs)
-            if step.kind is not None and step.kind.token_slices:
-                step = replace(step, kind=_with_shares(step.kind, runs))
-            planned = searches.search(count).with_costs(step, costs, sent)
+            planned = searches.search(count).with_costs(_with_shares(step, runs), costs, sent)
         else:
             assert self.branches is not None, "who else finds such stages?"
             starts, run_layers = runs_of_layers(step.layer_of)
@@ -493,10 +476,20 @@ class _Planning:
         return plan, planned.over(self.request.budgets)
 
 
-def _with_shares(kind: ScheduleKind, runs: Sequence[PlannedRun]) -> ScheduleKind:
-    """The kind with the shares of its slices of tokens in the seconds of all stages. Together they may be more than 1,
-    because a slice is a program of its own."""
+def _cuttable(program: Program, request: StageRequest, read_state: Sequence[int], splits_loops: bool) -> Cuttable:
+    """The step as the schedule cuts it."""
+    token_slices = () if request.schedule == "auto" else find(request.schedule).token_slices
+    options = {"own_statistics": request.own_statistics, "read_state": read_state}
+    return Cuttable.of(program, splits_loops=splits_loops, token_slices=token_slices, **options)
+
+
+def _with_shares(step: StagedStep, runs: Sequence[PlannedRun]) -> StagedStep:
+    """The step, if it runs in slices of tokens with the shares of each in the seconds of all stages. Together they may be
+    more than 1, because a slice is a program of its own."""
+    if step.kind is None or not step.kind.token_slices:
+        return step
     seconds = np.sum([run.slices for run in runs], axis=0)
     whole = np.sum([(run.cost.forward_s, run.cost.backward_s + run.cost.weight_s) for run in runs], axis=0)
     shares = seconds / np.maximum(whole, np.finfo(float).tiny)
-    return terapipe(kind.token_slices, tuple((float(forward), float(backward)) for forward, backward in shares))
+    of_slices = tuple((float(forward), float(backward)) for forward, backward in shares)
+    return replace(step, kind=terapipe(step.kind.token_slices, of_slices))

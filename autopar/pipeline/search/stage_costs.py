@@ -35,6 +35,7 @@ from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.estimates import StageFigures
 from autopar.pipeline.search.layer_shares import LayerShares
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
+from autopar.pipeline.search.slice_seconds import slice_seconds
 from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.planner.candidate import Candidate
 from autopar.planner.plan_record import plan_of
@@ -283,7 +284,7 @@ class StageCosts:
         figures = self._figures(program, candidate)
         cost = figures.cost(figures.crossings.without_recompute())
         plan = replace(plan, rematerialized=crossing.recomputed)
-        self._planned[key] = PlannedRun(program, plan, cost, figures.slice_seconds())
+        self._planned[key] = PlannedRun(program, plan, cost, slice_seconds(figures))
         return self._planned[key]
 
     # -- helpers -----------------------------------------------------------------------------
