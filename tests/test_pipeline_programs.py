@@ -126,6 +126,29 @@ def test_examples_may_meet_in_one_microbatch() -> None:
     assert crossing(pipeline, "inside") == [(BATCH, WIDTH)] * 4
 
 
+def sharpness_aware_step(state: Any, batch: Any) -> Any:
+    """A second forward pass at parameters that all gradients of the first backward pass have moved."""
+    params, moments = state
+
+    def loss(params: Any) -> jax.Array:
+        h = batch[0]
+        for kernel in params:
+            h = jnp.tanh(h @ kernel)
+        return jnp.mean((h - batch[1]) ** 2)
+
+    first = jax.grad(loss)(params)
+    moved = jax.tree.map(lambda p, g: p + 0.1 * g / optax.global_norm(first), params, first)
+    value, gradients = jax.value_and_grad(loss)(moved)
+    updates, moments = ADAM.update(gradients, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_forward_pass_may_follow_the_backward_pass(schedule: str) -> None:
+    state = kernels(4), ADAM.init(kernels(4))
+    assert_alike(sharpness_aware_step, state, vectors, num_stages=2, num_microbatches=1, schedule=schedule)
+
+
 # -- what else steps do ----------------------------------------------------------------------
 
 

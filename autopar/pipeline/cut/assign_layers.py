@@ -49,16 +49,21 @@ def labelled(flow: Flow, homes: Homes) -> Trace:
     """The trace with the layer of each equation.
 
     A layer that reads a value recomputed in another layer reads its alias instead, which it received in the forward
-    pass.
+    pass. A unit that reads what the backward pass of another layer makes is of the backward pass, however it was traced:
+    in its stage, that value is an input like those from forward passes.
     """
     equations = list(flow.trace.equations)
     layer_of = dict[int, int | None]()
     for unit, layer in zip(flow.units, homes.layers, strict=True):
         layer_of.update(dict.fromkeys(unit.results, layer))
+    cotangents = {v for i in flow.backward - flow.free for v in flow.units[i].results}
     for unit, layer in zip(flow.units, homes.layers, strict=True):
-        elsewhere = {v: t for v in unit.operands if (t := homes.aliases.get(v)) is not None and layer_of[v] != layer}
+        others = {v for v in unit.operands if layer_of.get(v, layer) != layer}
+        elsewhere = {v: t for v in others if (t := homes.aliases.get(v)) is not None}
+        is_backward = unit.start in flow.split.inside and not cotangents.isdisjoint(others - elsewhere.keys())
         for n in range(unit.start, unit.stop):
-            equations[n] = equations[n].reading(elsewhere, layer=layer)
+            phase = "backward" if is_backward else equations[n].phase
+            equations[n] = equations[n].reading(elsewhere, layer=layer, phase=phase)
     return replace(flow.trace, equations=tuple(equations))
 
 
