@@ -314,7 +314,8 @@ def test_batch_statistics_of_each_microbatch_where_the_user_allows_them() -> Non
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_is_computed_from_statistics_is_the_mean_over_microbatches(stages: int) -> None:
     """A scale's gradient is a sum over examples times a deviation, and a running variance is a difference of squares: neither
-    is that of the whole batch."""
+    is that of the whole batch. The running deviation is computed before an example reads the variance, and the terms of the
+    loss before the backward pass reads what they were computed from."""
 
     def loss_of(params: Any, data: Any) -> Any:
         x, kept = data["x"], []
@@ -322,9 +323,11 @@ def test_what_is_computed_from_statistics_is_the_mean_over_microbatches(stages: 
             x = x @ one["kernel"]
             mean, square = x.mean(0), (x**2).mean(0)
             var = square - mean**2
-            kept.append({"mean": 0.9 * one["mean"] + 0.1 * mean, "var": 0.9 * one["var"] + 0.1 * var})
+            new = {"mean": mean, "var": var, "deviation": jnp.sqrt(var + 1e-3)}
+            kept.append({name: 0.9 * one[name] + 0.1 * value for name, value in new.items()})
             x = jnp.tanh((x - mean) * (lax.rsqrt(var + 1e-3) * one["scale"]) + one["bias"])
-        return jnp.mean((x - data["y"]) ** 2), kept
+        off = (x - data["y"]) ** 2
+        return off.mean() + 0.1 * off.max() + jax.nn.relu(2 - jnp.sqrt(x.var(0))).mean(), kept
 
     def step(params: Any, data: Any) -> Any:
         (loss, kept), grads = jax.value_and_grad(loss_of, has_aux=True)(params, data)
@@ -332,7 +335,8 @@ def test_what_is_computed_from_statistics_is_the_mean_over_microbatches(stages: 
         return [one | statistics for one, statistics in zip(moved, kept, strict=True)], loss
 
     ones = jnp.ones(WIDTH)
-    params = [{"kernel": w, "scale": ones, "bias": 0 * ones, "mean": 0 * ones, "var": ones} for w in weights(4)]
+    rest = {"scale": ones, "bias": 0 * ones, "mean": 0 * ones, "var": ones, "deviation": ones}
+    params = [{"kernel": w, **rest} for w in weights(4)]
     data = {name: array * (1 + jnp.arange(ROWS)[:, None] % 4) for name, array in batch().items() if name in "xy"}
     how: dict[str, Any] = {"stages": stages, "per_microbatch_statistics": True, "num_microbatches": 4, "cache": False}
     found = autopar.parallelize(step, **how)(params, data)

@@ -58,21 +58,41 @@ def classify(
         graph: graph of the trace.
         places: batch dims of the graph, if they are known already.
         own_statistics: whether examples that read a reduction over the batch get their microbatch's own reduction. This
-            changes what the step computes: the mean, over the microbatches, of what it would compute for each.
+            changes what the step computes: the mean, over the microbatches, of what it would for a batch of copies of each.
         alone: whether there is only one microbatch. Then equations may read any value and nothing is refused: all
             equations traced as forward or backward run inside the loop.
 
     Raises:
         MicrobatchError: the batch feeds back, or examples are combined; the error names the equation.
     """
-    return _Classifier(trace, graph, places or Places(graph), own_statistics, alone).run()
+    places = places or Places(graph)
+    own = frozenset[int]()
+    # What reads a reduction before examples do follows it too: only the next pass knows that the reduction is their own.
+    while True:
+        split = _Classifier(trace, graph, places, own_statistics, alone, own).run()
+        if alone or split.own <= own:
+            return split
+        own |= split.own
 
 
 class _Classifier:
-    """Places the units of a step in one pass; the one mutable object of this module."""
+    """Places the units of a step in one pass; the one mutable object of this module.
 
-    def __init__(self, trace: Trace, graph: Graph, places: Places, own_statistics: bool, alone: bool) -> None:
+    Args:
+        known_own: reductions that examples read according to earlier passes.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        graph: Graph,
+        places: Places,
+        own_statistics: bool,
+        alone: bool,
+        known_own: frozenset[int],
+    ) -> None:
         self.trace, self.graph, self.own_statistics, self.alone = trace, graph, own_statistics, alone
+        self.known_own = known_own
         self.batch = _batch_or_none(places) if alone else places.batch()
         self.refusals = Refusals(graph, places, self.batch, own_statistics)
         self.kinds = ValueKinds(trace, graph, places, self.batch, self.refusals)
@@ -126,7 +146,7 @@ class _Classifier:
         product of two of them is another one for the whole batch. Optimizers run once, on the mean over the microbatches.
         Returns whether it was placed."""
         kinds, placed = self.kinds, self.placed
-        reads_own = any(kinds.made.get(v) == "own" for v in unit.operands)
+        reads_own = any(kinds.made.get(v) == "own" or v in self.known_own for v in unit.operands)
         if not self.own_statistics or not reads_own or self.trace.equations[unit.start].phase == "update":
             return False
         if unit.region is not None or not self._are_floats(unit) or self.graph.nodes[unit.start].effect:

@@ -110,6 +110,9 @@ class LoopBorder:
         """Let a value, of which a microbatch makes `made`, leave the loop: stacked, accumulated, their mean, or the last one."""
         equation = self.trace.equations[self.trace.producers[value]]
         kind, aval = self.split.kinds[value], self.trace.avals[value]
+        # Such as a maximum. The mean of own sums, each of which stands for the batch's, is the whole sum.
+        if value in self.split.own and kind != "sum" and jnp.issubdtype(aval.dtype, jnp.floating):
+            kind = "own"
         if kind == "rows":
             cut = self.cut(value)
             assert cut is not None
