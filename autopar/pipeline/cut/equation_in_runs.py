@@ -17,16 +17,14 @@ from autopar.frontend.equations import Atom, Equation
 from autopar.pipeline.cut.left_out import LeftOut
 from autopar.pipeline.cut.token_rows import Rows, Run, TokenRows, factor_at, places_of
 from autopar.rules.factors import DimFactors, Rule
+from autopar.rules.positions import REARRANGE
+from autopar.rules.table import traits_of
 from autopar.transforms.microbatch.batch_dims import Factor, Place
 from autopar.transforms.microbatch.resize import is_as_written, resized
 from autopar.transforms.microbatch.slices import COMBINE
 
 #: First row, row after the last, time, and slice of some rows.
 Span = tuple[int, int, int, int]
-#: Primitives that rearrange or convert elements.
-_REARRANGE = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "broadcast_in_dim"}
-)
 
 
 class OtherTokensError(MicrobatchError):
@@ -98,6 +96,7 @@ class _Factors:
         slicing = self.slicing
         for n in range(slicing.n + 1, len(self.trace.equations)):
             equation, rule = self.trace.equations[n], slicing.places.rules[n]
+            traits = traits_of(equation.primitive)
             for i, v in enumerate(equation.operands):
                 if not isinstance(v, int) or v not in dims or rule is None:
                     continue
@@ -109,7 +108,7 @@ class _Factors:
                     if known is not None and known.columns is not None and j != i:
                         row = factor_at(rule, rule.operands[j], known.place, known.size)
                         return (one, other) if row == found[0] else (other, one)
-                    if known is None and equation.primitive in ("add", "mul") and slicing.rules.is_mask(w):
+                    if known is None and (traits.adds or traits.scales) and slicing.rules.is_mask(w):
                         at = [next(iter(places_of(f, rule, rule.operands[j])), None) for f in found if f]
                         if at[0] and at[1] and slicing.rules.is_mask(w, (at[0].dim, at[1].dim)):
                             return one, other
@@ -153,7 +152,7 @@ class InRuns(_Factors):
             return False
         self.row, self.column, self.cause = found
         slicing, n = self.slicing, self.slicing.n
-        scatters = self.equation.primitive == "scatter-add"
+        scatters = traits_of(self.equation.primitive).scatters_sum
         if not scatters and not slicing.places.separable(n, self.row):
             return False
         if self.column is not None and not slicing.places.separable(n, self.column):
@@ -215,7 +214,7 @@ class InRuns(_Factors):
 
     def _is_flexible(self) -> bool:
         """Whether an equation of the backward pass prepares forward values for it, and may run before its turn."""
-        return self.equation.is_rematerialized or self.equation.primitive in _REARRANGE
+        return self.equation.is_rematerialized or self.equation.primitive in REARRANGE
 
     def _key_times(self, times: np.ndarray, turns: np.ndarray) -> np.ndarray:
         """For each row, the time of the keys that its run reads."""

@@ -14,20 +14,13 @@ import numpy as np
 
 from autopar.frontend.equations import Atom, Equation
 from autopar.pipeline.cut.known_masks import KnownMasks, beyond_diagonal, in_each_row
+from autopar.rules.positions import KEEP, ZERO_TO_ZERO
 
 #: What is known of all elements right of the diagonal. `low`: at most -1e4, with an element in each row that is not
 #: masked; or minus infinity.
 LeftOut = Literal["anything", "low", "zero"]
 #: The dims of rows and of columns of an operand.
 Sides = tuple[int, int]
-
-_KEEP = frozenset(
-    {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose", "convert_element_type", "copy", "copy_p"}
-    | {"stop_gradient", "optimization_barrier", "reduce_precision", "slice"}
-)
-_ZERO_TO_ZERO = frozenset(
-    {"neg", "tanh", "sin", "sqrt", "abs", "sign", "integer_pow", "square", "cumsum", "reduce_sum"}
-)
 
 
 class LeftOutRules:
@@ -47,7 +40,7 @@ class LeftOutRules:
         known: list[LeftOut] = [self._state(equation, i, state, sides[i]) for i, state in enumerate(states)]
         if name == "select_n":
             return self._selected(equation, known, sides)
-        if name in _KEEP:
+        if name in KEEP:
             return known[0]
         if name in ("exp", "exp2"):
             return "zero" if known[0] == "low" else "anything"
@@ -59,7 +52,7 @@ class LeftOutRules:
             return "zero" if all(one == "zero" for one in known) else "anything"
         if name == "sub":
             return "low" if known[0] == "low" else "zero" if known == ["zero", "zero"] else "anything"
-        if name == "div" or name in _ZERO_TO_ZERO:
+        if name == "div" or name in ZERO_TO_ZERO:
             return "zero" if known[0] == "zero" else "anything"
         if name == "reduce_max":
             return known[0]

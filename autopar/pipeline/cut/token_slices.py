@@ -30,6 +30,7 @@ from autopar.frontend.trace import Trace
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.equation_in_runs import InRuns, OtherTokensError
 from autopar.pipeline.cut.token_rows import Rows, Run, TokenRows, factor_at, places_of
+from autopar.rules.positions import CUT, CUT_OR_PAD
 from autopar.transforms.microbatch.batch_dims import Place, leading_dim
 
 
@@ -198,7 +199,7 @@ class _Slicing:
                 factor = rule and factor_at(rule, rule.operands[i], place, shape[place.dim] // place.minor)
                 if rule and factor:
                     found.update(places_of(factor, rule, rule.results[0]))
-                elif len(shape) == len(result) and result[place.dim] > 1 and equation.primitive in _CUTS:
+                elif len(shape) == len(result) and result[place.dim] > 1 and equation.primitive in CUT:
                     found.add(place)
         if found:
             self.tokens[equation.results[0]] = frozenset(found)
@@ -206,7 +207,7 @@ class _Slicing:
     def _along(self, equation: Equation, rows: dict[int, Rows]) -> bool:
         """Write an equation that cuts or pads the dim of rows. Returns whether it was written."""
         one = rows.get(0)
-        if one is None or one.columns is not None or one.place.minor != 1 or equation.primitive not in ("slice", "pad"):
+        if one is None or one.columns is not None or one.place.minor != 1 or equation.primitive not in CUT_OR_PAD:
             return False
         (value,), dim, read, avals = equation.results, one.place.dim, equation.operands[0], self.values.trace.avals
         assert isinstance(read, int)
@@ -214,7 +215,7 @@ class _Slicing:
         params = equation.source.params
         if before != one.size or before == after:
             return False
-        if equation.primitive == "slice":
+        if "padding_config" not in params:
             if params["strides"] is not None and params["strides"][dim] != 1:
                 return False
             first = -params["start_indices"][dim]
@@ -254,7 +255,7 @@ class _Slicing:
     def _on_other_dims(self, equation: Equation, dim: int) -> Callable[[list[Any]], list[Any]]:
         """An equation that cuts or pads, along all dims but one."""
         params = equation.source.params
-        if equation.primitive == "pad":
+        if "padding_config" in params:
             config = [(0, 0, 0) if d == dim else one for d, one in enumerate(params["padding_config"])]
             return lambda values: [lax.pad(values[0], values[1], config)]
 
@@ -276,7 +277,3 @@ class _Slicing:
 
 def _filled(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
     return [lax.broadcast_in_dim(values[0], shape, ())]
-
-
-#: Primitives that cut data along its tokens.
-_CUTS = frozenset({"slice", "pad", "concatenate", "dynamic_slice", "gather"})
