@@ -19,7 +19,7 @@ from autopar.errors import AutoparError
 from autopar.pipeline.run.instructions import Call
 from autopar.pipeline.run.piece_programs import is_same_program
 
-TOLERANCE = 3e-5
+TOLERANCE = 1e-5
 
 
 def first_seed() -> int:

@@ -14,8 +14,10 @@ import autopar
 from benchmarks.pipeline.models import MODELS, WIDE, Case, Model, apart, by_sgd, errors, trained, unsharded
 from benchmarks.zoo.patches_and_branches import mlp_mixer
 
-#: A bias before a normalization has no gradient but rounding: in float32, 1e-8 of all changes, of which a thousandth counts.
-TOLERANCE = 3e-5
+TOLERANCE = 1e-5
+#: Of a U-Net in float32, which is compared in float64 too. A bias before a normalization has no gradient but rounding: 1e-8 of
+#: all changes, of which a thousandth counts.
+ROUNDING = 3e-5
 
 
 def tiny() -> Model:
@@ -55,14 +57,14 @@ def cases(*, wide: bool) -> list[tuple[str, Case]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "case"), cases(wide=False))
 def test_models(name: str, case: Case) -> None:
-    check(name, case, TOLERANCE)
+    check(name, case, ROUNDING if f"{name} in float64" in MODELS else TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(("name", "case"), cases(wide=True))
 def test_models_in_float64(name: str, case: Case) -> None:
-    check(name, case, 1e-5)
+    check(name, case, TOLERANCE)
 
 
 @pytest.mark.slow
