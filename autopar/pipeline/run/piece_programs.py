@@ -283,11 +283,11 @@ class StagePieces:
             compiled: the compiled pieces of the same submesh.
         """
         piece = self.whole[key]
-        takes = self.taken(piece)
         wanted = {slot for one in self.whole.values() for slot in self.taken(one)}
         gives = tuple(slot for slot in piece.gives if slot in wanted and slot not in self.aliases)
         ports = self.stage.program.outputs
         results = tuple((i, self.out_shardings[ports[i]]) for i in piece.outputs if ports[i].kind == "result")
+        takes = self._in_order_of(self.taken(piece), gives, [i for i, _ in results])
         of_all = num_microbatches if key in self.pieces.around else 1
         counts = tuple(tuple(of_all if slot.kind == "each" else 1 for slot in slots) for slots in (takes, gives))
         program = PieceProgram(
@@ -311,6 +311,17 @@ class StagePieces:
         return execute.jit_options(self.stage.plan, self.stage.mesh).get("compiler_options", {})
 
     # -- helpers -----------------------------------------------------------------------------
+
+    def _in_order_of(self, takes: Sequence[Slot], gives: Sequence[Slot], results: Sequence[int]) -> tuple[Slot, ...]:
+        """Inputs in the order of the outputs that replace them, then the others. JAX lets the n-th output of a shape
+        overwrite the n-th donated input of that shape: in another order, a new parameter would overwrite a moment that
+        is still read, and XLA would copy each."""
+        program, inputs = self.stage.program, self.layout.trace.inputs
+        carried = program.program.graph.carried
+        state = {after: Slot("once", inputs[i]) for i, after in carried if program.inputs[i].kind == "argument"}
+        replaced = [*gives, *(state.get(i) for i in results)]
+        place = {slot: n for n, slot in enumerate(replaced)}
+        return tuple(sorted(takes, key=lambda slot: place.get(slot, len(replaced))))
 
     def _aliases(self, inputs: Mapping[int, Slot]) -> Iterator[tuple[Slot, Slot]]:
         """Loop constants that enter with their input's planned sharding; the input's own slot serves for them."""
