@@ -342,10 +342,10 @@ def _faster(program: Program, in_stages: Callable[[float], PipelinePlan], reques
     if staged is None:
         assert one is not None
         return replace(one, notes=(*one.notes, f"one program, for no stages can be: {failures[0]}"))
-    if one is not None and faster_of(one, staged) is one and len(staged.stages) == 1:
-        return replace(one, notes=(*one.notes, "one program: stages would make the step no faster"))
     if one is not None and faster_of(one, staged) is one:
         would = f"{staged.strategy} would take {human_seconds(staged.prediction.step_time_s)}"
+        if len(staged.stages) == 1:
+            would = "stages would make the step no faster"
         return replace(one, notes=(*one.notes, f"one program: {would}"))
     if one is None:
         return replace(staged, notes=(*staged.notes, f"one program on all devices: {failures[0]}"))

@@ -97,6 +97,11 @@ class Program:
         first = self.before or self
         return first.unsplit or first
 
+    @property
+    def as_written(self) -> Program:
+        """This step as traced, with its dims as written."""
+        return self.as_traced.forms[-1]
+
     def of(self, plan: Plan) -> Program:
         """This step in the form that a plan was made for, with the plan's microbatches and rematerialized segments."""
         if plan.attention_kernel != self.attention_kernel and plan.attention_kernel is not None:
@@ -116,8 +121,7 @@ class Program:
 
     def attention(self) -> Sequence[Formula]:
         """The attention that this step, as traced, writes as softmax(QK^T)V."""
-        traced = self.as_traced
-        sections = Sections((traced.whole or traced).trace)
+        sections = Sections(self.as_written.trace)
         found = (formula_of(sections, cone) for cone in find_cones(sections))
         return [formula for formula in found if formula is not None]
 
@@ -125,7 +129,7 @@ class Program:
         """This step, as traced, with attention by a fused kernel."""
         traced = self.as_traced
         if kernel not in traced.fused:
-            whole = traced.whole or traced
+            whole = self.as_written
             made = with_kernels(whole.trace, kernel)
             program = None
             if made.formulas:
@@ -146,7 +150,7 @@ class Program:
         if count == 1:
             return traced
         if key not in traced.split:
-            whole = traced.whole or traced
+            whole = self.as_written
             trace = split_batch(whole.trace, whole.graph, count, own_statistics=own_statistics)
             program = program_of_trace(trace, whole.graph.carried, traced.carried_arguments, traced.donated)
             about = {"num_microbatches": count, "own_statistics": own_statistics, "unsplit": traced}

@@ -17,7 +17,6 @@ from autopar.frontend.equations import Atom, Equation
 from autopar.pipeline.cut.left_out import LeftOut
 from autopar.pipeline.cut.token_rows import Rows, Run, TokenRows, factor_at, places_of
 from autopar.rules.factors import DimFactors, Rule
-from autopar.rules.positions import REARRANGE
 from autopar.rules.table import traits_of
 from autopar.transforms.microbatch.batch_dims import Factor, Place
 from autopar.transforms.microbatch.resize import is_as_written, resized
@@ -214,7 +213,7 @@ class InRuns(_Factors):
 
     def _is_flexible(self) -> bool:
         """Whether an equation of the backward pass prepares forward values for it, and may run before its turn."""
-        return self.equation.is_rematerialized or self.equation.primitive in REARRANGE
+        return self.equation.is_rematerialized or traits_of(self.equation.primitive).lays_out
 
     def _key_times(self, times: np.ndarray, turns: np.ndarray) -> np.ndarray:
         """For each row, the time of the keys that its run reads."""

@@ -15,6 +15,7 @@ import numpy as np
 from autopar.frontend.equations import Atom, Equation
 from autopar.pipeline.cut.known_masks import KnownMasks, beyond_diagonal, in_each_row
 from autopar.rules.positions import KEEP, ZERO_TO_ZERO
+from autopar.rules.table import traits_of
 
 #: What is known of all elements right of the diagonal. `low`: at most -1e4, with an element in each row that is not
 #: masked; or minus infinity.
@@ -40,7 +41,7 @@ class LeftOutRules:
         known: list[LeftOut] = [self._state(equation, i, state, sides[i]) for i, state in enumerate(states)]
         if name == "select_n":
             return self._selected(equation, known, sides)
-        if name in KEEP:
+        if name in KEEP or traits_of(name).lays_out:
             return known[0]
         if name in ("exp", "exp2"):
             return "zero" if known[0] == "low" else "anything"

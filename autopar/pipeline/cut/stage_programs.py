@@ -109,8 +109,7 @@ class Cuttable:
             read_state: positions of arguments that are state of another step. The step is cut as if it returned those
                 that it reads, unchanged, so that each has one home; and none is taken for the batch.
         """
-        traced = program.as_traced
-        form = traced.whole or traced
+        form = program.as_written
         trace, graph, positions = _with_read_state(form.trace, form.graph, read_state)
         if splits_loops:
             trace = with_split_loops(trace)

@@ -53,9 +53,19 @@ class EvenPipeline:
         return self.input_s + self.weight_s
 
     @property
+    def filling_s(self) -> float:
+        """(p - 1)F for one virtual stage."""
+        return (self.shape.num_submeshes - 1) * self.forward_s
+
+    @property
     def filling_and_draining_s(self) -> float:
         """(p - 1)(F + B) for one virtual stage."""
         return (self.shape.num_submeshes - 1) * (self.forward_s + self.backward_s)
+
+    @property
+    def has_equal_parts(self) -> bool:
+        """Whether forward pass, input part and weight part take equally long."""
+        return self.forward_s == self.input_s == self.weight_s
 
 
 def in_turn(shape: PipelineShape) -> Placement:

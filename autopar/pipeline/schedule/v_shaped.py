@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, down_and_up
+from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, down_and_up
 from autopar.pipeline.schedule.objective import Objective, StageCost
 from autopar.pipeline.schedule.tasks import Orders, Phase, Task
 
@@ -104,14 +104,6 @@ def _enough_microbatches(shape: PipelineShape) -> str | None:
     )
 
 
-def _are_equal(even: EvenPipeline) -> bool:
-    return even.forward_s == even.input_s == even.weight_s
-
-
-def _idle_s(even: EvenPipeline) -> float:
-    return (even.shape.num_submeshes - 1) * even.forward_s
-
-
 def _zero_bubble_in_flight(shape: PipelineShape) -> tuple[int, ...]:
     p, m = shape.num_submeshes, shape.num_microbatches
     return tuple(min(2 * p, 2 * m, m + 1 + submesh) for submesh in range(p))
@@ -144,8 +136,8 @@ ZB_V = ScheduleKind(
     requires=_two_stages_each,
     bubble="(p - 1)F / v",
     where="F, W and the rest of B equal, m of at least 2p - 1",
-    bubble_s=_idle_s,
-    holds=lambda even: _are_equal(even) and even.shape.num_microbatches >= 2 * even.shape.num_submeshes - 1,
+    bubble_s=lambda even: even.filling_s,
+    holds=lambda even: even.has_equal_parts and even.shape.num_microbatches >= 2 * even.shape.num_submeshes - 1,
     in_flight=_zero_bubble_in_flight,
     placement=down_and_up,
     virtuals=(2,),
@@ -161,8 +153,8 @@ DUALPIPE_V = ScheduleKind(
     requires=_enough_microbatches,
     bubble="(p - 1)F / v",
     where="F, W and the rest of B equal, m of at least 2p, the only numbers it takes",
-    bubble_s=_idle_s,
-    holds=_are_equal,
+    bubble_s=lambda even: even.filling_s,
+    holds=lambda even: even.has_equal_parts,
     in_flight=lambda shape: (2 * shape.num_submeshes + 1,) * shape.num_submeshes,
     placement=down_and_up,
     virtuals=(2,),

@@ -85,8 +85,7 @@ class _Following:
         self, program: Program, request: StageRequest, like: PipelinePlan, metadata: Mapping[str, Any]
     ) -> None:
         self.request, self.like, self.started = request, like, time.perf_counter()
-        traced = program.as_traced
-        self.program = traced.whole or traced
+        self.program = program.as_written
         self.shared = shared_state(like, self.program)
         renewed = {position for position, _ in self.program.graph.carried}
         self.read_state = tuple(sorted(self.shared.keys() - renewed))

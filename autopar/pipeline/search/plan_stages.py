@@ -99,8 +99,7 @@ def _passes(program: Program, request: StageRequest) -> Sequence[bool | None]:
     split backward pass gain by it, and the others lose."""
     kinds = searched(trains=True) if request.schedule == "auto" else (find(request.schedule),)
     ways = sorted({kind.backward == "split" for kind in kinds})
-    traced = program.as_traced
-    trace = (traced.whole or traced).trace
+    trace = program.as_written.trace
     if request.stages == 1 or True not in ways or with_split_loops(trace) is trace:
         return (None,)
     return ways
@@ -235,8 +234,7 @@ class _Planning:
 
     def __init__(self, program: Program, request: StageRequest, splits_loops: bool | None = None) -> None:
         self.request, self.splits_loops, self.started = request, splits_loops, time.perf_counter()
-        traced = program.as_traced
-        self.program = traced.whole or traced
+        self.program = program.as_written
         self.report = request.progress or (lambda stage, fraction: None)
         self.report("layers", 0.0)
         self.read_state = frozen_arguments(self.program.graph)

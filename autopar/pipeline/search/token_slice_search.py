@@ -42,15 +42,13 @@ def with_token_slices(program: Program, request: StageRequest) -> StageRequest:
     Raises:
         MicrobatchError: the step's tokens look ahead, or its batch cannot be split.
     """
-    traced = program.as_traced
-    form = traced.whole or traced
+    form = program.as_written
     tokens = model_tokens(form.trace, form.graph)
-    num_stages = _num_stages(request)
+    num_stages, ends = _num_stages(request), _equal_ends(tokens, min(tokens, _MOST_ENDS))
     best: tuple[float, int, tuple[int, ...]] | None = None
     for count in _counts(program, request):
         priced = samples_of(program, request, tokens, num_stages, count)
         samples = [(start, stop, sum(seconds)) for start, stop, seconds in priced]
-        ends = [round(tokens * n / min(tokens, _MOST_ENDS)) for n in range(min(tokens, _MOST_ENDS) + 1)]
         found = best_slices({1: fitted(samples, ends)}, count, num_stages)
         assert found is not None, "each number of slices is possible"
         lengths = [
@@ -94,13 +92,12 @@ def samples_of(
         tokens: the tokens of an example.
         num_stages, count: numbers of stages and of microbatches.
     """
-    traced = program.as_traced
-    graph, sizes = (traced.whole or traced).graph, {shape.num_devices for shape in request.shapes}
+    graph, sizes = program.as_written.graph, {shape.num_devices for shape in request.shapes}
     layouts = stage_layouts(graph, request.pins, request.mesh, sizes, request.cluster.num_devices, 1)
     for number in _PRICED:
         if number > tokens:
             return
-        ends = [round(tokens * n / number) for n in range(number + 1)]
+        ends = _equal_ends(tokens, number)
         lengths = [stop - start for start, stop in itertools.pairwise(ends)]
         cuttable = Cuttable.of(program, own_statistics=request.own_statistics, token_slices=lengths)
         flops = np.cumsum(cuttable.chain.flops)
@@ -111,6 +108,11 @@ def samples_of(
         run = costs.planned(middle, middle, _shape(request, num_stages))
         for (start, stop), seconds in zip(itertools.pairwise(ends), run.slices, strict=True):
             yield start, stop, seconds
+
+
+def _equal_ends(tokens: int, number: int) -> list[int]:
+    """The ends of equal slices, from 0."""
+    return [round(tokens * n / number) for n in range(number + 1)]
 
 
 def _num_stages(request: StageRequest) -> int:
@@ -129,7 +131,6 @@ def _shape(request: StageRequest, num_stages: int) -> SubmeshShape:
 def _counts(program: Program, request: StageRequest) -> Sequence[int]:
     if request.num_microbatches != "auto":
         return (request.num_microbatches,)
-    traced = program.as_traced
-    form = traced.whole or traced
+    form = program.as_written
     examples = num_examples(graph_of(form.trace, form.graph.carried))
     return [count for count in _NUMBERS if examples % count == 0]
