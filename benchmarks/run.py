@@ -76,6 +76,8 @@ _TRAINED = (
     "GPT-2 scanned",
     "MLP-Mixer",
 )
+#: Models that run under every schedule.
+_SCHEDULED = ("GPT-2", "GPT-2 scanned", "BART")
 _SMALL_ZOO = ("zoo/training.py", "zoo/patches_and_branches.py")
 #: Models whose stages are compared with the best of all cuts.
 _BALANCED = ("ResNet-18", "ResNet-50", "U-Net", "Inception", "BART", "GPT-2", "GPT-2 scanned", "MLP-Mixer")
@@ -207,6 +209,7 @@ BENCHMARKS = {
             *(f"pieces: {m}" for m in _PIECES),
             *(f"balance: {m}" for m in _BALANCED),
             *(f"models: {m}" for m in _TRAINED),
+            *(f"schedules: {m}" for m in _SCHEDULED),
             *(f"auto: {case}" for case in _SEARCHED_TOGETHER),
         ),
         VIRTUAL_DEVICES,
@@ -222,12 +225,19 @@ BENCHMARKS = {
             **{f"pieces: {model}": ("pipeline/pieces.py", "zoo/training.py") for model in _PIECES},
             **{f"balance: {model}": ("pipeline/balance.py", *_SMALL_ZOO) for model in _BALANCED},
             **{f"models: {model}": ("pipeline/models.py", *_SMALL_ZOO) for model in _TRAINED},
+            **{
+                f"schedules: {model}": ("pipeline/schedules.py", "pipeline/models.py", *_SMALL_ZOO)
+                for model in _SCHEDULED
+            },
             **dict.fromkeys(
                 (f"auto: {case}" for case in _SEARCHED_TOGETHER),
                 ("pipeline/auto.py", "plans/models.py", "zoo/real.py", "zoo/training.py"),
             ),
         },
-        xla_flags_of={f"models: {model}": f"{VIRTUAL_DEVICES} {_UNOPTIMISED}" for model in _TRAINED},
+        xla_flags_of=dict.fromkeys(
+            (*(f"models: {model}" for model in _TRAINED), *(f"schedules: {model}" for model in _SCHEDULED)),
+            f"{VIRTUAL_DEVICES} {_UNOPTIMISED}",
+        ),
     ),
     "pipeline_partition": Benchmark(
         ("GPT 39B, 8x8 V100", "ResNet-152, 2x8 V100", "GPT 6.7B, 8 A100 and 2x8 V100"),

@@ -1,9 +1,10 @@
-"""Measure the search for stages, microbatches and schedule together: `stages="auto"` on every model of the zoo.
+"""Measure planning in which stages are a choice: `stages="auto"` and `everything="auto"` on every model of the zoo.
 
-Each row is a model on H100s, 8 in a host; its batch grows with their number, as in the benchmark of plans. *CPU* is the
-processor time of the search, without tracing; the limit is 60 s. *Runs* are the runs of layers that it planned to
-price others. *Over one program* is the predicted step with stages over that of one program on all devices, in microbatches
-of its own; it is 1 where one stage is chosen, and empty where one program does not fit in memory.
+Each case is a model on H100s, 8 in a host; its batch grows with their number, as in the benchmark of plans. A row is one
+call of `autopar.plan` in a cold process, without a plan cache. *CPU* is the processor time of the call and of its processes,
+tracing included; the limit for `stages="auto"` is 60 s, and for `everything="auto"` a minute. *Planned* is what was
+chosen: the devices of each stage, or one program and its mesh. *Over one program* is the predicted step over that of one
+program on all devices; it is at most 1, and empty where one program does not fit in memory.
 """
 
 from __future__ import annotations
@@ -13,19 +14,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autopar.errors import BudgetError
-from autopar.hardware.profile import load
-from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
-from autopar.pipeline.search.plan_stages import plan_stages
-from autopar.pipeline.search.request import StageRequest
-from autopar.transforms.program import Program, program_of
+import autopar
+from autopar import PipelinePlan
 from benchmarks.plans.models import MODELS as SPLIT
 from benchmarks.zoo import diffusion, lora, real
 from benchmarks.zoo.training import Training
 
-_PROFILE = load("h100-sxm")
 #: Models with batch normalization, whose microbatches have their own statistics.
 _OWN_STATISTICS = frozenset({"resnet", "unet"})
+_OPTIONS = ("stages", "everything")
 
 
 def _unet(num_gpus: int) -> Training:
@@ -45,42 +42,42 @@ MODELS: Mapping[str, Callable[[int], Training]] = {
 
 
 def measure(case: str) -> list[dict[str, Any]]:
-    """The row of a model and a number of devices, as "gpt2, 8"."""
+    """The rows of a model and a number of devices, as "gpt2, 8"."""
     name, _, count = case.partition(", ")
-    step, args = MODELS[name](int(count)).target
-    program = program_of(step, args, carry=None, donate=None)
-    used = _cpu_s()
-    plan = plan_stages(program, _request(name, int(count)))
-    seconds = _cpu_s() - used
-    return [
-        {
-            "model": name,
-            "devices": int(count),
-            "CPU_s": seconds,
-            "runs": plan.outcome.num_planned,
-            "layers": plan.outcome.num_layers,
-            "stages": " ".join(str(stage.submesh.shape.num_devices) for stage in plan.stages),
-            "schedule": plan.schedule,
-            "microbatches": plan.num_microbatches,
-            "step_ms": 1e3 * plan.prediction.step_time_s,
-            "over one program": _over_one_program(program, name, int(count), plan.prediction.step_time_s),
-        }
-    ]
+    return [_row(name, int(count), option) for option in _OPTIONS]
 
 
-def _over_one_program(program: Program, name: str, num_devices: int, step_s: float) -> float | str:
-    try:
-        one = plan_stages(program, _request(name, num_devices, stages=1))
-    except BudgetError:
-        return ""
-    return step_s / one.prediction.step_time_s
-
-
-def _request(name: str, num_devices: int, **options: Any) -> StageRequest:
-    per_host = min(num_devices, _PROFILE.devices_per_host)
-    cluster = Cluster((DeviceGroup(_PROFILE.name, num_devices // per_host, per_host),))
+def _row(name: str, num_devices: int, option: str) -> dict[str, Any]:
+    step, args = MODELS[name](num_devices).target
     own = name in _OWN_STATISTICS
-    return StageRequest(cluster=cluster, profiles={_PROFILE.name: _PROFILE}, own_statistics=own, **options)
+    options = {"num_devices": num_devices, "hardware": "h100-sxm", "per_microbatch_statistics": own, option: "auto"}
+    used, started = _cpu_s(), time.perf_counter()
+    plan = autopar.plan(step, *args, **options)
+    used, seconds = _cpu_s() - used, time.perf_counter() - started
+    step_s = plan.prediction.step_time_s
+    return {
+        "call": f'{option}="auto"',
+        "CPU_s": used,
+        "seconds": seconds,
+        "planned": _planned(plan),
+        "schedule": plan.schedule if isinstance(plan, PipelinePlan) else "",
+        "microbatches": plan.num_microbatches,
+        "step_ms": 1e3 * step_s,
+        "over one program": _over_one_program(plan, step_s),
+    }
+
+
+def _planned(plan: Any) -> str:
+    if isinstance(plan, PipelinePlan):
+        return " + ".join(str(stage.submesh.shape.num_devices) for stage in plan.stages)
+    return f"one program on {plan.mesh.describe()}"
+
+
+def _over_one_program(plan: Any, step_s: float) -> float | str:
+    if not isinstance(plan, PipelinePlan):
+        return 1.0
+    others = [tried.step_time_s for tried in plan.tried if tried.num_stages == 1]
+    return step_s / min(others) if others else ""
 
 
 def _cpu_s() -> float:

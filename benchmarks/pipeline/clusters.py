@@ -91,7 +91,9 @@ def row(case: Case) -> dict[str, Any]:
     request = request_of(case)
     plan = plan_stages(program, request)
     seconds, cpu = time.perf_counter() - traced, time.process_time() - used
-    others = {name: tried[0] for name, tried in _others(program, request, plan.num_microbatches).items()}
+    searches = searches_of(Cuttable.of(program), request)
+    others = {name: tried[0] for name, tried in _others(searches, request, plan.num_microbatches).items()}
+    numbers = sorted({one.num_microbatches for one in plan.tried})
     # One stage runs as one program, not in pieces as its plan has it.
     step_s = plan.prediction.step_time_s if len(plan.stages) > 1 else others["intra-op only"].step_time_s
     return {
@@ -112,14 +114,25 @@ def row(case: Case) -> dict[str, Any]:
         "cpu_s": cpu,
         "planned": plan.outcome.num_planned,
         "outcome": plan.outcome.status.split(",")[0],
+        **{kind.name: _under(kind, searches, numbers) for kind in SCHEDULES.values() if kind.backward != "none"},
     }
 
 
-def _others(program: Program, request: StageRequest, start: int) -> dict[str, tuple[Tried, ...]]:
+def _under(kind: ScheduleKind, searches: Searches, numbers: Sequence[int]) -> str:
+    """The fastest step under one schedule, in stages of its own."""
+    if kind is TERAPIPE:
+        return "see token_slices"
+
+    def outcome(search: StageSearch) -> Outcome:
+        return search.outcome((kind,))
+
+    tried = [Tried(number, outcome(searches.search(number))) for number in numbers]
+    return _told(min(tried, key=lambda one: one.step_time_s))
+
+
+def _others(searches: Searches, request: StageRequest, start: int) -> dict[str, tuple[Tried, ...]]:
     """Each kind of parallelism alone, with its own number of microbatches."""
-    cuttable = Cuttable.of(program)
-    searches = searches_of(cuttable, request)
-    numbers, _ = likely_numbers(cuttable, request.cluster)
+    numbers, _ = likely_numbers(searches.cuttable, request.cluster)
     return {
         "intra-op only": over_microbatches(_on_all(searches), numbers, start, StageSearch.one_stage),
         "inter-op only": over_microbatches(_on_all(searches), numbers, start, StageSearch.one_device_each),
