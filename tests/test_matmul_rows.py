@@ -12,8 +12,13 @@ from jax.sharding import PartitionSpec as P
 from on_absent_gpus import compiled
 
 import autopar
-from autopar.cost.matmul_rows import after_moving, lost_rows, moved_dim, row_alignment
+from autopar.cost.kernel_time import gemm_seconds
+from autopar.cost.matmul_rows import Matmul, after_moving, lost_rows, moved_dim, row_alignment
+from autopar.hardware.profile import load
+from autopar.ir.device_program import Gemm
+from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
+from autopar.rules.strategies import Strategy
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.hlo_text import parse_module
 from autopar.xla_replay.library_calls import dot_gemm
@@ -53,6 +58,33 @@ def test_rows_are_aligned_where_xlas_are(table: P, absent_gpus: Compiler) -> Non
     )
     assert predicted == by_xla
     assert len(by_xla) > 1
+
+
+def test_a_split_vocabulary_has_aligned_rows() -> None:
+    """BART's vocabulary of 50,265 loads slowly as a whole. Eight parts of 6,284 are aligned to 8 bytes, which is worth the
+    tokens' all-gather; eight parts of 4,095 are worth less."""
+    args = (jax.ShapeDtypeStruct((50265, 768), jnp.float32), jax.ShapeDtypeStruct((65536,), jnp.int32))
+    found = built(_step, *args, mesh="8", pin={"tokens": P("data")})
+    assert {min(op.gemm.aligned_bytes) for op in found.ops if op.gemm} == {8}
+    small = (jax.ShapeDtypeStruct((4095, 512), jnp.float32), ARGS[1])
+    found = built(_step, *small, mesh="8", pin={"tokens": P("data")})
+    assert {min(op.gemm.aligned_bytes) for op in found.ops if op.gemm} == {2}
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary", "slower"), [("", "", True), ("data", "", True), ("", "data", False)])
+def test_parts_of_a_matmul_are_priced_by_their_own_rows(tokens: str, vocabulary: str, slower: bool) -> None:
+    sizes, profile = (16384, 512, 2041), load("h100-sxm")
+    dims = (((0,), (1,)), ((1,), (2,)), ((0,), (2,)))
+    shapes = tuple(tuple(sizes[f] for (f,) in of) for of in dims)
+    head = Matmul((((1,), (0,)), ((), ())), shapes, ("bfloat16",) * 3, dims, ((0, 1),) * 3, 1.0)
+    strategy = Strategy(tuple((axis,) if axis else () for axis in (tokens, "", vocabulary)))
+    mesh = MeshShape(("data",), (8,))
+    lost = head.lost_s(strategy, mesh, profile)
+    m, k, n = (-(-size // (8 if axes else 1)) for size, axes in zip(sizes, strategy.axes, strict=True))
+    aligned = (16, 2, 2) if slower else (16, 16, 16)
+    priced = [gemm_seconds(Gemm(1, m, n, k, "bfloat16", "bfloat16", one), profile) for one in (aligned, (16, 16, 16))]
+    assert lost == priced[0] - priced[1]
+    assert (lost > 0) == slower
 
 
 def _alignment(left: int, right: int, out: int) -> tuple[int, int, int]:

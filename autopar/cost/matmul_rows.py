@@ -1,7 +1,8 @@
 """Find the order of a matmul's operands and result in memory, which decides whether their rows are aligned.
 
-In: a graph, a value, how it is gathered or scattered. Out: the order of its dims in memory, the alignment of its rows,
-and the seconds that matmuls lose where a collective changes that order.
+In: a graph, a value, how it is split, gathered or scattered. Out: the order of its dims in memory, the alignment of its
+rows, and the seconds that matmuls lose where a device's part has rows that are not aligned, or a collective changes that
+order.
 
 A matmul reads and writes a matrix in either order, so that XLA copies nothing. It gives the result of an all-gather the
 order in which the devices' parts are concatenated, with the gathered dim outermost, and a reduce-scatter the same. Rows
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from autopar.cost.kernel_time import ALIGNED_BYTES, ITEMSIZE, gemm_seconds
 from autopar.hardware.profile import HardwareProfile
@@ -20,10 +22,15 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.rules.contraction import is_matmul
+from autopar.rules.factors import DimFactors
+from autopar.rules.grouping import Group
+from autopar.rules.strategies import Strategy
 from autopar.rules.table import traits_of
 
 #: Dims of a tensor, outermost in memory first.
 Order = tuple[int, ...]
+#: Contracting dims of the left and the right operand, and their batch dims.
+DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 def swaps_halves(permutation: Sequence[int]) -> bool:
@@ -77,16 +84,21 @@ def has_unaligned_dim(shape: Sequence[int], dtype: str) -> bool:
 
 
 def gemm_of(
-    node: Node, left: Sequence[int], right: Sequence[int], dtypes: tuple[str, str], aligned: Sequence[int]
+    dimension_numbers: DimensionNumbers,
+    left: Sequence[int],
+    right: Sequence[int],
+    dtypes: tuple[str, str],
+    aligned: Sequence[int],
 ) -> Gemm:
     """The GEMM of a `dot_general`.
 
     Args:
+        dimension_numbers: contracting dims and batch dims of both operands.
         left, right: shapes of its operands.
         dtypes: of the left operand and of the result.
         aligned: alignment of the rows of both operands and of the result.
     """
-    (left_contracting, right_contracting), (left_batch, right_batch) = node.params["dimension_numbers"]
+    (left_contracting, right_contracting), (left_batch, right_batch) = dimension_numbers
     k = math.prod(left[d] for d in left_contracting)
     batch = math.prod(left[d] for d in left_batch)
     m = math.prod(s for d, s in enumerate(left) if d not in (*left_contracting, *left_batch))
@@ -115,11 +127,69 @@ def lost_by_moving(
         values = [*(v for v in node.operands if v is not None), node.results[0]]
         left, right, out = (graph.values[v] for v in values)
         aligned = [row_alignment(graph.values[v].shape, order_of(graph, v), graph.values[v].dtype) for v in values]
-        gemm = gemm_of(node, left.shape, right.shape, (left.dtype, out.dtype), aligned)
+        numbers, dtypes = node.params["dimension_numbers"], (left.dtype, out.dtype)
+        gemm = gemm_of(numbers, left.shape, right.shape, dtypes, aligned)
         aligned[place] = moved
-        slower = gemm_of(node, left.shape, right.shape, (left.dtype, out.dtype), aligned)
+        slower = gemm_of(numbers, left.shape, right.shape, dtypes, aligned)
         lost += (gemm_seconds(slower, profile) - gemm_seconds(gemm, profile)) / mesh.num_devices
     return max(lost, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """A matmul of a group, without its place in the graph: both operands and the result.
+
+    Args:
+        dtypes: of the left operand, the right one and the result.
+        dims: their dims in the group's factors.
+        orders: their orders in memory.
+        repeat: how often a step runs it.
+    """
+
+    dimension_numbers: DimensionNumbers
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    dims: tuple[DimFactors, ...]
+    orders: tuple[Order, ...]
+    repeat: float
+
+    def lost_s(self, strategy: Strategy, mesh: MeshShape, profile: HardwareProfile) -> float:
+        """Seconds per step that are lost on a device because rows of its part are not aligned."""
+        shardings = map(strategy.sharding, self.dims)
+        local = [sharding.local_shape(shape, mesh) for sharding, shape in zip(shardings, self.shapes, strict=True)]
+        aligned = [row_alignment(*of) for of in zip(local, self.orders, self.dtypes, strict=True)]
+        if min(aligned) == ALIGNED_BYTES:
+            return 0.0
+        gemm = gemm_of(self.dimension_numbers, local[0], local[1], (self.dtypes[0], self.dtypes[2]), aligned)
+        usual = replace(gemm, aligned_bytes=(ALIGNED_BYTES,) * 3)
+        return self.repeat * (gemm_seconds(gemm, profile) - gemm_seconds(usual, profile))
+
+
+def matmuls_of(graph: Graph, group: Group) -> tuple[Matmul, ...]:
+    """The matmuls of a group."""
+    nodes = [n for n in group.nodes if is_matmul(graph.nodes[n])]
+    if not nodes:
+        return ()
+    dims = {(n, place): read.dims for read in group.reads for n, place in read.uses}
+    dims |= {(one.node, 2): one.dims for one in group.defines}
+    return tuple(
+        _matmul(graph, graph.nodes[n], tuple(dims[n, place] for place in range(3)))
+        for n in nodes
+        if all((n, place) in dims for place in range(3))
+    )
+
+
+def _matmul(graph: Graph, node: Node, dims: tuple[DimFactors, ...]) -> Matmul:
+    values = [*(v for v in node.operands if v is not None), node.results[0]]
+    infos = [graph.values[v] for v in values]
+    return Matmul(
+        node.params["dimension_numbers"],
+        tuple(info.shape for info in infos),
+        tuple(info.dtype for info in infos),
+        dims,
+        tuple(order_of(graph, v) for v in values),
+        node.repeat,
+    )
 
 
 def lost_rows(

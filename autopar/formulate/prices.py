@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cost.collectives import collective_time
 from autopar.cost.context_method import context_of
 from autopar.cost.halo import extension_time
-from autopar.cost.matmul_rows import has_unaligned_dim, lost_by_moving, lost_rows
+from autopar.cost.matmul_rows import Matmul, has_unaligned_dim, lost_by_moving, lost_rows, matmuls_of
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
@@ -22,6 +22,7 @@ from autopar.formulate.sharding_lists import ShardingLists, Shardings
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.explicit_program import Extend, HaloSlice
 from autopar.rules.grouping import SMALL_SIZE
+from autopar.rules.strategies import Strategy
 from autopar.rules.table import traits_of
 from autopar.solve.problem import Edge
 
@@ -76,11 +77,21 @@ class Prices:
             return np.array(sizes) * info.itemsize / self._profile.memory_bytes_per_s
         if decision.kind != "group":
             return np.zeros(decision.num_strategies)
-        load = load_of(self._decided.groups[decision.group], self._decided.written, self._graph)
+        group = self._decided.groups[decision.group]
+        load = load_of(group, self._decided.written, self._graph)
         key = (load, id(decision.strategies))
         if key not in self._times:
             self._times[key] = compute_time(load, decision.strategies, self._mesh, self._profile)
-        return self._times[key]
+        matmuls = matmuls_of(self._graph, group) if self._profile.platform == "gpu" else ()
+        return self._times[key] + self._lost_by_splitting(matmuls, decision.strategies) if matmuls else self._times[key]
+
+    def _lost_by_splitting(self, matmuls: tuple[Matmul, ...], strategies: Sequence[Strategy]) -> np.ndarray:
+        """Seconds that matmuls lose under each strategy by rows that are not aligned."""
+        key = (matmuls, id(strategies))
+        if key not in self._lost:
+            of = self._mesh, self._profile
+            self._lost[key] = np.array([sum(one.lost_s(strategy, *of) for one in matmuls) for strategy in strategies])
+        return self._lost[key]
 
     # -- groups' own communication -------------------------------------------------------------
 

@@ -131,7 +131,8 @@ class DotOperands:
         if not is_matmul(node) or is_outer_product(node):
             return None
         dtypes = values[0].dtype, self.b.graph.values[node.results[0]].dtype
-        return gemm_of(node, operands[0][1], operands[1][1], dtypes, self._aligned_bytes(n, node, operands, shapes[0]))
+        aligned = self._aligned_bytes(n, node, operands, shapes[0])
+        return gemm_of(node.params["dimension_numbers"], operands[0][1], operands[1][1], dtypes, aligned)
 
     def _aligned_bytes(
         self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]], result: tuple[int, ...]
