@@ -366,7 +366,7 @@ def test_the_command_line_takes_it_and_prints_json(capsys: pytest.CaptureFixture
 @pytest.mark.slow
 def test_verify_compiles_what_was_chosen() -> None:
     arguments = mlp().step, *mlp().abstract_args()
-    for own, kind in (({"stages": 1}, Verification), ({}, StagesVerification)):
+    for own, kind in (({"stages": 1}, Verification), ({"stages": 2}, StagesVerification)):
         found = autopar.verify(*arguments, everything="auto", num_devices=4, hardware="h100-sxm", **own)
         assert isinstance(found, kind)
         check_reasons(found.plan, load("h100-sxm").usable_bytes)
