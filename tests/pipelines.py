@@ -18,6 +18,7 @@ from autopar.hardware.profile import load
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
+from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.search.stage_costs import StageCosts
 from autopar.plans.plan import Plan
@@ -35,7 +36,7 @@ def pipelined(
     *,
     num_stages: int,
     num_microbatches: int,
-    schedule: str = "1f1b",
+    schedule: str | ScheduleKind = "1f1b",
     virtual: int = 1,
     mesh: str | Sequence[str] | None = None,
     own_statistics: bool = False,
@@ -62,7 +63,6 @@ def pipelined(
     stages = layers.stages(range(count))
     costs = StageCosts(layers, {"cpu-host": load("cpu-host")}, range(count))
     built = build(schedule, num_stages, num_microbatches, virtual=virtual)
-    submesh_of = {task.stage: submesh for task, submesh in built.submesh_of().items()}
 
     def plan_of(number: int, stage: StageProgram, num_devices: int) -> Plan:
         if option is None:
@@ -72,7 +72,7 @@ def pipelined(
             )
         return costs.planned(number, number, SubmeshShape("cpu-host", 1, num_devices, option=option), stage).plan
 
-    planned = planned_stages(stages, [submesh_of[number] for number in range(count)], plan_of)
+    planned = planned_stages(stages, built.replicas, plan_of)
     literals = {i: o.value for i, o in enumerate(program.trace.outputs) if isinstance(o, LiteralOperand)}
     pipeline = Pipeline(planned, built, len(program.trace.outputs), literals, compiler_options=QUICKLY)
 
@@ -83,15 +83,18 @@ def pipelined(
 
 
 def planned_stages(
-    stages: Sequence[StageProgram], submesh_of: Sequence[int], plan_of: Callable[[int, StageProgram, int], Plan]
+    stages: Sequence[StageProgram],
+    places: Sequence[Sequence[int]],
+    plan_of: Callable[[int, StageProgram, int], Plan],
 ) -> list[PlannedStage]:
-    """Stages, each planned for its submesh: an equal share of all devices."""
-    per_submesh = len(jax.devices()) // (max(submesh_of) + 1)
+    """Stages, each planned for its submeshes: equal shares of all devices."""
+    per_submesh = len(jax.devices()) // (1 + max(submesh for of_stage in places for submesh in of_stage))
     planned: list[PlannedStage] = []
-    for number, (stage, submesh) in enumerate(zip(stages, submesh_of, strict=True)):
+    for number, (stage, submeshes) in enumerate(zip(stages, places, strict=True)):
         plan = plan_of(number, stage, per_submesh)
-        devices = jax.devices()[submesh * per_submesh : (submesh + 1) * per_submesh]
-        planned.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
+        own = [jax.devices()[submesh * per_submesh : (submesh + 1) * per_submesh] for submesh in submeshes]
+        mesh, *replicas = (execute.make_mesh(plan.mesh, devices) for devices in own)
+        planned.append(PlannedStage(stage, plan, mesh, tuple(replicas)))
     return planned
 
 

@@ -146,7 +146,7 @@ def test_branches_on_other_devices_give_the_steps_numbers(backward: Backward) ->
     assert max(submesh_of) == 1
     planned = planned_stages(
         stages,
-        submesh_of,
+        [(submesh,) for submesh in submesh_of],
         lambda _, stage, num_devices: plan_program(stage.program, mesh=str(num_devices), hardware="cpu-host"),
     )
     schedule = list_schedule(edges_between(exchanges_of(stages)), submesh_of, 2, backward=backward)

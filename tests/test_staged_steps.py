@@ -17,7 +17,7 @@ from staged_steps import StagedStep, staged_step
 import autopar
 from autopar.errors import AutoparError
 from autopar.pipeline.run.instructions import Call
-from autopar.pipeline.run.piece_programs import is_same_program
+from autopar.pipeline.run.same_program import is_same_program
 
 TOLERANCE = 1e-5
 

@@ -30,7 +30,7 @@ from autopar.jax_interop.absent_devices import absent_devices, serialized_output
 from autopar.pipeline.run.abstract_run import AbstractRun, run_on_types
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.instructions import Call
-from autopar.pipeline.run.piece_programs import without_module_name
+from autopar.pipeline.run.same_program import without_module_name
 from autopar.pipeline.run.uneven_values import UnevenValues
 from autopar.runtime import jit as execute
 from autopar.transforms.program import program_of
@@ -186,7 +186,7 @@ def test_new_state_overwrites_the_state_that_it_replaces(mesh: str) -> None:
     _, pipeline = pipelined(with_adam, args, num_stages=2, num_microbatches=2, mesh=mesh)
     results, used = pipeline.instructions.results, pipeline.arguments.uses
     values = pipeline.begin(jax.tree.leaves(args))
-    pairs = ((used[before][0].register, results[after].register) for before, after in pipeline.carried.items())
+    pairs = ((used[before][0].register, results[after].registers[0]) for before, after in pipeline.carried.items())
     wanted = {before: after for before, after in pairs if values[before].ndim}  # not the counter
     found: dict[int, int] = {}
     for one in pipeline.instructions.steps:

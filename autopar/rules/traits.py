@@ -36,6 +36,7 @@ class Traits:
         permutes: its parameter `permutation` gives the order of the result's dims.
         uniform: the result is constant along each loop that no operand has.
         adds: it is the sum of two operands.
+        accumulates: it combines two operands in any order and grouping, up to rounding, as a sum or a maximum does.
         scales: it multiplies or divides one operand by another, or negates it.
         one_to_one: it is linear, and each element of the result depends on one element of its only operand.
         linear: the operands in which it is linear: applied to the terms of a sum, it gives the terms of its result for
@@ -57,6 +58,7 @@ class Traits:
     permutes: bool = False
     uniform: bool = False
     adds: bool = False
+    accumulates: bool = False
     scales: bool = False
     one_to_one: bool = False
     linear: Linear = ""

@@ -167,12 +167,12 @@ def _pipeline(
     program: Program, planned: Sequence[tuple[StageProgram, Plan]], schedule: str, num_stages: int, virtual: int
 ) -> Pipeline:
     built = build(schedule, num_stages, MICROBATCHES, virtual=virtual)
-    on = {task.stage: submesh for task, submesh in built.submesh_of().items()}
     stages = []
-    for s, (stage, plan) in enumerate(planned):
+    for submeshes, (stage, plan) in zip(built.replicas, planned, strict=True):
         size = plan.mesh.num_devices
-        devices = jax.devices()[on[s] * size : (on[s] + 1) * size]
-        stages.append(PlannedStage(stage, plan, execute.make_mesh(plan.mesh, devices)))
+        own = [jax.devices()[submesh * size : (submesh + 1) * size] for submesh in submeshes]
+        mesh, *replicas = (execute.make_mesh(plan.mesh, devices) for devices in own)
+        stages.append(PlannedStage(stage, plan, mesh, tuple(replicas)))
     outputs = program.trace.outputs
     literals = {i: one.value for i, one in enumerate(outputs) if isinstance(one, LiteralOperand)}
     return Pipeline(stages, built, len(outputs), literals, compiler_options=_QUICKLY)

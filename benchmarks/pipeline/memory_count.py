@@ -1,6 +1,6 @@
 """Count the bytes that a pipeline step holds while it runs.
 
-In: a `Pipeline` and the leaves of its arguments. Out: the results, and `Held`: for each stage, the maximum bytes of its
+In: a `Pipeline` and the leaves of its arguments. Out: the results, and `Held`: for each instance of a stage, the maximum bytes of its
 arrays on one of its devices, in the order of dispatch. The pipeline's own arrays count: arguments, values between
 pieces, and values received from other stages; temporaries inside a piece do not. While a piece runs, its inputs and its
 outputs both count, except inputs that it may overwrite.
@@ -22,7 +22,7 @@ from autopar.pipeline.run.instructions import Call
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes on one device of each stage.
+    """Bytes on one device of each instance of a stage.
 
     Args:
         peak_bytes: the maximum. loop_bytes: the maximum while microbatches run.
@@ -66,7 +66,7 @@ class _Count:
     def __init__(self, pipeline: Pipeline) -> None:
         instructions = pipeline.instructions
         self.stage_of = instructions.stage_of
-        self.own: list[dict[int, set[int]]] = [{} for _ in pipeline.stages]  # by microbatch, its registers
+        self.own: list[dict[int, set[int]]] = [{} for _ in pipeline.pieces]  # by microbatch, its registers
         self.last_call: dict[int, int] = {}  # register -> the last call that reads it
         for n, one in enumerate(instructions.steps):
             if isinstance(one, Call):
@@ -81,10 +81,10 @@ class _Count:
         self.buffer: dict[int, tuple[int, int]] = {}  # register -> stage, pointer
         self.holders = Counter[tuple[int, int]]()
         self.bytes: dict[tuple[int, int], int] = {}
-        self.now = [0] * len(pipeline.stages)
-        self.peak = [0] * len(pipeline.stages)
-        self.loop = [0] * len(pipeline.stages)
-        self.flight = [0] * len(pipeline.stages)
+        self.now = [0] * len(pipeline.pieces)
+        self.peak = [0] * len(pipeline.pieces)
+        self.loop = [0] * len(pipeline.pieces)
+        self.flight = [0] * len(pipeline.pieces)
 
     def fill(self, registers: Sequence[int] | range, values: Values) -> None:
         for i in registers:

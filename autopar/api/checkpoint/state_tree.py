@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from autopar.errors import CheckpointError
 from autopar.frontend.pytree_paths import leaf_keys
 from autopar.frontend.pytrees import shape_and_dtype
 from autopar.jax_interop import compat as jax_compat
-from autopar.pipeline.run.transfers import without_shards
+from autopar.pipeline.run.transfers import devices_of, without_shards
 from autopar.plans.records import Placement, type_text
 
 #: The number of leaves that an error names.
@@ -113,10 +114,10 @@ def restored(read: dict[str, Any], state: Any) -> list[Any]:
     structs = jax.tree.leaves(state)
     values = [_array_at(read, leaf) if leaf.is_written else None for leaf in leaves_of(state)]
 
-    to_convert: dict[Any, list[int]] = {}  # positions, by the set of devices
+    to_convert: dict[Any, list[int]] = {}  # positions, by the devices in their order
     for n, (value, struct) in enumerate(zip(values, structs, strict=True)):
         if value is None or _needs_conversion(value, struct):
-            to_convert.setdefault(frozenset(struct.sharding.device_set), []).append(n)
+            to_convert.setdefault(_devices(struct.sharding), []).append(n)
     for positions in to_convert.values():
         converted = _retyped([values[n] for n in positions], [structs[n] for n in positions])
         for n, value in zip(positions, converted, strict=True):
@@ -179,6 +180,11 @@ def changed(saved: Sequence[Any], restored: Sequence[Sequence[Any]]) -> list[lis
 def parts_to_json(parts: ByKeys) -> list[Any]:
     """The digests of the parts that this process read."""
     return [[list(keys), box, int(digest)] for keys, digests in parts.items() for box, digest in digests.items()]
+
+
+def _devices(sharding: Any) -> Hashable:
+    """What shardings have in common whose arrays one program may take."""
+    return tuple(devices_of(sharding).flat) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _retyped(values: Sequence[Any], structs: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,8 @@ from autopar.jax_interop.absent_devices import naming_mesh, output_shardings
 from autopar.jax_interop.compilation import kept_inputs
 from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.run.instructions import Broadcast, Call, Move
-from autopar.pipeline.run.piece_programs import Key, PieceProgram, without_module_name
+from autopar.pipeline.run.piece_programs import Key, PieceProgram
+from autopar.pipeline.run.same_program import without_module_name
 
 
 class CompiledProgram(Protocol):
@@ -121,8 +122,7 @@ class _Run:
 
     def run(self) -> AbstractRun:
         instructions = self.pipeline.instructions
-        submesh_of = {task.stage: submesh for task, submesh in self.pipeline.schedule.submesh_of().items()}
-        self.on = [submesh_of[stage] for stage in instructions.stage_of]
+        self.on = [self.pipeline.instances.submesh(instance) for instance in instructions.stage_of]
         self.values = [None] * instructions.num_registers
         self._place_arguments()
         for one in instructions.steps:
@@ -135,7 +135,7 @@ class _Run:
             for register in one.frees:
                 if register not in self.callers:
                     self._write(register, None)
-        found = sorted((runs for runs, _ in self.pieces.values()), key=lambda runs: runs.stage)
+        found = sorted({id(runs): runs for runs, _ in self.pieces.values()}.values(), key=lambda runs: runs.stage)
         return AbstractRun(tuple(found), tuple(self.peaks[n] for n in range(self.pipeline.schedule.num_submeshes)))
 
     def _place_arguments(self) -> None:
@@ -159,7 +159,7 @@ class _Run:
         key = (id(one.program), tuple(value.sharding for value in inputs))
         if key not in self.pieces:
             links, outputs = self._compiled(one, inputs)
-            self.pieces[key] = (PieceRuns(one.stage, one.key, one.program.piece.name, links), outputs)
+            self.pieces[key] = (self._runs(one, links), outputs)
         runs, outputs = self.pieces[key]
         runs.count += 1
         submesh = self.on[one.writes[0]] if one.writes else self.on[one.reads[0]]
@@ -170,6 +170,15 @@ class _Run:
         for register, value in zip(one.writes, outputs, strict=True):
             self._write(register, value)
 
+    def _runs(self, one: Call, links: tuple[LinkProgram, ...]) -> PieceRuns:
+        """The runs of a piece, together with those on other replicas."""
+        new = PieceRuns(self.pipeline.instances.stage(one.stage), one.key, one.program.piece.name, links)
+        if self.pipeline.instances.num_replicas == 1:
+            return new
+        known = (runs for runs, _ in self.pieces.values() if (runs.stage, runs.key) == (new.stage, new.key))
+        digests = [link.digest for link in links]
+        return next((runs for runs in known if [link.digest for link in runs.links] == digests), new)
+
     def _compiled(self, one: Call, inputs: Sequence[Any]) -> tuple[tuple[LinkProgram, ...], list[Any]]:
         """The programs of a piece for these inputs, and the types of its outputs."""
         program: PieceProgram = one.program
@@ -179,7 +188,8 @@ class _Run:
             traced = link.jitted.trace(*taken)
             lowered = traced.lower()
             digest = hashlib.sha256(without_module_name(lowered.as_text()).encode()).hexdigest()
-            found = LinkProgram(digest, self.compile_program(one.stage, digest, lowered))
+            stage = self.pipeline.instances.stage(one.stage)
+            found = LinkProgram(digest, self.compile_program(stage, digest, lowered))
             outputs = jax.tree.leaves(traced.out_info)
             kept = [taken[i] for i in kept_inputs(lowered)]
             shardings = output_shardings(

@@ -2,7 +2,8 @@
 
 In: the leaves of the step's arguments, sharded as the pipeline expects or whole.
 Out: one array per stage that uses the leaf. An array that already has the expected sharding is not copied. When several
-stages use one argument, its home stage sends it to the others.
+stages use one argument, its home stage sends it to the others. Replicas of stages send within their replica; the first
+replica of the home stage sends to the others what they do not have.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from autopar.errors import BatchError
 from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.pieces import Slot
+from autopar.pipeline.run.instances import Instances
 from autopar.pipeline.run.piece_programs import StagePieces
-from autopar.pipeline.run.stacked_leaves import StackedLeaf, part_of
+from autopar.pipeline.run.stacked_leaves import StackedLeaf, held_part, part_of
 from autopar.pipeline.run.transfers import Crossing, is_mine, unchanged_wire, wire
 from autopar.runtime.own_arrays import is_own
 
@@ -34,8 +36,11 @@ class _ArgumentUse:
     """One stage's use of an argument.
 
     Args:
+        stage: the instance of the stage.
+        source: the position, in the uses of the argument, of the one that sends it; None for the home stage.
+        is_replica: whether it is another replica of the home stage.
         sharding: the sharding that the stage expects.
-        crossing: the transfer from the home stage if it crosses processes; None inside one process.
+        crossing: the transfer from the source if it crosses processes; None inside one process.
         prepare: the function that reshards or copies the array before the transfer; None if neither is needed. A
             donated array is copied because its memory may be overwritten before the transfer ends.
     """
@@ -43,6 +48,8 @@ class _ArgumentUse:
     stage: int
     slot: Slot
     register: int
+    source: int | None
+    is_replica: bool
     sharding: NamedSharding
     is_mine: bool
     crossing: Crossing | None
@@ -53,19 +60,21 @@ class PipelineArguments:
     """Places arguments.
 
     Args:
+        stages: the instances of all stages.
         homes: the home stage of each argument, and the port of that stage.
         donated: arguments whose memory the step may reuse.
         may_take: whether the step may also reuse the memory of donated arrays that the user made.
 
     Attributes:
-        registers: the register of each stage and slot.
+        registers: the register of each instance and slot.
         shared: registers whose array may also be in another register.
-        stage_of: the stage of each register.
+        stage_of: the instance of each register.
     """
 
     def __init__(
         self,
         stages: Sequence[StagePieces],
+        instances: Instances,
         homes: Mapping[LeafKey, tuple[int, Any]],
         donated: Collection[LeafKey],
         *,
@@ -78,14 +87,14 @@ class PipelineArguments:
         self.uses: dict[LeafKey, list[_ArgumentUse]] = {}
         self._arrivals: list[dict[Slot, NamedSharding]] = [{} for _ in stages]
         self._several = jax.process_count() > 1
-        for i, (home, port) in homes.items():
-            at_home = stages[home].shardings[port]
-            order = [home, *(s for s in range(len(stages)) if s != home)]
-            for s in order:
-                slot = stages[s].arguments.get(i)
-                if slot is not None:
-                    aval = stages[s].layout.trace.avals[slot.value]
-                    self._add(i, s, slot, aval, at_home, stages[s].shardings[port], s == home)
+        for i, (stage, port) in homes.items():
+            self.uses[i] = []
+            for replica, home in enumerate(instances.of(stage)):
+                self._add(i, stages[home], home, port, 0 if replica else None, is_replica=replica > 0)
+                source = len(self.uses[i]) - 1
+                for s in range(len(stages)):
+                    if s != home and instances.replica(s) == replica and i in stages[s].arguments:
+                        self._add(i, stages[s], s, port, source)
 
     def arrivals(self, stage: int) -> dict[Slot, NamedSharding]:
         """The expected shardings of a stage's arguments that may arrive with another sharding."""
@@ -99,17 +108,16 @@ class PipelineArguments:
         """
         count = Counter(map(id, leaves)) if self.donated else Counter()
         for i, uses in self.uses.items():
-            home = uses[0]
-            leaf = part_of(leaves[i[0]], i[1], home.sharding)
-            if isinstance(leaf, jax.Array) and leaf.committed and _is_sharded_as(leaf, home.sharding):
-                if i in self.donated and home.is_mine and (count[id(leaves[i[0]])] > 1 or self._is_users(leaves[i[0]])):
-                    leaf = jax.numpy.copy(leaf)
-                self._from_home(leaf, uses, values)
+            home, given = uses[0], leaves[i[0]]
+            leaf = part_of(given, i[1], home.sharding)
+            if _is_in_place(leaf, home.sharding):
+                is_copied = i in self.donated and (count[id(given)] > 1 or self._is_users(given))
+                self._from_home(i, leaf, given, is_copied, values)
             elif not self._several:
-                if i in self.donated and isinstance(leaf, jax.Array):
-                    leaf = jax.numpy.copy(leaf)  # `device_put` may return the shards that are already in place
-                for one in uses:
-                    values[one.register] = jax.device_put(leaf, one.sharding, may_alias=i not in self.donated)
+                is_taken = i in self.donated and isinstance(leaf, jax.Array)
+                for one in uses:  # `device_put` may return the shards that are already in place
+                    own = jax.numpy.copy(leaf) if is_taken else leaf
+                    values[one.register] = jax.device_put(own, one.sharding, may_alias=i not in self.donated)
             else:
                 self._from_host(leaf, uses, values)
 
@@ -120,38 +128,52 @@ class PipelineArguments:
         return not (self.may_take or isinstance(leaf, StackedLeaf) or is_own(leaf))
 
     def _add(
-        self, i: LeafKey, s: int, slot: Slot, aval: Any, at_home: NamedSharding, sharding: NamedSharding, is_home: bool
+        self, i: LeafKey, stage: StagePieces, s: int, port: Any, source: int | None, *, is_replica: bool = False
     ) -> None:
+        slot, sharding = stage.arguments[i], stage.shardings[port]
+        aval = stage.layout.trace.avals[slot.value]
         register = self.registers.setdefault((s, slot), len(self.stage_of))
         self.stage_of.append(s)
-        if i not in self.donated or not is_home:
+        if i not in self.donated or not (source is None or is_replica):
             self.shared.add(register)
-        if not is_home and at_home.device_set & sharding.device_set:  # a transfer inside a submesh may not copy
-            self.shared.add(self.uses[i][0].register)
         crossing, prepare = None, None
-        if not is_home:
+        if source is not None:
+            at_source = self.uses[i][source].sharding
+            if at_source.device_set & sharding.device_set:  # a transfer inside a submesh may not copy
+                self.shared.add(self.uses[i][source].register)
             raw = jax_compat.raw_struct(aval)
-            passing = unchanged_wire(at_home, sharding)
+            passing = unchanged_wire(at_source, sharding)
             if passing is None:
-                passing = wire(raw.shape, at_home, sharding)
+                passing = wire(raw.shape, at_source, sharding)
             crossing = Crossing(raw.shape, raw.dtype, passing)
             if not crossing.between_processes:
                 crossing = None
-            elif passing.source != at_home or raw.dtype != aval.dtype or i in self.donated:
+            elif passing.source != at_source or raw.dtype != aval.dtype or i in self.donated:
                 prepare = jax.jit(_sent, out_shardings=passing.source)
             if crossing is not None and (passing.target != sharding or raw.dtype != aval.dtype):
                 self._arrivals[s][slot] = sharding
-        use = _ArgumentUse(s, slot, register, sharding, is_mine(sharding), crossing, prepare)
-        self.uses.setdefault(i, []).append(use)
+        use = _ArgumentUse(s, slot, register, source, is_replica, sharding, is_mine(sharding), crossing, prepare)
+        self.uses[i].append(use)
 
-    def _from_home(self, leaf: Any, uses: Sequence[_ArgumentUse], values: Values) -> None:
-        home, *others = uses
-        values[home.register] = leaf if home.is_mine else None
-        for one in others:
-            if one.crossing is None:
-                values[one.register] = jax.device_put(leaf, one.sharding) if one.is_mine else None
+    def _from_home(self, i: LeafKey, leaf: Any, given: Any, is_copied: bool, values: Values) -> None:
+        """Place an argument that is already at home, on the first replica at least.
+
+        Args:
+            leaf: as the home stage has it. given: as the caller gave it.
+            is_copied: whether it must outlive the step.
+        """
+        uses = self.uses[i]
+        for one in uses:
+            held: Any = leaf if one.source is None else held_part(given, i[1], one.sharding) if one.is_replica else None
+            if one.source is None or _is_in_place(held, one.sharding):
+                own = jax.numpy.copy(held) if is_copied and one.is_mine else held
+                values[one.register] = own if one.is_mine else None
                 continue
-            sent = leaf if home.is_mine else None
+            source = uses[one.source]
+            sent = values[source.register]
+            if one.crossing is None:
+                values[one.register] = jax.device_put(sent, one.sharding) if one.is_mine else None
+                continue
             if sent is not None and one.prepare is not None:
                 sent = one.prepare(sent)
             values[one.register] = one.crossing.move(sent)
@@ -177,6 +199,11 @@ def _sent(value: Any) -> Any:
     """A copy that passes between processes. A PRNG key passes as its raw data."""
     is_key = jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(value) if is_key else jax.numpy.copy(value)
+
+
+def _is_in_place(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether a leaf is an array with this sharding."""
+    return isinstance(leaf, jax.Array) and leaf.committed and _is_sharded_as(leaf, sharding)
 
 
 def _is_sharded_as(leaf: jax.Array, sharding: NamedSharding) -> bool:

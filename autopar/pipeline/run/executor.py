@@ -12,6 +12,7 @@ ones.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -21,10 +22,11 @@ from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.pieces import Layout, pieces_of
 from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.run.arguments import PipelineArguments
+from autopar.pipeline.run.instances import Instances
 from autopar.pipeline.run.instructions import Instructions, Values, instructions_of
 from autopar.pipeline.run.levels import levels_of
 from autopar.pipeline.run.piece_programs import PlannedStage, StagePieces
-from autopar.pipeline.run.stacked_leaves import assembled, sharding_of_parts
+from autopar.pipeline.run.stacked_leaves import assembled, over_replicas, sharding_of_parts
 from autopar.pipeline.schedule.simulate import simulate
 from autopar.pipeline.schedule.tasks import Schedule
 from autopar.pipeline.schedule.timeline import PipelineTimeline
@@ -39,7 +41,7 @@ class Pipeline:
 
     Args:
         stages: the stages in program order.
-        schedule: a schedule for that number of stages.
+        schedule: a schedule for that number of stages, with a replica of each stage for each of its meshes.
         num_outputs: the number of outputs of the traced step.
         literals: the outputs that are scalar constants of the program, by position.
         homes: the stage that holds each argument; by default the one that updates it, else the first that uses it.
@@ -71,26 +73,35 @@ class Pipeline:
         layouts = [Layout(one.program.program.of(one.plan).trace, one.program.inputs) for one in stages]
         levels = levels_of([one.program for one in stages], layouts)
         taken = [pieces_of(layout, level, splits_backward) for layout, level in zip(layouts, levels, strict=True)]
-        self.pieces = [StagePieces(*one) for one in zip(stages, taken, layouts, strict=True)]
+        self.instances = Instances(schedule)
+        #: Of each instance of a stage.
+        self.pieces = [
+            StagePieces(_on_replica(stages[s], replica), taken[s], layouts[s]) for s, replica in self.instances
+        ]
         self.carried = _carried(stages)
         self.homes = _homes(stages, homes or {})
         may_donate = {leaf for leaf in self.homes if (leaf in self.carried if donated is None else leaf[0] in donated)}
-        self.arguments = PipelineArguments(self.pieces, self.homes, may_donate, may_take=may_take)
+        self.arguments = PipelineArguments(self.pieces, self.instances, self.homes, may_donate, may_take=may_take)
         planned = timeline or simulate(schedule, lambda task: 1)
         self.instructions: Instructions = instructions_of(
-            self.pieces, planned.tasks_by_start(), self.arguments, self.carried, compiler_options
+            self.pieces, self.instances, planned.tasks_by_start(), self.arguments, self.carried, compiler_options
         )
 
     @property
     def in_shardings(self) -> dict[int, NamedSharding]:
-        """The sharding of each argument that a stage uses. An argument whose layers are on several submeshes is left
-        out if no `NamedSharding` describes it."""
-        return _whole({leaf: self.pieces[s].shardings[port] for leaf, (s, port) in self.homes.items()})
+        """The sharding of each argument that a stage uses, over all replicas of that stage. An argument whose layers are on
+        several submeshes is left out if no `NamedSharding` describes it."""
+        return _whole(
+            {
+                leaf: over_replicas([self.pieces[n].shardings[port] for n in self.instances.of(s)])
+                for leaf, (s, port) in self.homes.items()
+            }
+        )
 
     @property
     def out_shardings(self) -> dict[int, NamedSharding]:
         """The sharding of each result that a stage produces. Carried state keeps its argument's sharding."""
-        return _whole(self.instructions.out_shardings)
+        return _whole({leaf: result.sharding for leaf, result in self.instructions.results.items()})
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the step.
@@ -136,6 +147,13 @@ def _whole(parts: Mapping[LeafKey, NamedSharding]) -> dict[int, NamedSharding]:
     """The shardings of whole leaves, given those of their parts; without leaves that no `NamedSharding` describes."""
     whole = {position: sharding_of_parts(own) for position, own in _by_leaf(parts).items()}
     return {position: sharding for position, sharding in whole.items() if sharding is not None}
+
+
+def _on_replica(stage: PlannedStage, replica: int) -> PlannedStage:
+    """A stage as one of its replicas has it: on its own mesh, with those of the others."""
+    meshes = (stage.mesh, *stage.replicas)
+    others = tuple(mesh for n, mesh in enumerate(meshes) if n != replica)
+    return replace(stage, mesh=meshes[replica], replicas=others)
 
 
 def _carried(stages: Sequence[PlannedStage]) -> dict[LeafKey, LeafKey]:

@@ -22,99 +22,14 @@ from autopar.pipeline.cut.extract_stages import LeafKey, Port
 from autopar.pipeline.cut.pieces import Slot, piece_name
 from autopar.pipeline.run.arguments import PipelineArguments, Values
 from autopar.pipeline.run.broadcast import Broadcaster, is_small
+from autopar.pipeline.run.calls_and_moves import Broadcast, Call, Count, Instruction, Move
+from autopar.pipeline.run.instances import Instances
 from autopar.pipeline.run.moves_of_others import MovesOfOthers
-from autopar.pipeline.run.piece_programs import Compiled, Key, PieceProgram, Send, StagePieces
-from autopar.pipeline.run.transfers import Crossing, Leg, is_mine, wire, without_shards
+from autopar.pipeline.run.piece_programs import Compiled, Key, Send, StagePieces
+from autopar.pipeline.run.register_lifetimes import Lifetimes
+from autopar.pipeline.run.stacked_leaves import array_of_replicas, over_replicas
+from autopar.pipeline.run.transfers import Crossing, Leg, Wire, is_mine, wire, without_shards
 from autopar.pipeline.schedule.tasks import PHASES, Task
-
-
-@dataclass(slots=True)
-class Call:
-    """Runs a piece.
-
-    Args:
-        task: the task that the piece belongs to; None outside the microbatch loop.
-        reads: registers of the inputs.
-        writes: registers of the outputs.
-        frees: registers that are not used later.
-        donated: a function that gives the positions in `reads` that the piece may overwrite; they are known once the
-            instructions before it have run.
-        after_first: a callback after the piece is compiled.
-    """
-
-    program: PieceProgram
-    stage: int
-    key: Key
-    task: Task | None
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...] = ()
-    donated: Callable[[], Sequence[int]] = tuple
-    after_first: Callable[[], None] = lambda: None
-
-    def run(self, values: Values) -> None:
-        inputs = [values[i] for i in self.reads]
-        self.settle(inputs)
-        results = self.program.jitted(*inputs)
-        for i, value in zip(self.writes, results, strict=True):
-            values[i] = value
-        for i in self.frees:
-            values[i] = None
-
-    def settle(self, inputs: Sequence[Any]) -> None:
-        """Choose the piece's programs, before its first call, for these inputs or their types."""
-        if self.program.jitted is None:
-            self.program.settle(self.donated(), inputs)
-            self.after_first()
-
-
-@dataclass(slots=True)
-class Move:
-    """Transfers an array to another submesh. `task` is the task that produced it."""
-
-    crossing: Crossing
-    task: Task | None
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    frees: tuple[int, ...] = ()
-
-    def run(self, values: Values) -> None:
-        values[self.writes[0]] = self.crossing.move(values[self.reads[0]])
-        for i in self.frees:
-            values[i] = None
-
-
-@dataclass(slots=True)
-class Broadcast:
-    """Broadcasts a small result to every process."""
-
-    broadcaster: Broadcaster
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    task: Task | None = None
-    frees: tuple[int, ...] = ()
-
-    def run(self, values: Values) -> None:
-        values[self.writes[0]] = self.broadcaster.broadcast(values[self.reads[0]])
-        for i in self.frees:
-            values[i] = None
-
-
-@dataclass(slots=True)
-class Count:
-    """Counts moves between other processes."""
-
-    moves: MovesOfOthers
-    reads: tuple[int, ...] = ()
-    writes: tuple[int, ...] = ()
-    task: Task | None = None
-    frees: tuple[int, ...] = ()
-
-    def run(self, values: Values) -> None:
-        self.moves.count()
-
-
-Instruction = Call | Move | Broadcast | Count
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +37,21 @@ class Result:
     """The location of a result of the step.
 
     Args:
+        registers: one; for state that replicas of a stage hold, that of each replica.
+        sharding: of the result, over all replicas.
         absent: the placeholder for a result that only other processes have.
     """
 
-    register: int
+    registers: tuple[int, ...]
+    sharding: NamedSharding
     absent: Any = None
 
     def read(self, values: Values) -> Any:
         """The result, after the last instruction."""
-        value = values[self.register]
-        return self.absent if value is None else value
+        found = [values[register] for register in self.registers]
+        if all(value is None for value in found):
+            return self.absent
+        return found[0] if len(found) == 1 else array_of_replicas(found, self.sharding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +60,18 @@ class Instructions:
 
     Args:
         results: each result or part of a result, by position and layers.
-        out_shardings: the sharding of each of `results`.
-        stage_of: the stage whose devices hold each register.
+        stage_of: the instance of the stage whose devices hold each register.
     """
 
     steps: tuple[Instruction, ...]
     num_registers: int
     results: Mapping[LeafKey, Result]
-    out_shardings: Mapping[LeafKey, NamedSharding]
     stage_of: tuple[int, ...]
 
 
 def instructions_of(
     stages: Sequence[StagePieces],
+    instances: Instances,
     tasks: Sequence[Task],
     arguments: PipelineArguments,
     carried: Mapping[LeafKey, LeafKey],
@@ -161,10 +80,11 @@ def instructions_of(
     """The instructions of a step after its arguments have been placed.
 
     Args:
+        stages: the instances of all stages.
         tasks: the tasks in dispatch order.
         carried: the result that replaces each carried argument.
     """
-    return _Listing(stages, tasks, arguments, carried, compiler_options).run()
+    return _Listing(stages, instances, tasks, arguments, carried, compiler_options).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +110,13 @@ class _Listing:
     def __init__(
         self,
         stages: Sequence[StagePieces],
+        instances: Instances,
         tasks: Sequence[Task],
         arguments: PipelineArguments,
         carried: Mapping[LeafKey, LeafKey],
         compiler_options: Mapping[str, Any] | None,
     ) -> None:
-        self.stages, self.tasks, self.arguments = stages, tasks, arguments
+        self.stages, self.instances, self.tasks, self.arguments = stages, instances, tasks, arguments
         self.num_slices = max(stage.layout.num_slices for stage in stages)
         self.num_microbatches = (1 + max(task.microbatch for task in tasks)) // self.num_slices
         self.steps: list[Call | Move | Broadcast] = []
@@ -205,7 +126,14 @@ class _Listing:
         }
         self.replacements = set(carried.values())
         self.results: dict[LeafKey, Result] = {}
-        self.out_shardings: dict[LeafKey, NamedSharding] = {}
+        #: The accumulators of all replicas: (instance that has them, slot, replica) -> register.
+        self.received: dict[tuple[int, Slot, int], int] = {}
+        #: Of each result that several replicas have, the sharding on each.
+        self.replica_shardings: dict[LeafKey, list[NamedSharding]] = {}
+        #: Instances and the microbatches that they run.
+        self.runs = {(instances.of_task(task), task.microbatch // self.num_slices) for task in tasks}
+        #: Registers from which a replica sends to one in another process.
+        self.sent_away: set[int] = set()
         self.sends = [{key: self._sends(s, key) for key in stage.whole} for s, stage in enumerate(stages)]
         compiled: dict[Mesh, Compiled] = {}
         self.programs = [
@@ -223,8 +151,6 @@ class _Listing:
             for s, stage in enumerate(stages)
         ]
         self._check_covered()
-        #: Registers that may hold the same array as another.
-        self.shared = set(arguments.shared)
 
     def run(self) -> Instructions:
         for s, stage in enumerate(self.stages):
@@ -235,23 +161,29 @@ class _Listing:
         for level, s in around:
             if not level[0]:
                 self._call(s, level, None)
-        for task in self.tasks:
+        in_loop = [task for task in self.tasks if task.phase != "update"]
+        last = {self.instances.of_task(task): task for task in in_loop}
+        for task in in_loop:
+            s = self.instances.of_task(task)
             name = piece_name(task.phase, task.microbatch % self.num_slices, self.num_slices)
-            if name in self.stages[task.stage].pieces.each:
-                self._call(task.stage, name, task)
+            if name in self.stages[s].pieces.each:
+                self._call(s, name, task)
+            if task == last[s]:
+                self._exchange(s, task)
         for level, s in around:
             if level[0]:
                 self._call(s, level, None)
-        self._free()
+        lifetimes = Lifetimes(self.arguments, self.sent_away, by_position=self.instances.num_replicas > 1)
+        lifetimes.settle(self.steps, {register for one in self.results.values() for register in one.registers})
         steps = tuple(self._own_steps())
-        return Instructions(steps, len(self.stage_of), self.results, self.out_shardings, tuple(self.stage_of))
+        return Instructions(steps, len(self.stage_of), self.results, tuple(self.stage_of))
 
     def _check_covered(self) -> None:
         """Refuse a schedule without a task that the step needs."""
         tasks = set(self.tasks)
         needed = (
             Task(s, microbatch * self.num_slices + part, phase)
-            for s, stage in enumerate(self.stages)
+            for s, stage in enumerate(self.stages[: self.instances.num_stages])
             for phase in PHASES
             for part in range(self.num_slices)
             if (name := piece_name(phase, part, self.num_slices)) in stage.pieces.each and name in stage.whole
@@ -281,6 +213,8 @@ class _Listing:
         avals = stage.avals()
         for port, what in outputs:
             for t, other in enumerate(self.stages):
+                if self.instances.replica(t) != self.instances.replica(s):
+                    continue
                 inner = other.pieces.takes_inside.get(port.value) if port.kind == "inside" else None
                 slot = other.outside.get(port) if inner is None else Slot("each", inner)
                 if slot is None or t == s:
@@ -341,11 +275,32 @@ class _Listing:
         for (i, sharding), register in zip(program.results, results, strict=True):
             self._result(stage.stage.program.outputs[i], s, register, sharding)
 
+    def _exchange(self, s: int, task: Task) -> None:
+        """Send what an instance has accumulated and stacked to the other replicas of its stage."""
+        replica = self.instances.replica(s)
+        own = [microbatch for instance, microbatch in sorted(self.runs) if instance == s]
+        for slot, what in self.stages[s].exchanged.items():
+            if slot.kind == "carry":
+                self.received[s, slot, replica] = self.at[s, slot, None]
+            for t in self.instances.peers(s):
+                target = self.stages[t].exchanged[slot].sharding
+                crossing = Crossing(what.shape, what.dtype, Wire(what.sharding, target))
+                for m in own if slot.kind == "each" else [None]:
+                    source = self.at[s, slot, m]
+                    arrived = self._new(t)
+                    self.steps.append(Move(crossing, task, (source,), (arrived,)))
+                    self.sent_away.update({source} if crossing.between_processes else ())
+                    where: Any = self.received if m is None else self.at
+                    where[t, slot, replica if m is None else m] = arrived
+
     def _registers(
         self, s: int, slots: Sequence[Slot], counts: Sequence[int], microbatch: int | None
     ) -> tuple[int, ...]:
         found: list[int] = []
         for slot, count in zip(slots, counts, strict=True):
+            if slot.kind == "carry" and count > 1:
+                found += [self.received[s, slot, replica] for replica in range(count)]
+                continue
             each = range(count) if microbatch is None else [microbatch]
             for m in each if slot.kind == "each" else [None]:
                 place = (s, slot, m)
@@ -360,15 +315,27 @@ class _Listing:
 
     def _result(self, port: Port, s: int, register: int, sharding: NamedSharding) -> None:
         result, aval = port.leaf, self.stages[s].avals()[port]
-        if jax.process_count() > 1 and result not in self.replacements and is_small(aval):
+        is_state = result in self.replacements
+        if self.instances.replica(s):
+            if is_state:
+                self._add_replica(result, aval, register, sharding)
+            return
+        if jax.process_count() > 1 and not is_state and is_small(aval):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
             broadcaster = Broadcaster(aval, whole)
             copy = self._new(s)
             self.steps.append(Broadcast(broadcaster, (register,), (copy,)))
-            self.results[result], self.out_shardings[result] = Result(copy), broadcaster.sharding
+            self.results[result] = Result((copy,), broadcaster.sharding)
             return
-        absent = None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
-        self.results[result], self.out_shardings[result] = Result(register, absent), sharding
+        self.results[result] = Result((register,), sharding, _absent(aval, sharding))
+
+    def _add_replica(self, result: LeafKey, aval: Any, register: int, sharding: NamedSharding) -> None:
+        """Add what another replica has of a result."""
+        known = self.results[result]
+        parts = [*self.replica_shardings.get(result, [known.sharding]), sharding]
+        self.replica_shardings[result] = parts
+        whole = over_replicas(parts)
+        self.results[result] = Result((*known.registers, register), whole, _absent(aval, whole))
 
     def _own_steps(self) -> Iterator[Instruction]:
         """The instructions of this process, in order. Moves between others are counted before the next instruction that
@@ -387,45 +354,7 @@ class _Listing:
             if one is not None and not (isinstance(one, Call) and not mine[one.stage]):
                 yield one
 
-    # -- memory ------------------------------------------------------------------------------
 
-    def _free(self) -> None:
-        """Set when each register is freed, and which registers each piece may overwrite."""
-        last: dict[int, int] = {}
-        for n, one in enumerate(self.steps):
-            last.update(dict.fromkeys((*one.reads, *one.writes), n))
-        for result in self.results.values():
-            last.pop(result.register, None)
-        frees: list[list[int]] = [[] for _ in self.steps]
-        for register, n in last.items():
-            frees[n].append(register)
-        calls: dict[int, list[Call]] = {}
-        for n, one in enumerate(self.steps):
-            one.frees = tuple(frees[n])
-            if isinstance(one, Call):
-                calls.setdefault(id(one.program), []).append(one)
-        for same in calls.values():
-            for one in same:
-                one.donated = lambda same=same: self._donated(same)
-                one.after_first = lambda same=same: self._mark(same)
-
-    def _donated(self, calls: Sequence[Call]) -> list[int]:
-        """The positions of inputs that a piece may overwrite in all its calls. Arguments of the step come first, as the
-        caller may hold them until the step ends unless they are donated."""
-        return [
-            i
-            for i in sorted(range(len(calls[0].reads)), key=lambda i: calls[0].reads[i])
-            if all(
-                (one.reads[i] in one.frees or one.reads[i] in one.writes)
-                and one.reads[i] not in self.shared
-                and one.reads.count(one.reads[i]) == 1
-                for one in calls
-            )
-        ]
-
-    def _mark(self, calls: Sequence[Call]) -> None:
-        """Record the outputs of a compiled piece that may share their memory with other arrays."""
-        gives, taken = calls[0].program.shared
-        for one in calls:
-            self.shared.update(one.writes[i] for i in gives)
-            self.shared.update(one.reads[i] for i in taken)
+def _absent(aval: Any, sharding: NamedSharding) -> Any:
+    """The placeholder for a result that only other processes have."""
+    return None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)

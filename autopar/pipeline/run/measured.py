@@ -73,8 +73,9 @@ class _MeasuredRun:
     def __init__(self, pipeline: Pipeline, clock: Callable[[], float]) -> None:
         self.clock = clock
         instructions = pipeline.instructions
-        on = {task.stage: submesh for task, submesh in pipeline.schedule.submesh_of().items()}
-        updates = {task.stage: task for task in pipeline.schedule.tasks if task.phase == "update"}
+        instances = pipeline.instances
+        on = [instances.submesh(instance) for instance in range(len(pipeline.pieces))]
+        updates = {instances.of_task(task): task for task in pipeline.schedule.tasks if task.phase == "update"}
         self.queues: dict[int, list[tuple[Instruction, int, Task | None]]] = {}
         thread_of: list[int] = []
         for one in instructions.steps:
@@ -84,7 +85,7 @@ class _MeasuredRun:
                 queue = _TRANSFERS if jax.process_count() > 1 else on[instructions.stage_of[one.reads[0]]]
             task = one.task if isinstance(one, Call) else None
             if isinstance(one, Call) and task is None and isinstance(one.key, tuple) and one.key[0]:
-                task = updates.get(one.stage, Task(one.stage, 0, "update"))
+                task = updates.get(one.stage, Task(instances.stage(one.stage), 0, "update"))
             self.queues.setdefault(queue, []).append((one, queue, task))
             thread_of.append(queue)
         #: The event set after each instruction that another thread waits for, and the events each instruction waits

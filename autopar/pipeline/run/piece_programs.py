@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,11 @@ from autopar.jax_interop.partition_spec import named_shardings
 from autopar.pipeline.cut.deferred_reductions import deferred_reductions
 from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
+from autopar.pipeline.cut.replicas import accumulators, check_effects
 from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.run.deferred_reductions import ConstrainedShardings, accumulate, initial
+from autopar.pipeline.run.exchanged import Exchanged, ExchangedForms
+from autopar.pipeline.run.same_program import is_same_program
 from autopar.pipeline.run.uneven_values import UnevenValues, even_part
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
@@ -37,11 +39,16 @@ Key = Level | str
 
 @dataclass(frozen=True, slots=True)
 class PlannedStage:
-    """A stage and its plan for the devices of a submesh, which may belong to other processes."""
+    """A stage and its plan for the devices of a submesh, which may belong to other processes.
+
+    Args:
+        replicas: the meshes of its other replicas, in the order of the schedule.
+    """
 
     program: StageProgram
     plan: Plan
     mesh: Mesh
+    replicas: tuple[Mesh, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,8 @@ class PieceProgram:
         sends: values that other stages receive.
         results: positions of outputs that are results of the step, and their shardings.
         counts: the number of arrays per slot of `takes` and of `gives`. A piece outside the loop takes and gives the
-            arrays of all microbatches.
+            arrays of all microbatches, and takes the accumulators of all replicas.
+        kept: the sharding of each array of `gives`; None, XLA's choice, unless replicas exchange it.
         mesh: the devices of the stage.
         arrivals: the sharding that the piece applies to a slot before use, by slot that other stages fill.
         compiled: the compiled pieces of the same submesh, which equal pieces share; this piece adds its own.
@@ -112,6 +120,7 @@ class PieceProgram:
     takes: tuple[Slot, ...]
     gives: tuple[Slot, ...]
     counts: tuple[tuple[int, ...], tuple[int, ...]]
+    kept: tuple[NamedSharding | None, ...]
     sends: tuple[Send, ...]
     results: tuple[tuple[int, NamedSharding], ...]
     mesh: Mesh
@@ -141,9 +150,8 @@ class PieceProgram:
 
     @property
     def _out_shardings(self) -> list[NamedSharding | None]:
-        """The shardings of sends and results; None, XLA's choice, for values that stay in the stage."""
-        pinned = [one.sharding for one in self.sends] + [sharding for _, sharding in self.results]
-        return [None] * sum(self.counts[1]) + pinned
+        """The shardings of all outputs."""
+        return [*self.kept, *(one.sharding for one in self.sends), *(sharding for _, sharding in self.results)]
 
     def settle(self, donated: Sequence[int], values: Sequence[Any]) -> None:
         """Choose the jitted programs of the piece for its first call, or those of an equal piece on the same devices.
@@ -192,7 +200,7 @@ class PieceProgram:
             for value, sharding in zip(values, arriving, strict=True)
         ]
         planned = [one.planned for one in self.sends] + [sharding for _, sharding in self.results]
-        out_shardings = [*itertools.repeat(None, first), *planned]
+        out_shardings = [*self.kept, *planned]
         jitted = self._jit(self._usable(donated, received, out_shardings), out_shardings)
         return (*receive, Link(jitted, tuple(out_shardings)), *send)
 
@@ -223,6 +231,7 @@ class StagePieces:
         shardings: the sharding that the stage expects of each input port.
         aliases: slots that equal another slot, which is used instead.
         partial: the accumulators that are reduced over devices after the loop, by their value in the loop.
+        exchanged: what replicas of the stage exchange after their microbatches: accumulators and rows of stacks.
     """
 
     def __init__(self, stage: PlannedStage, pieces: Pieces, layout: Layout) -> None:
@@ -255,6 +264,13 @@ class StagePieces:
         self.aliases = dict(self._aliases(inputs))
         whole: dict[Key, Piece] = {**pieces.around, **pieces.each}
         self.whole = {key: piece for key, piece in whole.items() if self._does_something(piece)}
+        if stage.replicas:
+            check_effects(layout)
+        self.accumulators = accumulators(layout) if stage.replicas else {}
+        forms = ExchangedForms(
+            layout, self.replay.shardings.at_definition, self.partial, self.uneven, plan.mesh, stage.mesh
+        )
+        self.exchanged: dict[Slot, Exchanged] = dict(forms.of(self.accumulators)) if stage.replicas else {}
 
     def avals(self) -> dict[Port, Any]:
         """The aval of each input and output port."""
@@ -289,12 +305,21 @@ class StagePieces:
         results = tuple((i, self.out_shardings[ports[i]]) for i in piece.outputs if ports[i].kind == "result")
         takes = self._in_order_of(self.taken(piece), gives, [i for i, _ in results])
         of_all = num_microbatches if key in self.pieces.around else 1
-        counts = tuple(tuple(of_all if slot.kind == "each" else 1 for slot in slots) for slots in (takes, gives))
+        is_around = key in self.pieces.around
+        of_replicas = 1 + len(self.stage.replicas)
+        each = [
+            of_replicas if is_around and slot.kind == "carry" and slot in self.exchanged else _count(slot, of_all)
+            for slot in takes
+        ]
+        counts = tuple(each), tuple(_count(slot, of_all) for slot in gives)
+        pinned = [self.exchanged[slot].sharding if slot in self.exchanged else None for slot in gives]
+        kept = tuple(itertools.chain.from_iterable(map(itertools.repeat, pinned, counts[1])))
         program = PieceProgram(
             piece,
             takes,
             gives,
-            (counts[0], counts[1]),
+            counts,
+            kept,
             tuple(sends),
             results,
             self.stage.mesh,
@@ -311,6 +336,13 @@ class StagePieces:
         return execute.jit_options(self.stage.plan, self.stage.mesh).get("compiler_options", {})
 
     # -- helpers -----------------------------------------------------------------------------
+
+    def _combined(self, slot: Slot, replicas: Sequence[Any]) -> Any:
+        """An accumulator, from those of all replicas in their order."""
+        step = self.accumulators.get(slot.value)
+        if step is None:
+            return replicas[0]
+        return functools.reduce(lambda a, b: jax_compat.bind(step.source, [a, b])[0], replicas)
 
     def _in_order_of(self, takes: Sequence[Slot], gives: Sequence[Slot], results: Sequence[int]) -> tuple[Slot, ...]:
         """Inputs in the order of the outputs that replace them, then the others. JAX lets the n-th output of a shape
@@ -349,7 +381,8 @@ class StagePieces:
             for slot, count in zip(program.takes, program.counts[0], strict=True):
                 given = itertools.islice(arguments, count)
                 arrays = [self.uneven.whole(slot.value, self._as_planned(slot, one, arrivals)) for one in given]
-                values[slot.value] = arrays[0] if slot.kind != "each" or in_loop else tuple(arrays)
+                is_stack = slot.kind == "each" and not in_loop
+                values[slot.value] = tuple(arrays) if is_stack else self._combined(slot, arrays)
             for slot, source in self.aliases.items():
                 if source in program.takes:
                     values[slot.value] = values[source.value]
@@ -416,6 +449,11 @@ class StagePieces:
         return self.layout.trace.equations[self.entered.get(leave, leave)].results[0]
 
 
+def _count(slot: Slot, of_all: int) -> int:
+    """The number of arrays of a slot."""
+    return of_all if slot.kind == "each" else 1
+
+
 def _resharding(shardings: Mapping[int, NamedSharding]) -> tuple[Link, ...]:
     """The program that gives some arrays of a list other shardings, by their positions; none if there are none."""
     out = tuple(shardings.values())
@@ -427,24 +465,6 @@ def _run_links(links: Sequence[Link], *flat: Any) -> list[Any]:
     for one in links:
         values = one.after(values, one.jitted(*one.taken(values)))
     return values
-
-
-def is_same_program(one: Any, other: Any) -> bool:
-    """Whether two traced pieces with equal arguments and devices are the same program. Programs with Python
-    callbacks or with constants outside their text count as different, because their text does not show the
-    difference."""
-    if jax.config.jax_use_simplified_jaxpr_constants:
-        return False
-    texts = [without_module_name(traced.lower().as_text()) for traced in (one, other)]
-    return texts[0] == texts[1] and "callback" not in texts[0]
-
-
-def without_module_name(text: str) -> str:
-    """A program's text without the name of its module, in which equal pieces differ."""
-    return _MODULE_NAME.sub("module", text, count=1)
-
-
-_MODULE_NAME = re.compile(r"module @\S+")
 
 
 def _raw(value: Any) -> Any:

@@ -1,14 +1,15 @@
-"""Represent an array of stacked layers whose layers are on several submeshes.
+"""Represent an array of stacked layers whose layers are on several submeshes, or an array that replicas of a stage hold.
 
 In: the parts, each sharded over the submesh of a stage.
 Out: the leaf that the user holds between steps. If all parts have equally many layers and equal shardings on equal
 submeshes, the leaf is one `jax.Array`: the layer dim is sharded over a mesh axis that spans the submeshes, and nothing
-is copied. Otherwise the leaf is a `StackedLeaf`, which assembles the array on demand, as JAX has no unequal parts.
+is copied. Otherwise the leaf is a `StackedLeaf`, which assembles the array on demand, as JAX has no unequal parts. An
+array of replicas is one `jax.Array`, replicated over a mesh axis that spans their submeshes; nothing is copied either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import ProcessError
 from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.transfers import devices_of
 
 #: The mesh axis that spans the stages' submeshes.
 STAGE_AXIS = "stage"
+#: The mesh axis that spans the submeshes of one stage's replicas.
+REPLICA_AXIS = "replica"
+#: The attribute of an array on the submeshes of replicas: those of this process, by their shardings.
+_REPLICAS = "_autopar_replicas"
 
 
 class StackedLeaf:
@@ -58,11 +64,15 @@ class StackedLeaf:
         return next(iter(self.parts.values())).dtype
 
     def assembled(self) -> jax.Array:
-        """The whole array, on the devices of the first part.
+        """The whole array: where its parts are, if they are equal but for replicas; else on the devices of the first part.
 
         Raises:
-            ProcessError: some parts are in other processes.
+            ProcessError: some parts are in other processes, and they are unequal.
         """
+        if len({rows.stop - rows.start for rows in self.parts}) == 1:
+            first: dict[Rows | None, jax.Array] = {rows: _first_replica(part) for rows, part in self.parts.items()}
+            if sharding_of_parts({rows: part.sharding for rows, part in first.items()}) is not None:
+                return assembled(first)
         parts = list(self.parts.values())
         if not all(part.is_fully_addressable for part in parts):
             raise ProcessError(
@@ -98,20 +108,75 @@ def as_arrays(tree: Any) -> Any:
 
 def part_of(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> Any:
     """Some layers of a leaf, or the whole leaf if `rows` is None. Shards that are already in place are not copied."""
-    if rows is None:
-        return leaf.assembled() if isinstance(leaf, StackedLeaf) else leaf
+    held = held_part(leaf, rows, sharding)
+    if held is not None:
+        return held
     if isinstance(leaf, StackedLeaf):
         if rows in leaf.parts:
             return leaf.parts[rows]
         leaf = leaf.assembled()
-    if isinstance(leaf, jax.Array):
-        shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
-        here = {shard.device: shard for shard in leaf.addressable_shards}
-        wanted = sharding.addressable_devices_indices_map(shape)
-        if all(d in here and at and _is_same_slice(here[d].index, at, rows, leaf.shape) for d, at in wanted.items()):
-            shards = [here[device].data for device in wanted]
-            return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
-    return rows_of(leaf, rows)
+    return leaf if rows is None else rows_of(leaf, rows)
+
+
+def held_part(leaf: Any, rows: Rows | None, sharding: NamedSharding) -> jax.Array | None:
+    """Some layers of a leaf, or the whole leaf if `rows` is None, of shards that are already as a sharding has them; None
+    if some are not. All processes decide the same."""
+    if isinstance(leaf, StackedLeaf):
+        return held_part(leaf.parts[rows], None, sharding) if rows in leaf.parts else None
+    if not isinstance(leaf, jax.Array) or not sharding.device_set <= leaf.sharding.device_set:
+        return None
+    if rows is None and (leaf.sharding == sharding or leaf.sharding.device_set == sharding.device_set):
+        return leaf if leaf.sharding.is_equivalent_to(sharding, leaf.ndim) else None
+    replicas: Mapping[NamedSharding, jax.Array] = getattr(leaf, _REPLICAS, {})
+    if rows is None and sharding in replicas:
+        return replicas[sharding]
+    held, rows = leaf.sharding.devices_indices_map(leaf.shape), rows or Rows(0, 0, leaf.shape[0] if leaf.ndim else 0)
+    shape = tuple(rows.stop - rows.start if d == rows.dim else size for d, size in enumerate(leaf.shape))
+    wanted = sharding.devices_indices_map(shape)
+    if not all(_is_same_slice(held[d] or (), at or (), rows, leaf.shape) for d, at in wanted.items()):
+        return None
+    here = {shard.device: shard.data for shard in leaf.addressable_shards}
+    shards = [here[device] for device in sharding.addressable_devices_indices_map(shape)]
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=leaf.dtype)
+
+
+def _first_replica(array: jax.Array) -> jax.Array:
+    """An array of `array_of_replicas` on the first submesh alone; any other array as it is."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding):
+        return array
+    first, *names = sharding.mesh.axis_names
+    used = {name for entry in sharding.spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+    if not first.startswith(REPLICA_AXIS) or first in used or not names:
+        return array
+    held = held_part(array, None, NamedSharding(Mesh(devices_of(sharding)[0], names), sharding.spec))
+    return array if held is None else held
+
+
+def over_replicas(shardings: Sequence[NamedSharding]) -> NamedSharding:
+    """The sharding of an array that is on several submeshes, with the same sharding on each."""
+    first = shardings[0]
+    if len(shardings) == 1:
+        return first
+    name = next(
+        f"{REPLICA_AXIS}{'_' * n}" for n in range(99) if f"{REPLICA_AXIS}{'_' * n}" not in first.mesh.axis_names
+    )
+    mesh = Mesh(np.stack([devices_of(one) for one in shardings]), (name, *first.mesh.axis_names))
+    return NamedSharding(mesh, first.spec)
+
+
+def array_of_replicas(replicas: Sequence[Any], sharding: NamedSharding) -> Any:
+    """One array on several submeshes.
+
+    Args:
+        replicas: the array on each; None where only other processes have it.
+        sharding: from `over_replicas`.
+    """
+    here = [one for one in replicas if one is not None]
+    shards = [shard.data for one in here for shard in one.addressable_shards]
+    made = jax.make_array_from_single_device_arrays(here[0].shape, sharding, shards, dtype=here[0].dtype)
+    setattr(made, _REPLICAS, {one.sharding: one for one in here})  # to take it apart costs as much as to make it
+    return made
 
 
 def rows_of(leaf: Any, rows: Rows) -> Any:

@@ -133,6 +133,30 @@ class Schedule:
         """The submesh of each task."""
         return {task: submesh for submesh, order in enumerate(self.orders) for task in order}
 
+    @functools.cached_property
+    def place_of(self) -> dict[tuple[int, int], int]:
+        """The submesh that runs each stage and microbatch."""
+        orders = enumerate(self.orders)
+        return {(t.stage, t.microbatch): submesh for submesh, order in orders for t in order if t.phase != "update"}
+
+    @functools.cached_property
+    def replicas(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the submeshes that run it; the one with its first microbatch comes first.
+
+        >>> forward = [Task(0, 1, "forward")], [Task(0, 0, "forward")]
+        >>> Schedule("both", tuple(map(tuple, forward)), {}).replicas
+        ((1, 0),)
+        """
+        found: dict[int, dict[int, None]] = {stage: {} for stage in range(self.num_stages)}
+        for (stage, _), submesh in sorted(self.place_of.items()):
+            found[stage][submesh] = None
+        return tuple(tuple(submeshes) for submeshes in found.values())
+
+    @property
+    def num_replicas(self) -> int:
+        """The largest number of submeshes that run one stage."""
+        return max(map(len, self.replicas), default=1)
+
 
 def chain(num_stages: int) -> tuple[tuple[int, int], ...]:
     """The edges of a chain, in which each stage feeds the next.

@@ -47,6 +47,24 @@ def check(schedule: Schedule) -> None:
     simulate(schedule, lambda task: 1)
 
 
+def check_replicas(schedule: Schedule) -> None:
+    """Check that a schedule can run with replicas of stages: all stages have equally many, and each microbatch runs on the
+    same replica of every stage.
+
+    Raises:
+        ScheduleError: it cannot run.
+    """
+    microbatches: set[tuple[tuple[int, ...], ...]] = set()
+    for stage, submeshes in enumerate(schedule.replicas):
+        on = [[m for m in range(schedule.num_microbatches) if schedule.place_of[stage, m] == one] for one in submeshes]
+        microbatches.add(tuple(map(tuple, on)))
+    if len(microbatches) > 1:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} divides the microbatches otherwise among the submeshes of one stage than among those"
+            " of another: to run, it must have equally many submeshes for each stage, and the same microbatches together"
+        )
+
+
 def _check_one(
     schedule: Schedule, stage: int, microbatch: int, phases: set[Phase], places: set[int], trains: bool
 ) -> None:
