@@ -17,7 +17,7 @@ from test_docs import DOCS, blocks
 import autopar
 from autopar.cli.main import main
 from autopar.errors import PlanFileError, ScheduleError
-from autopar.extend.schedules import CHIMERA, PipelineShape, ScheduleKind
+from autopar.extend.schedules import PipelineShape, ScheduleKind
 from autopar.pipeline.plan import OwnSchedule, PipelinePlan
 from autopar.pipeline.schedule.table import SCHEDULES, build
 from autopar.pipeline.schedule.task_text import tasks_of, text_of
@@ -97,7 +97,6 @@ def test_what_is_no_entry_is_refused(folder: Path) -> None:
         (taken, "the name 'zb-v' belongs to a schedule of the package"),
         (few, "orders the tasks of 3 microbatches, but 8 were asked for"),
         (forward, "runs forward passes only"),
-        (CHIMERA, "stages on two submeshes each, which can be simulated, but not run"),
         (7, "`schedule` is 7"),
     ):
         with pytest.raises(ScheduleError, match=message):

@@ -392,6 +392,12 @@ def placed_problems(draw: st.DrawFn) -> tuple[PartitionProblem, Callable[[int], 
     return problem, placed_by(name, virtual)
 
 
+def on_submeshes(row: Sequence[Submesh], places: Sequence[int]) -> tuple[Submesh, tuple[Submesh, ...]]:
+    """The submesh of a stage's first replica, and those of the others."""
+    first, *others = (row[place] for place in dict.fromkeys(places))
+    return first, tuple(others)
+
+
 def every_placed(
     problem: PartitionProblem, placement: Callable[[int], Placement]
 ) -> Iterator[tuple[tuple[Stage, ...], float]]:
@@ -410,7 +416,8 @@ def every_placed(
             for cuts in itertools.combinations(range(1, problem.num_layers), len(places) - 1):
                 ends = [*cuts, problem.num_layers]
                 stages = tuple(
-                    Stage(a, b - 1, row[places[j][0]]) for j, (a, b) in enumerate(zip([0, *cuts], ends, strict=True))
+                    Stage(a, b - 1, *on_submeshes(row, places[j]))
+                    for j, (a, b) in enumerate(zip([0, *cuts], ends, strict=True))
                 )
                 costs = [problem.cost(s.first, s.last, shape) for s in stages]
                 once = repeated = 0.0

@@ -137,11 +137,16 @@ def on_hosts(*places: tuple[int, int], per_host: int = 2) -> list[Submesh]:
     return [Submesh(SubmeshShape(V100.name, 1, 1), host * per_host + n, host) for host, n in places]
 
 
+def as_stages(submeshes: Sequence[Submesh]) -> list[Stage]:
+    """A layer on each."""
+    return [Stage(n, n, submesh) for n, submesh in enumerate(submeshes)]
+
+
 def test_stages_of_a_host_share_its_network_card() -> None:
     submeshes = on_hosts((0, 0), (0, 1), (1, 0), (1, 1))
     cluster = Cluster((DeviceGroup(V100.name, 2, 2),))
     exchanges = [Exchange(0, 1, 1e6), Exchange(0, 2, 1e6), Exchange(1, 3, 1e6), Exchange(3, 1, 1e6, 2)]
-    inside, one, other, back = sends_of(exchanges, submeshes, cluster, {V100.name: V100})
+    inside, one, other, back = sends_of(exchanges, as_stages(submeshes), cluster, {V100.name: V100})
     assert (inside.over_network, one.over_network, other.over_network) == (False, True, True)
     links = {send: set(links_of(send, submeshes[send.source], submeshes[send.target])) for send in (inside, one, back)}
     assert links[one] == set(links_of(other, submeshes[1], submeshes[3])), "one card out, one card in"
@@ -153,7 +158,7 @@ def test_stages_of_a_host_share_its_network_card() -> None:
 def test_a_domain_of_several_hosts_has_no_network_inside() -> None:
     domain = replace(V100, nvlink_domain_devices=4)
     submeshes, cluster = on_hosts((0, 0), (1, 0)), Cluster((DeviceGroup(V100.name, 2, 2),))
-    (send,) = sends_of([Exchange(0, 1, 1e6)], submeshes, cluster, {V100.name: domain})
+    (send,) = sends_of([Exchange(0, 1, 1e6)], as_stages(submeshes), cluster, {V100.name: domain})
     assert not send.over_network
     assert send.seconds == 1e6 / domain.host_link.bytes_per_s + domain.host_link.latency_s
 
@@ -226,7 +231,7 @@ def test_a_skip_connection_is_searched_as_what_it_costs(monkeypatch: pytest.Monk
     for cut in cuts:
         stages = [Stage(a, b - 1, submeshes[n]) for n, (a, b) in enumerate(itertools.pairwise(cut))]
         costs = [search.cost(one.first, one.last, one.submesh.shape) for one in stages]
-        sends = sends_of(search.exchanges(stages), submeshes, search.cluster, search.profiles)
+        sends = sends_of(search.exchanges(stages), stages, search.cluster, search.profiles)
         schedule = build("1f1b", len(stages), 8, edges=chain_with(len(stages), edges_between(sends)))
         times.append(staged_timeline(schedule, [c for c in costs if c], sends, submeshes).makespan_s)
     assert found.step_time_s == min(times), "the best of all cuts"

@@ -49,7 +49,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 Build = Callable[[PipelineShape], Schedule]
 EVERY = pytest.mark.parametrize("kind", SCHEDULES.values(), ids=SCHEDULES)
 #: Forward pass, input part and weight part of a stage.
-DURATIONS = ((1, 1, 1), (2, 3, 1), (3, 2, 2), (5, 1, 1), (1, 4, 1), (1, 2, 3))
+DURATIONS = ((1, 1, 1), (2, 3, 1), (3, 2, 2), (5, 1, 1), (1, 4, 1), (1, 2, 3), (2, 1, 1), (3, 2, 1), (4, 3, 1))
 
 
 def shapes(kind: ScheduleKind) -> list[PipelineShape]:
@@ -90,7 +90,11 @@ def test_tasks_run_once_and_in_a_legal_order(kind: ScheduleKind) -> None:
         phases = {"none": ("forward",), "whole": ("forward", "backward"), "split": ("forward", "input", "weight")}
         stages, microbatches = range(schedule.num_stages), range(schedule.num_microbatches)
         expected = [Task(s, m, phase) for s in stages for m in microbatches for phase in phases[kind.backward]]
-        expected += [Task(s, 0, "update") for s in stages if kind.backward != "none"]
+        first = [
+            min(m for m in microbatches if on == schedule.place_of[s, m]) for s in stages for on in schedule.replicas[s]
+        ]
+        updated = [s for s in stages for _ in schedule.replicas[s] if kind.backward != "none"]
+        expected += [Task(s, m, "update") for s, m in zip(updated, first, strict=False)]
         assert Counter(schedule.tasks) == Counter(expected)
         timeline = even_timeline(schedule, EvenPipeline(shape, 2, 3, 1))
         assert_legal(timeline, schedule.num_stages)
@@ -516,7 +520,7 @@ def _both_ways(shape: PipelineShape) -> Orders:
 
 
 BOTH_WAYS = ScheduleKind(
-    name="chimera",
+    name="both ways",
     description="Half of the microbatches go the other way.",
     orders=_both_ways,
     placement=lambda shape: tuple((s, shape.num_submeshes - 1 - s) for s in range(shape.num_submeshes)),

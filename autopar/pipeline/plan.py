@@ -15,18 +15,17 @@ from typing import Any
 from autopar.errors import ScheduleError
 from autopar.ir.placement import Part, Parts
 from autopar.ir.sharding import TensorSharding
-from autopar.pipeline.partition.cluster import Cluster, Submesh
+from autopar.pipeline.partition.cluster import Cluster, Submesh, submeshes_of
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_timeline, task_seconds
 from autopar.pipeline.schedule import dag as any_edges
-from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.own_schedule import OwnSchedule
 from autopar.pipeline.schedule.table import SCHEDULES, build
-from autopar.pipeline.schedule.task_text import tasks_of, text_of
-from autopar.pipeline.schedule.tasks import Edges, Schedule, Shares, chain_with, synchronous_needs
+from autopar.pipeline.schedule.tasks import Schedule, Shares, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
-from autopar.pipeline.schedule.verifier import check
+from autopar.pipeline.schedule.verifier import check_replicas
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.considered import Considered
 from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
@@ -84,6 +83,8 @@ class StagePlan:
 
     Args:
         first_layer, last_layer: the first and last layer, inclusive.
+        submesh: that of its first replica; of most schedules, the only one.
+        replicas: the submeshes of its other replicas, each with equal state.
         cost: the estimated cost for which the search chose it; bytes are per device.
         plan: the plan of the stage's program.
     """
@@ -93,11 +94,17 @@ class StagePlan:
     submesh: Submesh
     cost: StageCost
     plan: Plan
+    replicas: tuple[Submesh, ...] = ()
 
     @property
     def devices(self) -> range:
-        """The device numbers, host after host."""
+        """The device numbers of its first replica, host after host."""
         return self.submesh.devices
+
+    @property
+    def places(self) -> tuple[Submesh, ...]:
+        """The submesh of each replica."""
+        return (self.submesh, *self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,53 +140,6 @@ class PipelinePrediction:
     def peak_bytes(self) -> float:
         """The largest peak of any device."""
         return max(self.stage_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnSchedule:
-    """The tasks of a schedule that is not one of the package, or in an order of their own, as `schedule.task_text` writes
-    them.
-
-    Args:
-        description: its sentence.
-        orders: the tasks of each submesh.
-        needs: a task and those that it depends on, for each task; empty for those of a synchronous step.
-    """
-
-    description: str
-    orders: tuple[str, ...]
-    needs: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, schedule: Schedule, kind: ScheduleKind) -> OwnSchedule | None:
-        """The tasks of a schedule; None if they follow from the name of its entry."""
-        description = kind.description
-        if kind.token_slices:  # the plan has them
-            return None
-        if SCHEDULES.get(kind.name) is kind:
-            virtual = schedule.num_stages // schedule.num_submeshes
-            printed = build(kind, schedule.num_submeshes, schedule.num_microbatches, virtual=virtual)
-            if schedule.orders == printed.orders:
-                return None
-            description += " The order follows planned times."
-        needs = {} if kind.needs is synchronous_needs else schedule.needs
-        return cls(
-            description=description,
-            orders=tuple(map(text_of, schedule.orders)),
-            needs=tuple((text_of([task]), text_of(on)) for task, on in needs.items()),
-        )
-
-    def schedule(self, name: str, edges: Edges) -> Schedule:
-        """The schedule with these tasks.
-
-        Raises:
-            ScheduleError: they are not legal.
-        """
-        orders = tuple(map(tasks_of, self.orders))
-        needs = {task: tasks_of(on) for one, on in self.needs for task in tasks_of(one)}
-        built = Schedule(name, orders, needs or synchronous_needs(orders, edges))
-        check(built)
-        return built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,17 +249,24 @@ class PipelinePlan:
         return self.cluster.num_devices
 
     def parts_of(self, position: int) -> Parts:
-        """The shardings and submeshes of an input."""
+        """The shardings and submeshes of an input; of a stack of layers, those of the first replicas."""
+        parts = self.input_parts[position]
         return tuple(
-            Part(part.sharding, self.stages[part.stage].plan.mesh, self.stages[part.stage].devices.start, part.rows)
-            for part in self.input_parts[position]
+            Part(part.sharding, self.stages[part.stage].plan.mesh, submesh.first_device, part.rows)
+            for part in parts
+            for submesh in self.stages[part.stage].places[: None if len(parts) == 1 else 1]
         )
 
     @property
     def submesh_of(self) -> tuple[int, ...]:
-        """The number of the submesh of each stage."""
-        found: dict[range, int] = {}
-        return tuple(found.setdefault(stage.devices, len(found)) for stage in self.stages)
+        """The number of the submesh of each stage, that of its first replica."""
+        return tuple(places[0] for places in self.submeshes_of)
+
+    @property
+    def submeshes_of(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the submeshes of each stage, one for each replica."""
+        number = {submesh.devices: n for n, submesh in enumerate(submeshes_of(self.stages))}
+        return tuple(tuple(number[submesh.devices] for submesh in stage.places) for stage in self.stages)
 
     @property
     def is_chain(self) -> bool:
@@ -345,8 +312,8 @@ class PipelinePlan:
 
     def timeline(self) -> PipelineTimeline:
         """The simulated timeline of one step."""
-        costs, submeshes = [one.cost for one in self.stages], [one.submesh for one in self.stages]
-        return staged_timeline(self.tasks(), costs, self.sends, submeshes)
+        costs = [one.cost for one in self.stages]
+        return staged_timeline(self.tasks(), costs, self.sends, submeshes_of(self.stages))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
@@ -392,13 +359,10 @@ def _check(plan: PipelinePlan) -> None:
         raise WrongFieldError("stages", f"has {len(plan.stages)} entries, which is not a multiple of {plan.virtual}")
     layer = 0
     for number, stage in enumerate(plan.stages):
+        _check_places(plan, number)
         if stage.first_layer != layer or stage.last_layer < layer:
             raise WrongFieldError(f"stages[{number}].first_layer", f"must be {layer}, and last_layer at least that")
         layer = stage.last_layer + 1
-        if stage.devices.stop > plan.cluster.num_devices:
-            raise WrongFieldError(f"stages[{number}].submesh", f"goes beyond {plan.cluster}")
-        if stage.plan.mesh.num_devices != len(stage.devices):
-            raise WrongFieldError(f"stages[{number}].plan.mesh", f"must have {len(stage.devices)} devices")
         try:
             check_plan(stage.plan)
         except WrongFieldError as wrong:
@@ -422,6 +386,17 @@ def _check(plan: PipelinePlan) -> None:
             in_range = all(_in_range(part.rows, tensor.shape) for part in parts)
             if dims != {len(tensor.shape)} or not in_range:
                 raise WrongFieldError(f"{name}[{position}]", f"does not fit a tensor of shape {tensor.shape}")
+
+
+def _check_places(plan: PipelinePlan, number: int) -> None:
+    """Refuse submeshes of a stage that the cluster lacks, or that differ from its mesh or from each other."""
+    stage = plan.stages[number]
+    if max(submesh.devices.stop for submesh in stage.places) > plan.cluster.num_devices:
+        raise WrongFieldError(f"stages[{number}].submesh", f"goes beyond {plan.cluster}")
+    if stage.plan.mesh.num_devices != len(stage.devices):
+        raise WrongFieldError(f"stages[{number}].plan.mesh", f"must have {len(stage.devices)} devices")
+    if any(submesh.shape != stage.submesh.shape for submesh in stage.replicas):
+        raise WrongFieldError(f"stages[{number}].replicas", f"must have the shape {stage.submesh.shape}")
 
 
 def _check_layers(plan: PipelinePlan, num_layers: int) -> None:
@@ -450,6 +425,7 @@ def _check_schedule(plan: PipelinePlan) -> None:
     field = "schedule" if plan.own_schedule is None else "own_schedule"
     try:
         tasks = plan.tasks()
+        check_replicas(tasks)
     except ScheduleError as error:
         raise WrongFieldError(field, f"is not legal: {error}") from None
     parts = max(1, len(plan.token_slices))
@@ -459,7 +435,7 @@ def _check_schedule(plan: PipelinePlan) -> None:
             f"has {tasks.num_stages} stages and {tasks.num_microbatches} microbatches, but the plan {len(plan.stages)} and"
             f" {plan.num_microbatches}",
         )
-    if any(plan.submesh_of[task.stage] != submesh for task, submesh in tasks.submesh_of().items()):
+    if tasks.replicas != plan.submeshes_of:
         raise WrongFieldError("stages", f"must be on the submeshes on which {plan.schedule!r} runs them")
 
 
@@ -477,11 +453,14 @@ def _check_sends(plan: PipelinePlan) -> None:
     """Refuse impossible transfers, and submeshes that overlap without being equal."""
     count, ends = len(plan.stages), [(one.source, one.target, one.when) for one in plan.sends]
     wrong = any(
-        not (0 <= one.source < count and 0 <= one.target < count and one.source != one.target) for one in plan.sends
+        not (0 <= one.source < count and 0 <= one.target < count)
+        or (one.source == one.target and not (one.when == "end" and plan.stages[one.source].replicas))
+        for one in plan.sends
     )
     if wrong or len(set(ends)) < len(ends):
         raise WrongFieldError("sends", f"must go from stages to others, up to {count - 1}, once each")
-    places = sorted({(stage.devices.start, stage.devices.stop) for stage in plan.stages})
+    every = (submesh.devices for stage in plan.stages for submesh in stage.places)
+    places = sorted({(devices.start, devices.stop) for devices in every})
     for (_, stop), (start, _) in pairwise(places):
         if start < stop:
             raise WrongFieldError("stages", f"overlap: several submeshes have device {start}")

@@ -131,6 +131,7 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
     return {
         "layers": [stage.first_layer, stage.last_layer],
         "devices": [stage.devices.start, stage.devices.stop - 1],
+        "replicas": [[one.devices.start, one.devices.stop - 1] for one in stage.replicas],
         "hardware": stage.submesh.shape.kind,
         "mesh": stage.plan.mesh.size_of,
         "strategy": stage.plan.strategy,
@@ -165,12 +166,26 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     ]
     if branches := plan.side_by_side():
         facts.append(("In parallel", "; ".join(f"stages {_branches(fork)}" for fork in branches)))
+    if any(stage.replicas for stage in plan.stages):
+        facts.append(("Replicas", _replicas_text(plan)))
     if plan.own_statistics:
         text = "each microbatch has its own batch statistics, which changes the step slightly"
         facts.append(("Statistics", text))
     count = f"{len(plan.stages)} stages" if len(plan.stages) > 1 else "one stage"
     where = f"{plan.cluster.num_devices} devices ({plan.cluster})"
     return [Text(f"Plan of `{plan.program.name}` in {count} for {where}", "bold"), Text(), facts_table(facts), Text()]
+
+
+def _replicas_text(plan: PipelinePlan) -> str:
+    """What each stage's replicas hold and exchange."""
+    count = max(len(stage.places) for stage in plan.stages)
+    sends = [one for one in plan.sends if one.source == one.target]
+    held = "two submeshes" if count == 2 else f"{count} submeshes"
+    text = f"each stage is on {held} with equal state, for some of the microbatches each; their gradients are exchanged once"
+    if not sends:
+        return text
+    slowest = max(sends, key=lambda one: one.seconds)
+    return f"{text} a step, at most {human_bytes(slowest.num_bytes)} in {human_seconds(slowest.seconds)}"
 
 
 def stages_replicated(plan: PipelinePlan) -> list[str]:
@@ -213,7 +228,7 @@ def _stages(plan: PipelinePlan) -> list[RenderableType]:
         table.add_row(
             str(number),
             range_text(stage.first_layer, stage.last_layer),
-            f"{range_text(stage.devices.start, stage.devices.stop - 1)}\n{stage.submesh.shape.kind}",
+            f"{devices_text(stage)}\n{stage.submesh.shape.kind}",
             *map(human_seconds, seconds),
             sends or "-",
             Text(f"{stage.plan.mesh.describe()}\n{stage.plan.strategy}" + _remat(stage)),
@@ -236,14 +251,20 @@ def sends_from(plan: PipelinePlan, stage: int) -> list[Send]:
 
 
 def sent_text(send: Send, between: str = "\n") -> str:
-    """A transfer to another stage: that stage's number, bytes and seconds."""
+    """A transfer to another stage, or to other replicas of the stage: where to, bytes and seconds."""
     at = "" if send.when == "microbatch" else f" at {send.when}"
-    return f"to {send.target}{at}: {human_bytes(send.num_bytes)}{between}{human_seconds(send.seconds)}"
+    to = "to its replica" if send.source == send.target else f"to {send.target}"
+    return f"{to}{at}: {human_bytes(send.num_bytes)}{between}{human_seconds(send.seconds)}"
 
 
 def _branches(fork: Sequence[Sequence[int]]) -> str:
     """The stages of each branch: `1 | 2, 3 | 4`."""
     return " | ".join(", ".join(map(str, stages)) for stages in fork)
+
+
+def devices_text(stage: StagePlan) -> str:
+    """The devices of a stage, replica by replica."""
+    return " and ".join(range_text(one.devices.start, one.devices.stop - 1) for one in stage.places)
 
 
 def range_text(first: int, last: int) -> str:

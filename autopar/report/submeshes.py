@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from autopar.pipeline.partition.cluster import submeshes_of
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedule.in_flight import bytes_during_tasks
 from autopar.pipeline.schedule.tasks import PHASES, Phase
@@ -25,7 +26,8 @@ class SubmeshUse:
         phases: the seconds of each phase; together with `idle_s` they sum up to the step time.
         state_bytes: bytes held throughout the step.
         working_bytes: bytes of the temporaries of one microbatch.
-        in_flight: for each task, its start in seconds and the bytes of in-flight microbatches during it.
+        in_flight: for each task, its start in seconds and the bytes during it of in-flight microbatches, and of what
+            other replicas of its stages accumulated.
     """
 
     devices: tuple[int, int]
@@ -48,7 +50,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
         timeline: the simulated timeline of the plan.
     """
     costs = [stage.cost for stage in plan.stages]
-    schedule = plan.tasks()
+    schedule, submeshes = plan.tasks(), submeshes_of(plan.stages)
     flight_bytes = bytes_during_tasks(schedule, costs)
     uses = []
     for submesh, (order, during_tasks) in enumerate(zip(schedule.orders, flight_bytes, strict=True)):
@@ -57,7 +59,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
         for span in timeline.on(submesh):
             seconds[span.task.phase] += span.seconds
         stages = schedule.stages_on(submesh)
-        devices = plan.stages[stages[0]].devices
+        devices = submeshes[submesh].devices
         uses.append(
             SubmeshUse(
                 devices=(devices.start, devices.stop - 1),

@@ -17,9 +17,10 @@ from rich.padding import Padding
 from rich.text import Text
 
 from autopar.hardware.profile import HardwareProfile
+from autopar.pipeline.partition.cluster import submeshes_of
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.partition.step_time import staged_timeline
-from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.run.abstract_run import PieceRuns
 from autopar.pipeline.schedule.tasks import PHASES
 from autopar.plans.plan import Plan
@@ -280,7 +281,7 @@ def _stage(
     profile = profiles[stage.submesh.shape.kind]
     hosts = hosts_needed(planned, profile)
     found = [
-        replace(one, num_times=one.num_times * piece.count)
+        replace(one, num_times=one.num_times * _runs_of_device(piece, stage))
         for piece in pieces
         for link in piece.links
         for one in link.compiled.collectives
@@ -289,24 +290,29 @@ def _stage(
     return StageVerification(
         planned,
         pieces,
-        _times(stage.cost, pieces, plan.num_microbatches),
+        _times(stage, pieces, plan.num_microbatches),
         match_compiled(planned, found, of_hosts),
         topology_text(profile, planned.mesh.num_devices, hosts),
     )
 
 
-def _times(cost: StageCost, pieces: Sequence[PieceRuns], num_microbatches: int) -> tuple[TaskTime, ...]:
-    """The tasks of a stage."""
+def _runs_of_device(piece: PieceRuns, stage: StagePlan) -> int:
+    """How often a device runs a piece, if the microbatches of all replicas count: each replica runs the update."""
+    return max(1, piece.count // len(stage.places)) if piece.phase == "update" else piece.count
+
+
+def _times(stage: StagePlan, pieces: Sequence[PieceRuns], num_microbatches: int) -> tuple[TaskTime, ...]:
+    """The tasks of a stage, on all its replicas."""
     times: list[TaskTime] = []
     for phase in PHASES:
         own = [piece for piece in pieces if piece.phase == phase]
         if not own:
             continue
-        count = 1 if phase == "update" else num_microbatches
+        count = len(stage.places) if phase == "update" else num_microbatches
         each = [_replayed_s(piece) for piece in own]
         known = [piece.count * (seconds or 0.0) for piece, seconds in zip(own, each, strict=True)]
         replayed = None if None in each else sum(known) / count
-        times.append(TaskTime(phase, count, getattr(cost, _PREDICTED_BY.get(phase, "update_s")), replayed))
+        times.append(TaskTime(phase, count, getattr(stage.cost, _PREDICTED_BY.get(phase, "update_s")), replayed))
     return tuple(times)
 
 
@@ -316,8 +322,7 @@ def _step_time(plan: PipelinePlan, stages: Sequence[StageVerification]) -> Figur
     known = [cost for cost in costs if cost is not None]
     replayed = None
     if len(known) == len(costs):
-        submeshes = [stage.submesh for stage in plan.stages]
-        replayed = staged_timeline(plan.tasks(), known, plan.sends, submeshes).makespan_s
+        replayed = staged_timeline(plan.tasks(), known, plan.sends, submeshes_of(plan.stages)).makespan_s
     return Figure("step time", "s", plan.prediction.step_time_s, replayed, STEP_TIME_TOLERANCE)
 
 

@@ -29,8 +29,9 @@ from benchmarks.pipeline.critical_path import longest_path
 STAGES = range(2, 17)
 MICROBATCHES = range(1, 65)
 VIRTUAL = (1, 2, 3, 4)
-#: Durations on one stage: forward pass, input part, weight part. In the last, the weight part is the longest.
-DURATIONS = ((1, 1, 1), (3, 4, 2), (2, 1, 3))
+#: Durations on one stage: forward pass, input part, weight part. In the third, the weight part is the longest; in the last,
+#: both passes are equally long.
+DURATIONS = ((1, 1, 1), (3, 4, 2), (2, 1, 3), (3, 2, 1))
 #: ZB-H1 for any weight part.
 _ANY_WEIGHT_PART = replace(
     SCHEDULES["zb-h1"],

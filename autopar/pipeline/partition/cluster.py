@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -94,6 +95,24 @@ class Submesh:
         """Whether both are inside the same host."""
         alone = self.shape.num_hosts == other.shape.num_hosts == 1
         return alone and self.first_host == other.first_host
+
+
+class Placed(Protocol):
+    """A stage on a submesh, with the submeshes of its other replicas."""
+
+    @property
+    def submesh(self) -> Submesh: ...
+    @property
+    def replicas(self) -> tuple[Submesh, ...]: ...
+
+
+def submeshes_of(stages: Sequence[Placed]) -> tuple[Submesh, ...]:
+    """The submeshes of stages, by the numbers that schedules give them: those of the first replicas in the order of the
+    stages, then any others."""
+    found: dict[range, Submesh] = {}
+    for submesh in (*(stage.submesh for stage in stages), *(one for stage in stages for one in stage.replicas)):
+        found.setdefault(submesh.devices, submesh)
+    return tuple(found.values())
 
 
 @dataclass(frozen=True, slots=True)

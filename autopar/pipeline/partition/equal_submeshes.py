@@ -231,5 +231,8 @@ class _DepthFirst:
 
     def _stages(self) -> Stages:
         firsts = [0, *(last + 1 for last in self._bounds)]
-        places = [self._on.meshes[place[0]] for place in self._on.placement]
-        return tuple(map(Stage, firsts, self._bounds, places))
+        places = [[self._on.meshes[number] for number in dict.fromkeys(place)] for place in self._on.placement]
+        return tuple(
+            Stage(first, last, submesh, tuple(replicas))
+            for first, last, (submesh, *replicas) in zip(firsts[:-1], self._bounds, places, strict=True)
+        )

@@ -119,11 +119,16 @@ class PartitionProblem:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Layers `first` to `last`, inclusive, on a submesh."""
+    """Layers `first` to `last`, inclusive, on a submesh.
+
+    Args:
+        replicas: the equal submeshes of its other replicas, in the order of the schedule.
+    """
 
     first: int
     last: int
     submesh: Submesh
+    replicas: tuple[Submesh, ...] = ()
 
     def __str__(self) -> str:
         layers = f"layer {self.first}" if self.first == self.last else f"layers {self.first} to {self.last}"

@@ -43,47 +43,79 @@ def staged_timeline(
 
     What a stage gets at the start delays its first task. What it gets at the end leaves the other stage after its last
     gradient, and delays the update; a value that is computed from several stages and sent on, such as a global norm,
-    counts with its first transfer only.
+    counts with its first transfer only. Replicas send within their replica; what a stage sends to itself passes between
+    its replicas.
 
     Args:
         costs: the cost of each stage. `weight_s` is 0 unless the schedule splits the backward pass.
         sends: the transfers between stages; stages without one send nothing.
-        submeshes: the submesh of each stage.
+        submeshes: the submeshes of the schedule (`cluster.submeshes_of`).
     """
-    times = {
-        (one.source, one.target, one.when): (one.seconds, links_of(one, submeshes[one.source], submeshes[one.target]))
-        for one in sends
-    }
-    first: dict[int, Task] = {}
-    last: dict[int, Task] = {}
-    updates: dict[int, Task] = {}
-    for order in schedule.orders:
-        for task in order:
-            if task.phase == "update":
-                updates[task.stage] = task
-            else:
-                first.setdefault(task.stage, task)
-                last[task.stage] = task
-    at_start = [(first[target], *how) for (_, target, when), how in times.items() if when == "start"]
-    at_end = [(source, target) for source, target, when in times if when == "end" and target in updates]
+    times = {(one.source, one.target, one.when): one for one in sends}
+    ends = _Ends(schedule)
+    at_start = [
+        (ends.first[target, there], one.seconds, links_of(one, submeshes[here], submeshes[there]))
+        for (source, target, when), one in times.items()
+        if when == "start"
+        for here, there in ends.ways(source, target)
+    ]
+    at_end = [
+        (ends.updates[target, there], ends.last[source, here])
+        for source, target, when in times
+        if when == "end" and source != target
+        for here, there in ends.ways(source, target)
+        if (target, there) in ends.updates
+    ]
     if at_end:
         needs = dict(schedule.needs)
-        for source, target in at_end:
-            needs[updates[target]] = (*needs[updates[target]], last[source])
+        for update, after in at_end:
+            needs[update] = (*needs[update], after)
         schedule = replace(schedule, needs=needs)
-    nothing = (0, ())
+    place, last = schedule.place_of, set(ends.last.values())
 
-    def how(source: Task, target: Task) -> tuple[float, tuple[Hashable, ...]]:
-        when = "end" if target.phase == "update" else "microbatch"
-        return times.get((source.stage, target.stage, when), nothing)
+    def sent(source: Task, target: Task) -> Send | None:
+        if source.stage == target.stage and source not in last:  # replicas exchange what all microbatches accumulate
+            return None
+        return times.get((source.stage, target.stage, "end" if target.phase == "update" else "microbatch"))
 
-    return simulate(
-        schedule,
-        task_seconds(costs, schedule.share),
-        lambda source, target: how(source, target)[0] * (1 if target.phase == "update" else schedule.share(source)),
-        lambda source, target: how(source, target)[1],
-        at_start,
-    )
+    def transfer_s(source: Task, target: Task) -> float:
+        one = sent(source, target)
+        share = 1 if target.phase == "update" else schedule.share(source)
+        return share * one.seconds if one is not None else 0
+
+    def links(source: Task, target: Task) -> tuple[Hashable, ...]:
+        one, here = sent(source, target), place[source.stage, source.microbatch]
+        if one is None:
+            return ()
+        return links_of(one, submeshes[here], submeshes[place[target.stage, target.microbatch]])
+
+    return simulate(schedule, task_seconds(costs, schedule.share), transfer_s, links, at_start)
+
+
+class _Ends:
+    """The first and the last task of each stage on each of its submeshes, and its update there.
+
+    Attributes:
+        first, last, updates: by stage and submesh.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.replicas = schedule.replicas
+        self.first: dict[tuple[int, int], Task] = {}
+        self.last: dict[tuple[int, int], Task] = {}
+        self.updates: dict[tuple[int, int], Task] = {}
+        for submesh, order in enumerate(schedule.orders):
+            for task in order:
+                place = task.stage, submesh
+                if task.phase == "update":
+                    self.updates[place] = task
+                else:
+                    self.first.setdefault(place, task)
+                    self.last[place] = task
+
+    def ways(self, source: int, target: int) -> list[tuple[int, int]]:
+        """The submeshes of two stages, replica by replica."""
+        return list(zip(self.replicas[source], self.replicas[target], strict=False))
 
 
 def staged_peaks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from autopar.pipeline.cut.unroll_layers import Rows
 from autopar.pipeline.plan import LeafPart, PipelinePlan
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.measured import run_measured
-from autopar.pipeline.run.stacked_leaves import sharding_of_parts
+from autopar.pipeline.run.stacked_leaves import over_replicas, sharding_of_parts
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.runtime import jit as execute
 from autopar.runtime.own_arrays import OwnArguments, items, make_own
@@ -57,6 +57,9 @@ def stage_programs(plan: PipelinePlan, program: Program) -> tuple[StageProgram, 
 class PipelinedStep:
     """A pipelined step on the devices of this cluster.
 
+    Attributes:
+        meshes: of each stage, that of its first replica.
+
     Args:
         devices: the devices, ordered by host; as many as the plan's cluster has.
         may_take: whether donated arrays that the user made may be overwritten.
@@ -70,10 +73,16 @@ class PipelinedStep:
         structs = jax.tree.leaves(trace.arguments)
         self.own_arguments = OwnArguments(self.in_tree, structs, plan.donated, {}, may_take=may_take)
         self._renewed = items([output for position, output in plan.carried if position in set(plan.donated)])
-        self.meshes = [execute.make_mesh(stage.plan.mesh, [devices[i] for i in stage.devices]) for stage in plan.stages]
+        self.replica_meshes = [
+            [execute.make_mesh(stage.plan.mesh, [devices[i] for i in submesh.devices]) for submesh in stage.places]
+            for stage in plan.stages
+        ]
+        self.meshes = [meshes[0] for meshes in self.replica_meshes]
         stages = [
-            PlannedStage(stage, planned.plan, mesh)
-            for stage, planned, mesh in zip(stage_programs(plan, program), plan.stages, self.meshes, strict=True)
+            PlannedStage(stage, planned.plan, mesh, tuple(replicas))
+            for stage, planned, (mesh, *replicas) in zip(
+                stage_programs(plan, program), plan.stages, self.replica_meshes, strict=True
+            )
         ]
         literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
         self.pipeline = Pipeline(
@@ -89,11 +98,15 @@ class PipelinedStep:
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
-        """The sharding of each argument; for layer stacks in unequal parts, the sharding of the assembled array."""
+        """The sharding of each argument; for layer stacks whose parts no `NamedSharding` describes, that of the assembled
+        array: on the first replicas, or if parts are unequal, on the first stage."""
         known = self.pipeline.in_shardings
         unread = NamedSharding(self.meshes[0], PartitionSpec())
         return [
-            known.get(position) or sharding_of_parts(self._parts(position)) or unread
+            known.get(position)
+            or sharding_of_parts(self._parts(position))
+            or sharding_of_parts(self._parts(position, replicas=1))
+            or unread
             for position in range(len(self.plan.inputs))
         ]
 
@@ -109,10 +122,16 @@ class PipelinedStep:
             if sharding_of_parts(parts) is None
         }
 
-    def _parts(self, position: int) -> dict[Rows | None, NamedSharding]:
-        """The shardings of an argument's parts, as planned."""
+    def _parts(self, position: int, replicas: int | None = None) -> dict[Rows | None, NamedSharding]:
+        """The shardings of an argument's parts, as planned.
+
+        Args:
+            replicas: how many replicas of each stage; by default all.
+        """
         return {
-            _rows(part): named_shardings([part.sharding], self.meshes[part.stage])[0]
+            _rows(part): over_replicas(
+                [named_shardings([part.sharding], mesh)[0] for mesh in self.replica_meshes[part.stage][:replicas]]
+            )
             for part in self.plan.input_parts[position]
         }
 

@@ -1,7 +1,7 @@
 """Order the tasks of two pipelines of the same stages that run in opposite directions.
 
 In: a `PipelineShape` with an even number of submeshes.
-Out: the entries of Chimera and DualPipe, which `build` takes. Stage s runs on submesh s for the microbatches of the
+Out: the entries of Chimera and DualPipe. Stage s runs on submesh s for the microbatches of the
 first direction, and on submesh p - 1 - s for those of the second, so each stage has two instances with equal state.
 """
 
@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, both_ways
+from autopar.pipeline.schedule.objective import Objective, StageCost
 from autopar.pipeline.schedule.tasks import Orders, Phase, Task
 
 __all__ = ["CHIMERA", "DUALPIPE"]
@@ -139,12 +142,51 @@ def _chimera_bubble_s(even: EvenPipeline) -> float:
     return (even.shape.num_submeshes - 2) * even.forward_s
 
 
+def _chimera_objective(num_microbatches: int, virtual: int) -> Objective:
+    """With equal stages and F = B = t / 2, the makespan is m t + (p - 2) t / 2 and both updates. A submesh runs the
+    microbatches half on one stage, half on another; the objective has the slower of the two for all."""
+
+    def in_flight(after: int, num_submeshes: int) -> float:
+        return _chimera_in_flight(PipelineShape(num_submeshes, num_microbatches))[num_submeshes - 1 - after]
+
+    return Objective(
+        once_s=lambda cost: cost.pass_s / 2,
+        repeated_s=lambda cost: (num_microbatches - 1) * cost.pass_s + 2 * cost.update_s,
+        in_flight=in_flight,
+        transfer_once=0.5,
+        transfer_repeated=num_microbatches - 1,
+    )
+
+
+def _dualpipe_bubble_s(even: EvenPipeline) -> float:
+    return (even.shape.num_submeshes // 2 - 1) * (even.forward_s + even.backward_s - 2 * even.weight_s)
+
+
+def _dualpipe_holds(even: EvenPipeline) -> bool:
+    return even.weight_s <= even.input_s <= even.forward_s <= even.backward_s
+
+
+def _dualpipe_objective(num_microbatches: int, virtual: int) -> Objective:
+    """With equal stages of t = F + B, the makespan is m t + (p / 2 - 1)(F + B - 2W) and both updates."""
+
+    def filling_s(cost: StageCost) -> float:
+        return np.maximum(0.0, cost.forward_s + cost.backward_s - cost.weight_s)
+
+    return Objective(
+        once_s=lambda cost: filling_s(cost) / 2,
+        repeated_s=lambda cost: num_microbatches * cost.pass_s - filling_s(cost) + 2 * cost.update_s,
+        in_flight=lambda after, num_submeshes: num_submeshes + 1,
+        transfer_once=0.5,
+        transfer_repeated=num_microbatches - 1,
+    )
+
+
 CHIMERA = ScheduleKind(
     name="chimera",
     description="Two pipelines of the same stages in opposite directions fill each other's idle time.",
     orders=_chimera,
     requires=_chimera_requires,
-    bubble="(p - 2) F",
+    bubble="(p - 2)F",
     where="F = B and m is a multiple of p",
     bubble_s=_chimera_bubble_s,
     holds=lambda even: (
@@ -152,6 +194,7 @@ CHIMERA = ScheduleKind(
     ),
     in_flight=_chimera_in_flight,
     placement=both_ways,
+    objective=_chimera_objective,
 )
 
 DUALPIPE = ScheduleKind(
@@ -160,5 +203,11 @@ DUALPIPE = ScheduleKind(
     orders=_dualpipe,
     backward="split",
     requires=_dualpipe_requires,
+    bubble="(p / 2 - 1)(F + B - 2W)",
+    where="W no longer than B - W, which is no longer than F, which is no longer than B",
+    bubble_s=_dualpipe_bubble_s,
+    holds=_dualpipe_holds,
+    in_flight=lambda shape: (shape.num_submeshes + 1,) * shape.num_submeshes,
     placement=both_ways,
+    objective=_dualpipe_objective,
 )

@@ -48,18 +48,34 @@ def peak_held(
 
 
 def bytes_during_tasks(schedule: Schedule, costs: Sequence[StageCost]) -> tuple[tuple[float, ...], ...]:
-    """The bytes of in-flight microbatches that a device of each submesh holds during each of its tasks, in task order.
+    """The bytes of in-flight microbatches that a device of each submesh holds during each of its tasks, in task order. After
+    the last microbatch of a stage with replicas, they include the accumulators that it gets from the others.
 
     Args:
         costs: the cost of each stage.
     """
     part = 1 / len(schedule.shares)
-    return held_during_tasks(
+    in_flight = held_during_tasks(
         schedule,
         lambda stage: part * costs[stage].flight_bytes,
         lambda stage: part * (costs[stage].kept_bytes + costs[stage].passed_bytes),
         lambda stage: part * costs[stage].passed_bytes,
     )
+    if schedule.num_replicas == 1:
+        return in_flight
+    arrived = [_received_bytes(schedule, order, costs) for order in schedule.orders]
+    return tuple(tuple(map(sum, zip(*both, strict=True))) for both in zip(in_flight, arrived, strict=True))
+
+
+def _received_bytes(schedule: Schedule, order: tuple[Task, ...], costs: Sequence[StageCost]) -> list[float]:
+    """The bytes of other replicas' accumulators during each task of a submesh. The replicas of a stage end its microbatches
+    at about the same time."""
+    last = {task.stage: n for n, task in enumerate(order) if task.phase != "update"}
+    others = {stage: len(schedule.replicas[stage]) - 1 for stage in last}
+    return [
+        sum(others[stage] * costs[stage].accumulated_bytes for stage, end in last.items() if end < n)
+        for n in range(len(order))
+    ]
 
 
 def held_during_tasks(

@@ -154,3 +154,9 @@ class ScheduleKind:
     in_planned_order: bool = False
     is_searched: bool = False
     objective: Callable[[int, int], Objective] | None = None
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether it has stages on several submeshes each."""
+        shapes = (PipelineShape(p, 2 * p, self.virtuals[0]) for p in (2, 3, 4))
+        return any(len(places) > 1 for shape in shapes for places in self.placement(shape))

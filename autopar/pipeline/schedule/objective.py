@@ -34,6 +34,9 @@ class StageCost:
         working_bytes: additional bytes while a microbatch is processed.
         kept_bytes: bytes of stashed activations that the weight part reads; the others are freed after the input part.
         passed_bytes: bytes that the input part makes for the weight part.
+        accumulated_bytes: bytes that replicas of the stage exchange after their microbatches, such as its gradients; part
+            of `state_bytes`, and once more from the arrival of another replica's on.
+        num_accumulated: the number of arrays that they exchange.
     """
 
     forward_s: float
@@ -45,6 +48,8 @@ class StageCost:
     working_bytes: float = 0.0
     kept_bytes: float = 0.0
     passed_bytes: float = 0.0
+    accumulated_bytes: float = 0.0
+    num_accumulated: float = 0.0
 
     @property
     def pass_s(self) -> float:

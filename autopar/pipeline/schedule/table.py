@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from autopar.errors import ScheduleError
 from autopar.pipeline.schedule import dag
+from autopar.pipeline.schedule.bidirectional import CHIMERA, DUALPIPE
 from autopar.pipeline.schedule.in_flight import most_in_flight
 from autopar.pipeline.schedule.kind import PipelineShape, Placement, ScheduleKind
 from autopar.pipeline.schedule.objective import Objective
@@ -32,7 +33,7 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
         kind.name: kind
         for kind in (
             *(NONE, INFERENCE, GPIPE, ONE_F_ONE_B, INTERLEAVED, ZB_H1, INTERLEAVED_ZB, ZB_V, DUALPIPE_V),
-            TERAPIPE,
+            *(CHIMERA, DUALPIPE, TERAPIPE),
         )
     }
 )

@@ -17,7 +17,7 @@ from autopar.pipeline.cut.branches import ForkedLayers
 from autopar.pipeline.cut.exchanges import crossing_bytes, exchanges_of, exchanges_of_layers
 from autopar.pipeline.cut.stage_programs import Cuttable, Layers, StageProgram
 from autopar.pipeline.partition.branches import Branches, on_part
-from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
+from autopar.pipeline.partition.cluster import Cluster, SubmeshShape, submeshes_of
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.problem import Partition, PartitionProblem, Stage, StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
@@ -125,8 +125,7 @@ class BranchSearch:
             for number, stage, program in zip(numbers, step.stages, programs, strict=True)
         ]
         self._num_planned += costs.num_planned + len(runs)
-        submeshes = [stage.submesh for stage in step.stages]
-        sends = sends_of(exchanges_of(programs), submeshes, self.cluster, self.profiles)
+        sends = sends_of(exchanges_of(programs), step.stages, self.cluster, self.profiles)
         stage_costs = tuple(run.cost for run in runs)
         forked = _ForkedStages(step.stages, stage_costs, sends, step.partition, count, step.layer_of)
         return programs, runs, forked.run(backward_in(step.schedule.name))
@@ -205,7 +204,7 @@ class BranchSearch:
             costs.append(_together(branches.costs_of(layers, submesh.shape)))
         passing = [replace(one, num_bytes=one.num_bytes / count) for one in self.layers.passing]
         exchanges = exchanges_of_layers(passing, laid.stage_of, trains=self._trains)
-        sends = sends_of(exchanges, [stage.submesh for stage in own], self.cluster, self.profiles)
+        sends = sends_of(exchanges, own, self.cluster, self.profiles)
         layer_of = tuple(number[layer] for layer in self.layers.layer_of)
         return _ForkedStages(tuple(own), tuple(costs), sends, partition, count, layer_of)
 
@@ -238,8 +237,7 @@ class _ForkedStages:
             seconds=task_seconds(costs),
             backward=backward,
         )
-        submeshes = [stage.submesh for stage in self.stages]
-        timeline = staged_timeline(schedule, costs, self.sends, submeshes)
+        timeline = staged_timeline(schedule, costs, self.sends, submeshes_of(self.stages))
         peaks = staged_peaks(schedule, costs)
         return StagedStep(self.stages, costs, self.sends, schedule, timeline, peaks, self.partition, self.layer_of)
 

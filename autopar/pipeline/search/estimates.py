@@ -17,6 +17,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.deferred_reductions import DeferredReduction, deferred_reductions
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.search.accumulated import accumulated_bytes
 from autopar.pipeline.search.residuals import Crossing, Crossings
 from autopar.planner.candidate import Candidate
 from autopar.rules.grouping import SMALL_SIZE
@@ -76,6 +77,7 @@ class StageFigures:
         state = (
             prediction.parameter_bytes + prediction.optimizer_bytes + prediction.data_bytes + prediction.output_bytes
         )
+        self.accumulated = accumulated_bytes(candidate, layout, self.deferred)
         self.state_bytes = state + sum(size for _, size in self.held_by_node()) - self._transferred_bytes()
 
     @property
@@ -109,6 +111,8 @@ class StageFigures:
             + self._stashed_input_bytes(lambda value: value in crossing.read and value in self.read_last),
             passed_bytes=self.crossings.num_bytes(self.passed_on(crossing)),
             working_bytes=max(0.0, prediction.peak_bytes - state - self._passes_bytes()) + crossing.recompute_bytes,
+            accumulated_bytes=sum(self.accumulated.values()),
+            num_accumulated=len(self.accumulated),
         )
 
     @functools.cached_property

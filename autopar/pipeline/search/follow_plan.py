@@ -17,6 +17,7 @@ from autopar.pipeline.cut.exchanges import exchanges_of
 from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.stage_programs import Cuttable, Layers, StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.partition.cluster import submeshes_of
 from autopar.pipeline.partition.problem import Partition, Stage, StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline, task_seconds
@@ -25,8 +26,9 @@ from autopar.pipeline.schedule.dag import Backward, list_schedule
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.table import build, find, searched, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
+from autopar.pipeline.search.check_schedule import check_schedule
 from autopar.pipeline.search.microbatch_search import checked_count
-from autopar.pipeline.search.plan_stages import check_schedule, likely_numbers, searches_of
+from autopar.pipeline.search.plan_stages import likely_numbers, searches_of
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts
@@ -90,7 +92,7 @@ class _Following:
         renewed = {position for position, _ in self.program.graph.carried}
         self.read_state = tuple(sorted(self.shared.keys() - renewed))
         self.cuttable = Cuttable.of(program, own_statistics=request.own_statistics, read_state=self.read_state)
-        check_schedule(self.cuttable, self.program.signature.name, request.schedule)
+        check_schedule(self.cuttable, self.program.signature.name, request)
         graph = self.program.graph
         free = pins_by_position(metadata, graph)
         self.pins = {p: pin for p, pin in free.items() if p not in self.shared} | pins_by_position(request.pins, graph)
@@ -273,8 +275,7 @@ class _Following:
         trains = bool(self.cuttable.flow.backward)
         is_open = self.request.schedule == "auto"
         kinds = searched(trains=trains) if is_open else (find(self.request.schedule),)
-        submeshes = [stage.submesh for stage in stages]
-        sends = sends_of(exchanges_of(programs), submeshes, self.like.cluster, self.request.profiles)
+        sends = sends_of(exchanges_of(programs), stages, self.like.cluster, self.request.profiles)
         edges, found = edges_between(sends), False
         for kind in kinds if self.like.is_chain else ():
             shape = PipelineShape(len(places), count, virtual)
@@ -308,7 +309,7 @@ class _Following:
         if not any(task.phase == "input" for task in schedule.tasks):
             costs = [unsplit_backward(cost) for cost in costs]
         timeline, peaks = (
-            staged_timeline(schedule, costs, sends, [stage.submesh for stage in stages]),
+            staged_timeline(schedule, costs, sends, submeshes_of(stages)),
             staged_peaks(schedule, costs),
         )
         partition = Partition(

@@ -12,7 +12,7 @@ write the values that the kernel kept to itself, and to read them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -77,6 +77,9 @@ class LayerShares:
         self._layers: dict[int, int] = {}
         self._seconds = {phase: self._summed(self._phase_s(phase)) for phase in PHASES}
         self._state = self._summed(self._state_bytes())
+        accumulated = [(self._layer(node), num_bytes) for node, num_bytes in figures.accumulated.items()]
+        self._accumulated = self._summed_of(accumulated)
+        self._num_accumulated = self._summed_of([(layer, 1.0) for layer, _ in accumulated])
         self._border_s = self._unstored_bytes() / self.candidate.formulation.profile.memory_bytes_per_s
         self._residuals: dict[float, _Residuals] = {}
         whole = figures.cost(figures.crossings.without_recompute())
@@ -129,6 +132,8 @@ class LayerShares:
             "kept_bytes": np.minimum(kept_bytes, flight_bytes),
             "passed_bytes": passed_bytes,
             "working_bytes": np.full(written_s.shape, self._working_bytes + held.recompute_bytes),
+            "accumulated_bytes": of(self._accumulated),
+            "num_accumulated": of(self._num_accumulated),
         }
         return StageCost(**tables)
 
@@ -166,6 +171,12 @@ class LayerShares:
         for layer, share in shares.items():
             per_layer[layer + 1] += share
         return np.cumsum(per_layer)
+
+    def _summed_of(self, shares: Iterable[tuple[int, float]]) -> np.ndarray:
+        of_layer: dict[int, float] = defaultdict(float)
+        for layer, share in shares:
+            of_layer[layer] += share
+        return self._summed(of_layer)
 
     # -- seconds -------------------------------------------------------------------------------
 

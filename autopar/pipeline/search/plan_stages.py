@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.errors import BudgetError, ClusterError, ScheduleError
+from autopar.errors import BudgetError, ClusterError
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.branches import ForkedLayers, forked_layers
 from autopar.pipeline.cut.exchanges import exchanges_of
@@ -25,10 +25,11 @@ from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cheapest_cuts, repeated_layers
 from autopar.pipeline.plan import PipelinePlan, StagesTried
-from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
-from autopar.pipeline.schedule.table import SCHEDULES, find, searched, shapes_with
+from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.table import find, searched, shapes_with
 from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.search.branch_search import BranchSearch
+from autopar.pipeline.search.check_schedule import check_schedule, check_stages
 from autopar.pipeline.search.microbatch_search import Tried, checked_count, divisors, over_microbatches
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import SlowStagesError, StageRequest
@@ -189,35 +190,6 @@ def frozen_arguments(graph: Graph) -> tuple[int, ...]:
     return tuple(found) if any(shape and shape[0] > 1 for shape in rest) else ()
 
 
-def check_schedule(cuttable: Cuttable, name: str, schedule: str | ScheduleKind) -> None:
-    """Refuse a forward-only schedule for a step with a backward pass.
-
-    Args:
-        name: the step's name.
-        schedule: the schedule's name or entry, or "auto".
-
-    Raises:
-        ScheduleError: it is one, or there is no schedule of this name.
-    """
-    if schedule == "auto":
-        return
-    kind = find(schedule)
-    if kind.parts > 1 and not kind.token_slices:
-        raise ScheduleError(
-            f"schedule {kind.name!r} orders parts of microbatches, which can be simulated, but not run: choose another one"
-        )
-    if any(len(places) > 1 for p in (2, 3, 4) for places in kind.placement(PipelineShape(p, 2 * p, kind.virtuals[0]))):
-        raise ScheduleError(
-            f"schedule {kind.name!r} has stages on two submeshes each, which can be simulated, but not run: choose another one"
-        )
-    if kind.backward == "none" and cuttable.flow.backward:
-        training = [repr(one.name) for one in SCHEDULES.values() if one.backward != "none"]
-        raise ScheduleError(
-            f"schedule {kind.name!r} runs forward passes only, but `{name}` has a backward pass: its gradients and updates"
-            f" would never be computed. Leave schedule='auto', or choose one of {', '.join(training)}"
-        )
-
-
 def _are_slow(tried: Sequence[Tried], limit_s: float) -> bool:
     """Whether stages may fit, and the best are above the limit by more than moved cuts save."""
     may_fit = any(one.outcome.step or one.outcome.is_slow for one in tried)
@@ -332,7 +304,7 @@ class _Planning:
         Args:
             forks: whether branches are searched, of which a submesh runs several stages.
         """
-        check_schedule(self.cuttable, self.program.signature.name, self.request.schedule)
+        check_schedule(self.cuttable, self.program.signature.name, self.request)
         num_devices, stages = self.request.cluster.num_devices, self.request.stages
         if stages != "auto" and stages > num_devices and not forks and not self._fewest_submeshes():
             raise ClusterError(
@@ -445,6 +417,7 @@ class _Planning:
             starts, run_layers, num_layers = searches.clustering.starts, (), self.num_layers
             programs, runs = searches.planned(count, step.stages)
             costs, sent = [run.cost for run in runs], exchanges_of(programs)
+            check_stages(step.kind, programs)
             planned = searches.search(count).with_costs(_with_shares(step, runs), costs, sent)
         else:
             assert self.branches is not None, "who else finds such stages?"

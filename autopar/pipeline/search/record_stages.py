@@ -17,7 +17,7 @@ from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.cut.unroll_layers import Rows
-from autopar.pipeline.partition.cluster import Cluster
+from autopar.pipeline.partition.cluster import Cluster, submeshes_of
 from autopar.pipeline.partition.sends import edges_between
 from autopar.pipeline.plan import (
     LeafPart,
@@ -74,7 +74,8 @@ def recorded(
             first_layer=stage.first,
             last_layer=stage.last,
             submesh=stage.submesh,
-            cost=cost,
+            replicas=stage.replicas,
+            cost=cost if stage.replicas else replace(cost, accumulated_bytes=0.0, num_accumulated=0.0),
             plan=replace(plan, memory_budget_bytes=None),  # the budget depends on the schedule
         )
         for stage, cost, plan in zip(step.stages, step.costs, plans, strict=True)
@@ -211,12 +212,13 @@ def _whole(graph: Graph, path: str, value: int | None) -> TensorPlan:
 def _description(stages: Sequence[StagePlan], schedule: str, num_microbatches: int, *, forks: bool) -> str:
     """A description of the plan in one line."""
     inside = list(dict.fromkeys(stage.plan.strategy for stage in stages))
-    submeshes = list(dict.fromkeys(stage.devices for stage in stages))
+    submeshes = [submesh.devices for submesh in submeshes_of(stages)]
     sizes = " + ".join(str(len(devices)) for devices in submeshes)
     each, rest = divmod(len(stages), len(submeshes))
     virtual = f", {each} on each submesh" if not forks and each > 1 and not rest else ""
     count = f"{len(stages)} stages on {sizes} devices{virtual}" if len(stages) > 1 else f"one stage on {sizes} devices"
     count += ", branches side by side" if forks else ""
+    count += f", each stage on {len(stages[0].places)} submeshes" if stages[0].replicas else ""
     batches = f"{num_microbatches} microbatches" if num_microbatches > 1 else "1 microbatch"
     within = f"; inside: {inside[0]}" if len(inside) == 1 else f"; inside: {' | '.join(inside)}"
     return f"{count}, {schedule}, {batches}{within}"

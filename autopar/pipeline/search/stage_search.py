@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.exchanges import Passing, crossing_bytes, exchanges_of_layers
-from autopar.pipeline.partition.cluster import Cluster, Line, Submesh, SubmeshShape, lines
+from autopar.pipeline.partition.cluster import Cluster, Line, Submesh, SubmeshShape, lines, submeshes_of
 from autopar.pipeline.partition.equal_submeshes import EqualSubmeshPartitioner
 from autopar.pipeline.partition.exact import ExactPartitioner
 from autopar.pipeline.partition.planned_order import in_planned_order
@@ -40,7 +40,13 @@ from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, stage_numbers, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.search.transfer_prices import direct_bytes, sends_of, stage_of, there_and_back_s
+from autopar.pipeline.search.transfer_prices import (
+    direct_bytes,
+    exchange_s,
+    sends_of,
+    stage_of,
+    there_and_back_s,
+)
 from autopar.solve.problem import Status
 
 #: The number of partitions to simulate per schedule.
@@ -282,9 +288,7 @@ class StageSearch:
         def shape(num_submeshes: int) -> PipelineShape:
             return PipelineShape(num_submeshes, count, virtual)
 
-        reason = _why_not(
-            kind, PipelineShape(self.cluster.num_devices, self.num_microbatches, virtual), self.num_stages
-        )
+        reason = _why_not(kind, shape(self.cluster.num_devices), self.num_stages)
         if reason:
             return Outcome(None, reason)
         if partitioner is None and virtual == 1 and kind.placement is in_turn:
@@ -294,10 +298,12 @@ class StageSearch:
                 lambda num_submeshes: kind.placement(shape(num_submeshes)), time_limit_s=limit_s, relative_gap=gap
             )
         relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
+        exchanged_s = exchange_s(self.cluster, self.profiles)
+        priced, tables = _exchanging(cost, tables, exchanged_s) if kind.has_replicas else (cost, tables)
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
-            cost=cost,
+            cost=priced,
             transfer_s=there_and_back_s(relayed, self.cluster, self.profiles),
             objective=objective_of(kind, count, virtual),
             budget_bytes=self.budget_bytes,
@@ -347,9 +353,9 @@ class StageSearch:
         partition: Partition,
         exchanges: Sequence[Exchange] | None = None,
     ) -> StagedStep:
-        submeshes = [stage.submesh for stage in stages]
+        costs = _combining(costs, stages, self.profiles)
         given = self.exchanges(stages) if exchanges is None else exchanges
-        sends = sends_of(given, submeshes, self.cluster, self.profiles)
+        sends = sends_of(given, stages, self.cluster, self.profiles, costs)
         edges = chain_with(len(stages), edges_between(sends))
         schedule = build(kind, len(stages) // virtual, self.num_microbatches, virtual=virtual, edges=edges)
         schedules = [schedule]
@@ -358,7 +364,7 @@ class StageSearch:
             schedules += in_planned_order(schedule, edges, costs, sends, list(budgets.values()))
         steps: list[StagedStep] = []
         for one in schedules:
-            timeline, peaks = staged_timeline(one, costs, sends, submeshes), staged_peaks(one, costs)
+            timeline, peaks = staged_timeline(one, costs, sends, submeshes_of(stages)), staged_peaks(one, costs)
             steps.append(StagedStep(tuple(stages), tuple(costs), sends, one, timeline, peaks, partition, kind=kind))
         return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
 
@@ -395,6 +401,33 @@ def _settled(stage: Stage, cost: StageCost, num_microbatches: int) -> Partition:
 def unsplit_backward(cost: StageCost) -> StageCost:
     """The cost with an unsplit backward pass."""
     return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0, kept_bytes=0.0, passed_bytes=0.0)
+
+
+def _combining(
+    costs: Sequence[StageCost], stages: Sequence[Stage], profiles: Mapping[str, HardwareProfile]
+) -> list[StageCost]:
+    """The costs of stages whose updates read what other replicas accumulated, too."""
+    read_bytes = [len(stage.replicas) * cost.accumulated_bytes for cost, stage in zip(costs, stages, strict=True)]
+    rates = [profiles[stage.submesh.shape.kind].memory_bytes_per_s for stage in stages]
+    return [
+        replace(cost, update_s=cost.update_s + num_bytes / rate) if num_bytes else cost
+        for cost, num_bytes, rate in zip(costs, read_bytes, rates, strict=True)
+    ]
+
+
+def _exchanging(
+    cost: Cost, tables: CostTables | None, exchanged_s: Callable[[StageCost, SubmeshShape], float]
+) -> tuple[Cost, CostTables | None]:
+    """Costs and tables of stages whose replicas exchange what they accumulate before the update; bounds may lack it."""
+
+    def with_exchange(found: StageCost, shape: SubmeshShape) -> StageCost:
+        return replace(found, update_s=found.update_s + exchanged_s(found, shape))
+
+    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        found = cost(first, last, shape)
+        return found and with_exchange(found, shape)
+
+    return of, tables and replace(tables, cost=lambda shape: with_exchange(tables.cost(shape), shape))
 
 
 def _unsplit_costs(cost: Cost) -> Cost:

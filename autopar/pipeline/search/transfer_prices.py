@@ -6,34 +6,92 @@ Out: `Send`s, and seconds of transfers over free links.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.cut.exchanges import Passing, crossing_bytes
-from autopar.pipeline.partition.cluster import Cluster, Submesh, SubmeshShape
-from autopar.pipeline.partition.problem import Stage
+from autopar.pipeline.partition.cluster import Cluster, Placed, Submesh, SubmeshShape
+from autopar.pipeline.partition.problem import Stage, StageCost
 from autopar.pipeline.partition.sends import Exchange, Send
 
 
 def sends_of(
     exchanges: Sequence[Exchange],
-    submeshes: Sequence[Submesh],
+    stages: Sequence[Placed],
+    cluster: Cluster,
+    profiles: Mapping[str, HardwareProfile],
+    costs: Sequence[StageCost] = (),
+) -> tuple[Send, ...]:
+    """The transfers between stages; without bytes and seconds where both are on the same devices. Between stages with
+    replicas, that of the replica whose transfer takes longest.
+
+    Args:
+        costs: the cost of each stage; with it, what its replicas exchange is included.
+    """
+    between_stages = tuple(
+        max(
+            (
+                _send(one, here, there, cluster, profiles)
+                for here, there in _ways(stages[one.source], stages[one.target])
+            ),
+            key=lambda send: send.seconds,
+        )
+        for one in exchanges
+    )
+    return (*between_stages, *_between_replicas(stages, costs, cluster, profiles)) if costs else between_stages
+
+
+def _between_replicas(
+    stages: Sequence[Placed],
+    costs: Sequence[StageCost],
     cluster: Cluster,
     profiles: Mapping[str, HardwareProfile],
 ) -> tuple[Send, ...]:
-    """The transfers between stages; without bytes and seconds where both are on the same devices."""
+    """What each replica of a stage sends to the others after its microbatches, at the pace of the slowest pair."""
     sends: list[Send] = []
-    for one in exchanges:
-        here, there = submeshes[one.source], submeshes[one.target]
-        num_bytes, seconds, in_domain = 0.0, 0.0, True
-        if here.devices != there.devices:
-            same_host, num_bytes = here.shares_host(there), one.num_bytes
-            in_domain = _in_domain(here.shape, there.shape, same_host, cluster, profiles)
-            seconds = sent_s(
-                num_bytes, here.shape, there.shape, same_host, cluster, profiles, num_values=one.num_values
-            )
-        sends.append(Send(one.source, one.target, num_bytes, seconds, not in_domain, one.when))
+    for s, (stage, cost) in enumerate(zip(stages, costs, strict=True)):
+        places = (stage.submesh, *stage.replicas)
+        size, values = stage.submesh.shape.num_devices * cost.accumulated_bytes, round(cost.num_accumulated)
+        to_one = Exchange(s, s, size, values, "end")
+        pairs = itertools.combinations(places, 2)
+        slowest = max(
+            (_send(to_one, *pair, cluster, profiles) for pair in pairs), key=lambda send: send.seconds, default=None
+        )
+        if slowest is not None and size:
+            others = len(stage.replicas)
+            sends.append(replace(slowest, num_bytes=others * slowest.num_bytes, seconds=others * slowest.seconds))
     return tuple(sends)
+
+
+def exchange_s(cluster: Cluster, profiles: Mapping[str, HardwareProfile]) -> Callable[[StageCost, SubmeshShape], float]:
+    """The seconds in which two replicas of a stage exchange what they accumulate, elementwise where a cost's fields are
+    arrays. They count as on one host if all of the cluster is."""
+    same_host = sum(group.num_hosts for group in cluster.groups) == 1
+
+    def seconds(cost: StageCost, shape: SubmeshShape) -> float:
+        num_bytes = shape.num_devices * cost.accumulated_bytes
+        return sent_s(num_bytes, shape, shape, same_host, cluster, profiles, num_values=cost.num_accumulated)
+
+    return seconds
+
+
+def _send(
+    one: Exchange, here: Submesh, there: Submesh, cluster: Cluster, profiles: Mapping[str, HardwareProfile]
+) -> Send:
+    if here.devices == there.devices:
+        return Send(one.source, one.target, 0.0, 0.0, False, one.when)
+    same_host = here.shares_host(there)
+    in_domain = _in_domain(here.shape, there.shape, same_host, cluster, profiles)
+    seconds = sent_s(one.num_bytes, here.shape, there.shape, same_host, cluster, profiles, num_values=one.num_values)
+    return Send(one.source, one.target, one.num_bytes, seconds, not in_domain, one.when)
+
+
+def _ways(source: Placed, target: Placed) -> list[tuple[Submesh, Submesh]]:
+    """The submeshes of two stages, replica by replica."""
+    ends = ((stage.submesh, *stage.replicas) for stage in (source, target))
+    return list(zip(*ends, strict=False))
 
 
 def sent_s(
@@ -44,7 +102,7 @@ def sent_s(
     cluster: Cluster,
     profiles: Mapping[str, HardwareProfile],
     *,
-    num_values: int = 1,
+    num_values: float = 1,
 ) -> float:
     """Seconds between two submeshes over free links. Each value is a transfer and pays the latency. Inside a host or an NVLink domain, each device of the smaller side sends its share;
     over the network, the devices of the smaller side share the host's whole network bandwidth. Where the devices of a

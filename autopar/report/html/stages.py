@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from autopar.pipeline.draw.palette import LOOKS, phases_of
 from autopar.pipeline.plan import StagePlan
-from autopar.report.explain_stages import StagesExplanation, range_text, sends_from, sent_text
+from autopar.report.explain_stages import StagesExplanation, devices_text, range_text, sends_from, sent_text
 from autopar.report.html.markup import Child, Element, el, fitting, in_code, percent, svg
 from autopar.report.html.tables import cell, table
 from autopar.report.submeshes import SubmeshUse
@@ -132,7 +132,7 @@ def stages_table(explained: StagesExplanation) -> Element:
                 "tr",
                 cell(el("a", f"stage {number}", href=f"#stage-{number}"), value=number),
                 cell(range_text(stage.first_layer, stage.last_layer)),
-                cell(range_text(stage.devices.start, stage.devices.stop - 1), el("small", stage.submesh.shape.kind)),
+                cell(devices_text(stage), el("small", stage.submesh.shape.kind)),
                 *(cell(human_seconds(one), value=one) for one in seconds),
                 cell(human_bytes(peak), value=peak),
                 cell(*(el("div", sent_text(one, ", ")) for one in sends_from(plan, number))),
