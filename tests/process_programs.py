@@ -336,11 +336,11 @@ def pipelined(*cases: str) -> None:
     tell(told)
 
 
-def mixer_in_stages() -> None:
+def mixer_in_stages(schedule: str = "1f1b") -> None:
     """A model in two stages, one in each process, and the leaves that this process has."""
     from test_stages_of_models import tiny
 
-    _model_in_stages(tiny(), "1f1b")
+    _model_in_stages(tiny(), schedule)
 
 
 def gpt_in_token_slices() -> None:
@@ -460,8 +460,8 @@ def staged_batches(start: int = 0, stop: int = STEPS) -> Iterator[Batch]:
         yield {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
-def in_stages() -> autopar.ParallelStep:
-    options: Any = {"stages": 2, "num_microbatches": 2, "schedule": "1f1b", "hardware": "cpu-host", "cache": False}
+def in_stages(schedule: str = "1f1b") -> autopar.ParallelStep:
+    options: Any = {"stages": 2, "num_microbatches": 2, "schedule": schedule, "hardware": "cpu-host", "cache": False}
     return autopar.parallelize(**options)(staged_step)
 
 
@@ -506,6 +506,55 @@ def kept(folder: str, *what: str) -> None:
             state, loss = step(state, one)
             told[action]["rest"].append(float(loss))
     tell(told)
+
+
+def replicas_kept(folder: str) -> None:
+    """A step whose stages have a replica in each process: fed by shares, saved, restored, also with a stage in each."""
+    step, one_way, key = in_stages("chimera"), in_stages(), jax.random.key(0)
+    first = next(staged_batches())
+    plain, state = jax.jit(staged_state)(key), step.init(staged_state, key, batch=first)
+    told: dict[str, Any] = {"losses": [], "expected": [], "devices": []}
+    for batch in staged_batches(0, 2):
+        state, loss = step(state, step.shard_batch(share(batch)))
+        plain, expected = jax.jit(staged_step)(plain, batch)
+        told["losses"].append(float(loss))
+        told["expected"].append(float(expected))
+    told["devices"] = sorted({len(leaf.sharding.device_set) for leaf in jax.tree.leaves(state)})
+    with autopar.Checkpoints(folder, step) as checkpoints:
+        checkpoints.save(2, state)
+        again = checkpoints.restore(staged_state, key, batch=first)
+    other = autopar.Checkpoints(folder, one_way).restore(staged_state, key, batch=first)
+    for batch in staged_batches(2, 4):
+        found = []
+        again, loss = step(again, batch)
+        found.append(float(loss))
+        other, loss = one_way(other, batch)
+        found.append(float(loss))
+        plain, expected = jax.jit(staged_step)(plain, batch)
+        told["losses"] += found
+        told["expected"] += [float(expected)] * 2
+    tell(told)
+
+
+def stacked_replicas(folder: str) -> None:
+    """The same of a loop over layers, of which each process has both halves."""
+    from test_replicas import create_layers, in_replicas, layers_batch, trained_layers
+
+    step = autopar.parallelize(trained_layers, **in_replicas(stages=2, cache=False))
+    key, batch = jax.random.key(0), jax.tree.map(np.asarray, layers_batch(0))
+    plain, state = jax.jit(create_layers)(key), step.init(create_layers, key, batch=batch)
+    losses, expected = [], []
+    for seed in range(3):
+        batch = jax.tree.map(np.asarray, layers_batch(seed))
+        state, loss = step(state, batch)
+        plain, plain_loss = jax.jit(trained_layers)(plain, batch)
+        losses.append(float(loss))
+        expected.append(float(plain_loss))
+        if seed == 1:
+            with autopar.Checkpoints(folder, step) as checkpoints:
+                checkpoints.save(2, state)
+                state = checkpoints.restore(create_layers, key, batch=batch)
+    tell({"losses": losses, "expected": expected})
 
 
 def shares_in_stages() -> None:
