@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding, replicated
+from autopar.pipeline.cut.wires import Split, even_part, wire_between
 from autopar.pipeline.run.transfers import Crossing, devices_of, unchanged_wire, wire
-from autopar.pipeline.run.uneven_values import even_part
 
 
 def on(devices: slice, *sizes: int, spec: P) -> NamedSharding:
@@ -57,3 +57,17 @@ def test_a_value_passes_in_even_parts_to_a_stage_that_splits_it_unevenly() -> No
     assert even_part(both, (6, 8), mesh) == both
     assert even_part(both, (8, 8), mesh) == TensorSharding(((), ("b",)))
     assert even_part(both, (8, 7), mesh) == replicated(2)
+
+
+def test_a_wire_is_chosen_without_devices() -> None:
+    """The search knows the same wire as the executor."""
+    rows, columns = TensorSharding((("a",), ())), TensorSharding(((), ("a",)))
+    four, two = MeshShape(("a",), (4,)), MeshShape(("a",), (2,))
+    finer = Split(four, columns)
+    assert wire_between((8, 8), Split(four, replicated(2)), finer) == (finer, finer)
+    assert wire_between((8, 8), finer, Split(four, replicated(2))) == (finer, finer)
+    here, there = wire_between((8, 8), Split(four, rows), Split(two, columns))
+    assert here == Split(MeshShape(("part", "copy"), (2, 2)), TensorSharding(((), ("part",))))
+    assert there == Split(MeshShape(("part", "copy"), (2, 1)), here.sharding)
+    odd, _ = wire_between((7, 5), Split(four, rows), Split(two, rows))
+    assert odd.sharding == replicated(2)  # no dim divides

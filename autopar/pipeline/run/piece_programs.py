@@ -25,10 +25,11 @@ from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
 from autopar.pipeline.cut.replicas import accumulators, check_effects
 from autopar.pipeline.cut.stage_programs import StageProgram
+from autopar.pipeline.cut.wires import even_part
 from autopar.pipeline.run.deferred_reductions import ConstrainedShardings, accumulate, initial
 from autopar.pipeline.run.exchanged import Exchanged, ExchangedForms
 from autopar.pipeline.run.same_program import is_same_program
-from autopar.pipeline.run.uneven_values import UnevenValues, even_part
+from autopar.pipeline.run.uneven_values import UnevenValues
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.replay import Replay

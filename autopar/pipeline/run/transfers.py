@@ -11,20 +11,21 @@ counting them in each process. A process performs those in which one of its devi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.errors import ProcessError
+from autopar.ir.mesh import MeshShape
 from autopar.jax_interop import processes
+from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
+from autopar.pipeline.cut.wires import Shape, Split, wire_between
 from autopar.runtime.distributed.cpu_transport import check_arrays_pass
 
-Shape = tuple[int, ...]
 #: A transfer between processes, from a sharding to an equal one on as many other devices.
 Leg = tuple[NamedSharding, NamedSharding]
 
@@ -43,23 +44,15 @@ class Wire:
 
 
 def wire(shape: Shape, source: NamedSharding, target: NamedSharding) -> Wire:
-    """The wire for a value that is sharded as `source` and needed as `target`.
-
-    Between submeshes of equal size, the value is sent with the finer of the two shardings: the sender slices it, or the
-    receiver gathers it. Between other submeshes, it is sent in as many parts as the greatest common divisor of both
-    sizes.
-    """
-    senders, receivers = devices_of(source), devices_of(target)
-    if senders.size == receivers.size:
-        if _num_parts(target, shape) >= _num_parts(source, shape):
-            return Wire(_on(target, senders), target)
-        return Wire(source, _on(source, receivers))
-    parts = math.gcd(senders.size, receivers.size)
-    dim = _split_dim(shape, parts, (target, source))
-    spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "part")
-    ends = [
-        NamedSharding(_mesh(devices.reshape(parts, -1), ("part", "copy")), spec) for devices in (senders, receivers)
-    ]
+    """The wire for a value that is sharded as `source` and needed as `target`; see `wire_between`."""
+    here, there = wire_between(shape, _split(source, shape), _split(target, shape))
+    if source.mesh.size == target.mesh.size:
+        given = target if there == _split(target, shape) else source
+        return Wire(_on(given, devices_of(source)), _on(given, devices_of(target)))
+    ends = (
+        NamedSharding(_mesh(devices.reshape(end.mesh.axis_sizes), end.mesh.axis_names), partition_spec(end.sharding))
+        for end, devices in ((here, devices_of(source)), (there, devices_of(target)))
+    )
     return Wire(*ends)
 
 
@@ -193,14 +186,6 @@ def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
     return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
-def _num_parts(sharding: NamedSharding, shape: Shape) -> int:
-    return math.prod(shape) // max(1, math.prod(sharding.shard_shape(shape)))
-
-
-def _split_dim(shape: Shape, parts: int, like: Sequence[NamedSharding]) -> int | None:
-    """The dim to split into parts: one that either sharding splits, else the first that is divisible."""
-    divides = [dim for dim, size in enumerate(shape) if size and size % parts == 0]
-    if parts == 1 or not divides:
-        return None
-    split = [dim for one in like for dim, entry in enumerate(one.spec) if entry is not None]
-    return next((dim for dim in split if dim in divides), divides[0])
+def _split(sharding: NamedSharding, shape: Shape) -> Split:
+    mesh = MeshShape(tuple(sharding.mesh.axis_names), tuple(sharding.mesh.axis_sizes))
+    return Split(mesh, tensor_sharding(sharding.spec, len(shape)))

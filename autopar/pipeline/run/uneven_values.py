@@ -68,11 +68,3 @@ class UnevenValues:
             return jax.lax.with_sharding_constraint(array, sharding) if array.shape == whole else array
         array = jax.lax.slice(jax.lax.with_sharding_constraint(array, sharding), (0,) * len(whole), whole)
         return jax.lax.with_sharding_constraint(array, sharding)
-
-
-def even_part(sharding: TensorSharding, shape: tuple[int, ...], mesh: MeshShape) -> TensorSharding:
-    """The sharding of those dims that it divides evenly, as an array has between stages."""
-    if len(sharding.dims) != len(shape):  # PRNG keys, sharded by their raw numbers
-        return sharding
-    dims = zip(shape, sharding.dims, strict=True)
-    return TensorSharding(tuple(axes if size % mesh.sizes(axes) == 0 else () for size, axes in dims))
