@@ -25,7 +25,7 @@ from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
 from autopar.pipeline.cut.replicas import accumulators, check_effects
 from autopar.pipeline.cut.stage_programs import StageProgram
-from autopar.pipeline.cut.wires import even_part
+from autopar.pipeline.cut.wires import taken_shardings
 from autopar.pipeline.run.deferred_reductions import ConstrainedShardings, accumulate, initial
 from autopar.pipeline.run.exchanged import Exchanged, ExchangedForms
 from autopar.pipeline.run.same_program import is_same_program
@@ -243,14 +243,8 @@ class StagePieces:
         sums = deferred_reductions(layout, ConstrainedShardings(self.replay.shardings), plan.mesh)
         self.partial = {one.carry: one for one in sums.values()}
         self.uneven = UnevenValues(self.replay.shardings.at_definition, trace, plan.mesh, stage.mesh, self.partial)
-        self.shardings = dict(
-            zip(stage.program.inputs, named_shardings([t.sharding for t in plan.inputs], stage.mesh), strict=True)
-        )
-        for value, inner in pieces.takes_inside.items():
-            path = self.replay.shardings.at_definition.get(inner, ())
-            if path:  # it arrives with the loop's sharding
-                even = even_part(path[-1].resolved(), trace.avals[inner].shape, plan.mesh)
-                self.shardings[Port("inside", value)] = named_shardings([even], stage.mesh)[0]
+        taken = taken_shardings(plan, layout, stage.program.inputs)
+        self.shardings = dict(zip(taken, named_shardings(list(taken.values()), stage.mesh), strict=True))
         out = named_shardings([t.sharding.resolved() for t in plan.outputs], stage.mesh)
         self.out_shardings = dict(zip(stage.program.outputs, out, strict=True))
         slots = [(port, Slot("once", value)) for port, value in zip(stage.program.inputs, trace.inputs, strict=True)]

@@ -26,6 +26,7 @@ from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_sch
 from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import INFERENCE
 from autopar.pipeline.schedule.table import objective_of
+from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, unsplit_backward
@@ -112,7 +113,9 @@ class BranchSearch:
             outcomes.append((name, Outcome(best, "no branches side by side fit")))
         return outcomes
 
-    def planned(self, count: int, step: StagedStep) -> tuple[tuple[StageProgram, ...], list[PlannedRun], StagedStep]:
+    def planned(
+        self, count: int, step: StagedStep
+    ) -> tuple[tuple[StageProgram, ...], tuple[PlannedRun, ...], StagedStep]:
         """The programs of a step's stages, their plans, and the step with the costs of these plans."""
         assert step.layer_of is not None
         stage_of = [s for s, stage in enumerate(step.stages) for _ in range(stage.first, stage.last + 1)]
@@ -125,10 +128,13 @@ class BranchSearch:
             for number, stage, program in zip(numbers, step.stages, programs, strict=True)
         ]
         self._num_planned += costs.num_planned + len(runs)
+        backward = backward_in(step.schedule.name)
+        splits = backward == "split"
+        runs = with_sent_values(runs, step.stages, self.profiles, count, splits_backward=splits)
         sends = sends_of(exchanges_of(programs), step.stages, self.cluster, self.profiles)
         stage_costs = tuple(run.cost for run in runs)
         forked = _ForkedStages(step.stages, stage_costs, sends, step.partition, count, step.layer_of)
-        return programs, runs, forked.run(backward_in(step.schedule.name))
+        return programs, runs, forked.run(backward)
 
     # -- helpers -----------------------------------------------------------------------------
 

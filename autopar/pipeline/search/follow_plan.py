@@ -31,6 +31,7 @@ from autopar.pipeline.search.microbatch_search import checked_count
 from autopar.pipeline.search.plan_stages import likely_numbers, searches_of
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import StageRequest
+from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_layouts import StageLayouts, pins_by_position
 from autopar.pipeline.search.stage_search import StagedStep, unsplit_backward
@@ -229,8 +230,12 @@ class _Following:
                 one.planned(stage.first, stage.last, replace(stage.submesh.shape, option=option), program)
                 for one, stage, program in zip(costs, stages, programs, strict=True)
             )
-            step = self._scheduled(stages, [run.cost for run in runs], programs, count)
-            built = _Built(count, step, programs, runs, step.over(self.request.budgets))
+            priced = {
+                splits: with_sent_values(runs, stages, self.request.profiles, count, splits_backward=splits)
+                for splits in (False, True)
+            }
+            step = self._scheduled(stages, priced, programs, count)
+            built = _Built(count, step, programs, priced[_splits(step.schedule)], step.over(self.request.budgets))
             best = min(
                 (built, best) if best else (built,), key=lambda one: one.score if one.over <= 1 else (True, one.over)
             )
@@ -256,12 +261,21 @@ class _Following:
     # -- the schedule ------------------------------------------------------------------------
 
     def _scheduled(
-        self, stages: Sequence[Stage], costs: Sequence[StageCost], programs: Sequence[StageProgram], count: int
+        self,
+        stages: Sequence[Stage],
+        runs: Mapping[bool, Sequence[PlannedRun]],
+        programs: Sequence[StageProgram],
+        count: int,
     ) -> StagedStep:
-        """The fastest schedule of these stages, of those that fit if some do."""
+        """The fastest schedule of these stages, of those that fit if some do.
+
+        Args:
+            runs: the planned stages, by whether the backward pass is split.
+        """
+        costs = {splits: [run.cost for run in of] for splits, of in runs.items()}
         steps = [
-            self._simulated(stages, costs, schedule, sends, kind)
-            for schedule, sends, kind in self._schedules(stages, costs, programs, count)
+            self._simulated(stages, costs[_splits(schedule)], schedule, sends, kind)
+            for schedule, sends, kind in self._schedules(stages, costs[True], programs, count)
         ]
         return min(steps, key=lambda step: (step.over(self.request.budgets) > 1, step.step_time_s))
 
@@ -306,7 +320,7 @@ class _Following:
         sends: tuple[Send, ...],
         kind: ScheduleKind | None,
     ) -> StagedStep:
-        if not any(task.phase == "input" for task in schedule.tasks):
+        if not _splits(schedule):
             costs = [unsplit_backward(cost) for cost in costs]
         timeline, peaks = (
             staged_timeline(schedule, costs, sends, submeshes_of(stages)),
@@ -321,3 +335,8 @@ class _Following:
         )
         layer_of = self.layer_of if kind is None else None
         return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of, kind)
+
+
+def _splits(schedule: Schedule) -> bool:
+    """Whether the backward pass has an input part and a weight part."""
+    return any(task.phase == "input" for task in schedule.tasks)

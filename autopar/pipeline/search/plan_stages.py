@@ -34,6 +34,7 @@ from autopar.pipeline.search.microbatch_search import Tried, checked_count, divi
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import SlowStagesError, StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches, Units
+from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
@@ -416,9 +417,11 @@ class _Planning:
             searches, step = self.searches.in_parts(step)
             starts, run_layers, num_layers = searches.clustering.starts, (), self.num_layers
             programs, runs = searches.planned(count, step.stages)
+            splits, step = step.kind is not None and step.kind.backward == "split", _with_shares(step, runs)
+            runs = with_sent_values(runs, step.stages, self.request.profiles, count, splits_backward=splits)
             costs, sent = [run.cost for run in runs], exchanges_of(programs)
             check_stages(step.kind, programs)
-            planned = searches.search(count).with_costs(_with_shares(step, runs), costs, sent)
+            planned = searches.search(count).with_costs(step, costs, sent)
         else:
             assert self.branches is not None, "who else finds such stages?"
             starts, run_layers = runs_of_layers(step.layer_of)
