@@ -8,7 +8,7 @@ and gather the operands. An operand that its user reads in another sharding has 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.formulate.formulation import Formulation
@@ -37,6 +37,11 @@ def constraints_of(
     defined = _at_definitions(f, explicit, moved)
     at_operands = _at_operands(f, explicit, defined, moved)
     return _by_name(f.graph, (*defined.values(), *at_operands, *_small_pins(f, pins), *_small_indices(f)))
+
+
+def with_constraints(graph: Graph, known: Sequence[Constraint], more: Iterable[Constraint]) -> tuple[Constraint, ...]:
+    """Constraints of a plan and more of them, in the order of their places."""
+    return _by_name(graph, (*known, *more))
 
 
 #: A use of a value: node and operand (for an output, the number of nodes and its position), and the moves that lead to it.
