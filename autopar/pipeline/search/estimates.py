@@ -9,7 +9,8 @@ defers until after the loop run once per step, in the update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.device_program import DeviceProgram, Op
@@ -18,8 +19,10 @@ from autopar.pipeline.cut.deferred_reductions import DeferredReduction, deferred
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.accumulated import accumulated_bytes
+from autopar.pipeline.search.repeated_reshards import phases_of
 from autopar.pipeline.search.residuals import Crossing, Crossings
 from autopar.planner.candidate import Candidate
+from autopar.plans.records import CollectiveUse
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.microbatch.units import Unit
 from autopar.xla_model.simulation import simulate
@@ -63,13 +66,25 @@ class StageFigures:
         self.copied = {op.node: op.written_bytes for op in ops if separate and self._is_copy(op)}
         each, once = self._with_deferred([self._as_piece(op) for op in ops])
         each += self._reductions_in_loop()
-        around = [op for op in each if op.node not in phase_of]
+        entering, buffers = set(range(*layout.loop.enter)), candidate.parts.device.buffers
+        runs = phases_of(each, buffers, phase_of, entering) if separate else [_own_phase(op, phase_of) for op in each]
+        #: The collectives that several pieces run, with their phases.
+        self.repeated = [(op, of) for op, of in zip(each, runs, strict=True) if op.collective and len(of) > 1]
+        #: Buffers of values that pieces reshard for themselves.
+        self._resharded = {
+            b for op, of in zip(each, runs, strict=True) if of and op.node in entering for b in op.writes
+        }
+        around = [op for op, of in zip(each, runs, strict=True) if not of]
         before = [op for op in around if op.node < layout.loop.exit[0]]
+
+        def of_phases(*phases: str) -> list[Op]:
+            return [op for op, of in zip(each, runs, strict=True) if not set(phases).isdisjoint(of)]
+
         #: The operations of each phase, in the order of the program.
         self.ops = {
-            "forward": [op for op in each if phase_of.get(op.node) == "forward"],
-            "backward": [op for op in each if phase_of.get(op.node) in ("backward", "input")],
-            "weight": [op for op in each if phase_of.get(op.node) == "weight"],
+            "forward": of_phases("forward"),
+            "backward": of_phases("backward", "input"),
+            "weight": of_phases("weight"),
             "update": [*before, *once, *around[len(before) :]],
         }
         self._timelines: dict[str, Timeline | None] = {}
@@ -114,6 +129,21 @@ class StageFigures:
             accumulated_bytes=sum(self.accumulated.values()),
             num_accumulated=len(self.accumulated),
         )
+
+    def collectives(self) -> tuple[CollectiveUse, ...]:
+        """The collectives of the plan as pieces run them: one that several phases repeat is listed for each."""
+        uses = list(self.candidate.parts.collectives)
+        of_op: dict[tuple[str, tuple[str, ...], float], list[CollectiveUse]] = defaultdict(list)
+        for use in uses:
+            of_op[use.kind, use.axes, use.num_bytes].append(use)
+        for op, phases in self.repeated:
+            same = of_op[op.collective, op.axes, op.payload_bytes]
+            if same:
+                use = same.pop(0)
+                uses += [replace(use, cause=f"{use.cause}, again for its gradient", phase="backward")] * (
+                    len(phases) - 1
+                )
+        return tuple(uses)
 
     @functools.cached_property
     def read_last(self) -> frozenset[int]:
@@ -276,7 +306,13 @@ class StageFigures:
         device, loop = self.candidate.parts.device, self.layout.loop
         candidate = {b for op in device.ops if op.node < loop.enter[1] for b in op.writes}
         read = {b for op in device.ops if loop.enter[1] <= op.node < loop.exit[0] for b in op.reads}
-        return candidate & read - {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
+        carried = {b for op in device.ops if op.node in self.layout.carries for b in op.writes}
+        return candidate & read - carried - self._resharded
+
+
+def _own_phase(op: Op, phase_of: Mapping[int, str]) -> tuple[str, ...]:
+    """The phase of an operation's node; empty outside the microbatch loop."""
+    return (phase_of[op.node],) if op.node in phase_of else ()
 
 
 class _AssignedShardings:

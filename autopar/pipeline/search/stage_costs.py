@@ -286,6 +286,7 @@ class StageCosts:
         figures = self._figures(program, candidate)
         cost = figures.cost(figures.crossings.without_recompute())
         plan = replace(plan, rematerialized=crossing.recomputed, constraints=_with_deferred(plan, figures))
+        plan = replace(plan, collectives=figures.collectives())
         self._planned[key] = PlannedRun(program, plan, cost, slice_seconds(figures))
         return self._planned[key]
 
