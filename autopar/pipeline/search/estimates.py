@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.device_program import DeviceProgram, Op
@@ -21,7 +21,9 @@ from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.accumulated import accumulated_bytes
 from autopar.pipeline.search.repeated_reshards import phases_of
 from autopar.pipeline.search.residuals import Crossing, Crossings
+from autopar.pipeline.search.sent_dtypes import Sent, in_sent_dtypes, sent_shares
 from autopar.planner.candidate import Candidate
+from autopar.planner.collective_uses import collective_uses
 from autopar.plans.records import CollectiveUse
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.transforms.microbatch.units import Unit
@@ -61,10 +63,11 @@ class StageFigures:
         #: The accumulators whose reduction over devices waits until after the loop, by the equation that they enter by.
         assigned, mesh = _AssignedShardings(candidate), candidate.formulation.mesh
         self.deferred = deferred_reductions(layout, assigned, mesh) if separate else {}
+        self.sent_shares = self._sent_shares() if separate else {}
         #: Bytes of views of arguments that pieces copy, by the equation that brings them into the loop.
         ops = candidate.parts.device.ops
         self.copied = {op.node: op.written_bytes for op in ops if separate and self._is_copy(op)}
-        each, once = self._with_deferred([self._as_piece(op) for op in ops])
+        each, once = self._with_deferred(list(self._in_sent_dtypes(self._as_piece(op) for op in ops)))
         each += self._reductions_in_loop()
         entering, buffers = set(range(*layout.loop.enter)), candidate.parts.device.buffers
         runs = phases_of(each, buffers, phase_of, entering) if separate else [_own_phase(op, phase_of) for op in each]
@@ -131,8 +134,12 @@ class StageFigures:
         )
 
     def collectives(self) -> tuple[CollectiveUse, ...]:
-        """The collectives of the plan as pieces run them: one that several phases repeat is listed for each."""
-        uses = list(self.candidate.parts.collectives)
+        """The collectives of the plan as pieces run them: in the dtype that they send, and one that several phases repeat
+        is listed for each."""
+        found, _ = collective_uses(
+            self.candidate.formulation, in_sent_dtypes(self.candidate.parts.explicit, self.sent_shares)
+        )
+        uses = list(found)
         of_op: dict[tuple[str, tuple[str, ...], float], list[CollectiveUse]] = defaultdict(list)
         for use in uses:
             of_op[use.kind, use.axes, use.num_bytes].append(use)
@@ -211,6 +218,28 @@ class StageFigures:
         """An operation as it runs in a piece."""
         is_copy = op.node in self.copied and op.kind == "border"
         return replace(op, kind="fusion", read_bytes=op.written_bytes) if is_copy else op
+
+    def _sent_shares(self) -> dict[Sent, float]:
+        """The collectives that send another dtype than the plan counts; see `sent_shares`."""
+        equations, graph = self.layout.trace.equations, self.candidate.formulation.graph
+        accumulators = {
+            equations[one.leave].results[0]: graph.values[one.carry].itemsize for one in self.deferred.values()
+        }
+        return sent_shares(self.candidate.parts.explicit, graph, accumulators)
+
+    def _in_sent_dtypes(self, ops: Iterable[Op]) -> Iterator[Op]:
+        """The operations with what collectives send. Casts before a gather run on each device's part."""
+        buffers, mesh = self.candidate.parts.device.buffers, self.candidate.formulation.mesh
+        parts: dict[int, int] = {}  # a buffer that is gathered after the cast -> the parts
+        for op in ops:
+            of = [parts[b] for b in op.reads if b in parts]
+            if of and len(of) == len(op.reads):
+                op = replace(op, read_bytes=op.read_bytes / of[0], written_bytes=op.written_bytes / of[0])
+            value = buffers[op.writes[0]].value if op.collective and op.writes and op.writes[0] >= 0 else -1
+            share = self.sent_shares.get((value, op.collective, op.axes, op.payload_bytes), 1.0)
+            if share < 1.0:
+                parts |= dict.fromkeys(op.writes, mesh.sizes(op.axes))
+            yield op if share == 1.0 else replace(op, payload_bytes=share * op.payload_bytes)
 
     def _reductions_in_loop(self) -> list[Op]:
         """All-reduces in every microbatch of accumulators that are planned unreduced, but that cannot wait."""

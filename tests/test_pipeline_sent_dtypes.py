@@ -1,0 +1,84 @@
+"""Pieces send the dtype that is priced: parameters that are cast before they are gathered, sums in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.xla_compiler.compiler import Compiler
+
+WIDTH, BATCH = 512, 4096
+OPTIONS: dict[str, Any] = {
+    "hardware": "h100-sxm",
+    "num_devices": 8,
+    "stages": 2,
+    "num_microbatches": 4,
+    "schedule": "1f1b",
+}
+
+
+def step(params: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    """Layers in bfloat16 with float32 parameters; every second one reads its kernel transposed."""
+
+    def loss(params: list[jax.Array]) -> jax.Array:
+        x = batch.astype(jnp.bfloat16)
+        for n, kernel in enumerate(params):
+            x = jnp.tanh(x @ (kernel.T if n % 2 else kernel).astype(jnp.bfloat16))
+        return jnp.mean((x.astype(jnp.float32) - batch) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+def arguments(num_layers: int = 4) -> Any:
+    shape = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    return [shape] * num_layers, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+def test_casts_come_before_gathers_and_sums_are_wide(absent_gpus: Compiler) -> None:
+    args, pins = arguments(), {"params/*": P(("data", "model"))}
+    plan: Any = autopar.plan(step, *args, mesh="data=2,model=2", pin=pins, **OPTIONS)
+    uses = [use for stage in plan.stages for use in stage.plan.collectives if use.num_times == 1]
+    sizes = {kind: {use.num_bytes for use in uses if use.kind == kind} for kind in ("all-gather", "reduce-scatter")}
+    assert sizes == {"all-gather": {2.0 * WIDTH * WIDTH}, "reduce-scatter": {4.0 * WIDTH * WIDTH}}
+    found: Any = autopar.verify(step, *args, plan=plan, hardware="h100-sxm", compiler=absent_gpus)
+    assert not [name for stage in found.stages for name in stage.off]
+
+
+def read_uncast(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return x @ kernel.astype(jnp.bfloat16) + (x.astype(jnp.float32) @ kernel).astype(jnp.bfloat16)
+
+
+def read_reversed(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    narrow = kernel.astype(jnp.bfloat16)
+    return x @ narrow + x[:, ::-1] @ narrow[::-1]
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+@pytest.mark.parametrize("layer", [read_uncast, read_reversed])
+def test_a_parameter_with_other_readers_is_gathered_as_it_is(
+    layer: Callable[[jax.Array, jax.Array], jax.Array], absent_gpus: Compiler
+) -> None:
+    def step(params: list[jax.Array], batch: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def loss(params: list[jax.Array]) -> jax.Array:
+            x = batch.astype(jnp.bfloat16)
+            for kernel in params:
+                x = jnp.tanh(layer(x, kernel))
+            return jnp.mean((x.astype(jnp.float32) - batch) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    args = arguments()
+    plan: Any = autopar.plan(step, *args, mesh="4", pin={"params/*": P("data")}, **OPTIONS)
+    once = [use for stage in plan.stages for use in stage.plan.collectives if use.num_times == 1]
+    assert {use.num_bytes for use in once if use.kind == "all-gather"} == {4.0 * WIDTH * WIDTH}
+    found: Any = autopar.verify(step, *args, plan=plan, hardware="h100-sxm", compiler=absent_gpus)
+    assert not [name for stage in found.stages for name in stage.off if "all-gather" in name]
