@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from pipelines import pipelined
 
 import autopar
 from autopar.xla_compiler.compiler import Compiler
@@ -42,14 +44,30 @@ def arguments(num_layers: int = 4) -> Any:
 
 
 @pytest.mark.usefixtures("gpu_compiler")
-def test_casts_come_before_gathers_and_sums_are_wide(absent_gpus: Compiler) -> None:
-    args, pins = arguments(), {"params/*": P(("data", "model"))}
-    plan: Any = autopar.plan(step, *args, mesh="data=2,model=2", pin=pins, **OPTIONS)
+@pytest.mark.parametrize(("mesh", "pin"), [("data=2,model=2", P(("data", "model"))), ("4", P("data"))])
+def test_casts_come_before_gathers_and_sums_are_wide(mesh: str, pin: P, absent_gpus: Compiler) -> None:
+    args = arguments()
+    plan: Any = autopar.plan(step, *args, mesh=mesh, pin={"params/*": pin}, **OPTIONS)
     uses = [use for stage in plan.stages for use in stage.plan.collectives if use.num_times == 1]
     sizes = {kind: {use.num_bytes for use in uses if use.kind == kind} for kind in ("all-gather", "reduce-scatter")}
     assert sizes == {"all-gather": {2.0 * WIDTH * WIDTH}, "reduce-scatter": {4.0 * WIDTH * WIDTH}}
     found: Any = autopar.verify(step, *args, plan=plan, hardware="h100-sxm", compiler=absent_gpus)
     assert not [name for stage in found.stages for name in stage.off]
+
+
+def test_the_step_is_that_of_one_device() -> None:
+    """Gradients leave the loop scattered, as the parameters are."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    args = [jax.random.normal(key, (64, 64)) / 8 for key in keys[1:]], jax.random.normal(keys[0], (64, 64))
+    run, pipeline = pipelined(step, args, num_stages=2, num_microbatches=4, mesh="4", option=0)
+    for one, other in zip(jax.tree.leaves(run(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-4)
+    for stage in pipeline.pieces:
+        sums = [stage.layout.trace.equations[one.leave].results[0] for one in stage.partial.values()]
+        defined = [
+            stage.replay.shardings.at_definition[value][-1] for value in sums if stage.layout.trace.avals[value].ndim
+        ]
+        assert len(defined) == 2 and all("data" in one.axes for one in defined)
 
 
 def read_uncast(x: jax.Array, kernel: jax.Array) -> jax.Array:

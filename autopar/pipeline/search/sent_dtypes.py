@@ -85,10 +85,11 @@ def _has_one_user(graph: Graph, node: Node) -> bool:
 
 def _accumulated(value: int, graph: Graph, accumulators: Mapping[int, float]) -> float | None:
     """Bytes per element of the accumulator that a value is, perhaps after casts."""
-    return next((accumulators[v] for v in _before_casts(value, graph) if v in accumulators), None)
+    return next((accumulators[v] for v in before_casts(value, graph) if v in accumulators), None)
 
 
-def _before_casts(value: int, graph: Graph) -> Iterator[int]:
+def before_casts(value: int, graph: Graph) -> Iterator[int]:
+    """A value, and each value that it is cast from."""
     yield value
     node = graph.producer(value)
     while node is not None and _is_cast(node) and node.operands[0] is not None:

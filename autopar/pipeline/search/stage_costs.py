@@ -34,14 +34,13 @@ from autopar.pipeline.partition.cluster import Cluster, SubmeshShape
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.estimates import StageFigures
 from autopar.pipeline.search.layer_shares import LayerShares
+from autopar.pipeline.search.piece_constraints import piece_constraints
 from autopar.pipeline.search.quick_plan import Form, QuickPlanner, Way, forms_of, meshes_for
 from autopar.pipeline.search.slice_seconds import slice_seconds
 from autopar.pipeline.search.stage_layouts import StageLayouts
 from autopar.planner.candidate import Candidate
-from autopar.planner.constraints import with_constraints
 from autopar.planner.plan_record import plan_of
 from autopar.plans.plan import Plan
-from autopar.plans.records import Constraint
 from autopar.solve.ilp import Ilp
 from autopar.solve.problem import Solver
 from autopar.transforms.program import recomputing
@@ -285,7 +284,7 @@ class StageCosts:
         plan = plan_of(candidate, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
         figures = self._figures(program, candidate)
         cost = figures.cost(figures.crossings.without_recompute())
-        plan = replace(plan, rematerialized=crossing.recomputed, constraints=_with_deferred(plan, figures))
+        plan = replace(plan, rematerialized=crossing.recomputed, constraints=piece_constraints(plan, figures))
         plan = replace(plan, collectives=figures.collectives())
         self._planned[key] = PlannedRun(program, plan, cost, slice_seconds(figures))
         return self._planned[key]
@@ -374,22 +373,6 @@ class StageCosts:
             stage = self._program(first, last)
             self._forms[first, last] = forms_of(stage.program, self.layouts.pinned(stage.inputs))
         return self._forms[first, last]
-
-
-def _with_deferred(plan: Plan, figures: StageFigures) -> tuple[Constraint, ...]:
-    """The constraints of a plan, and the shardings of the values that deferred reductions add up. Inside a group a plan
-    leaves them open, but the executor defers only what the plan says."""
-    f, equations = figures.candidate.formulation, figures.layout.trace.equations
-    defined = {one.value for one in plan.constraints if one.node is None or one.operand is None}
-    known = {(one.node, one.operand) for one in plan.constraints}
-    more: list[Constraint] = []
-    for one in figures.deferred.values():
-        node = one.term[0]
-        for operand, sharding in enumerate(one.operands):
-            value = equations[node].operands[operand]
-            if isinstance(value, int) and value not in defined and (node, operand) not in known:
-                more.append(Constraint(value=value, shardings=(sharding,), node=node, operand=operand))
-    return with_constraints(f.graph, plan.constraints, more) if more else plan.constraints
 
 
 def _divided(cost: StageCost, num_devices: int) -> StageCost:
