@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_stages_out_of_order import Sizes
 
 import autopar
+from autopar.cost.collectives import collective_time
 from autopar.ir.mesh import MeshShape
 from autopar.jax_interop.partition_spec import partition_spec, tensor_sharding
 from autopar.pipeline.cut.wires import Split, changes_between, named_axes
-from autopar.pipeline.search import plan_stages
+from autopar.pipeline.search import plan_stages, sent_values
+from autopar.pipeline.search.exposed_reshards import added_s
 from autopar.verification.figures import compiled_collectives, sent_by
 from autopar.verification.verify_stages import StagesVerification
 from autopar.xla_compiler.compiler import Compiler
@@ -149,3 +152,19 @@ def test_a_plan_like_another_has_them_too() -> None:
     args = jax.eval_shape(lambda: arguments(512, 2048))
     other: Any = autopar.plan(step, *args, hardware="h100-sxm", num_microbatches=4, like=first)
     assert list(map(of_sent_values, other.stages)) == list(map(of_sent_values, first.stages))
+
+
+def test_a_gradient_is_resharded_while_weights_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the gradients of weights, if they are in the same piece; what is received is waited for."""
+    known: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(sent_values, "added_s", lambda *args: known.append(args) or added_s(*args))
+    planned(width=512, batch=32768, num_devices=6, stages=2, partitioner=Sizes((2, 4)))
+    figures, phases, passed = next(one for one in known if "weight" in one[1])
+    (one,) = passed
+    ((kind, axes, size),) = one.collectives
+    f = figures.candidate.formulation
+    alone = collective_time(kind, size, axes, f.mesh, f.profile)
+    assert one.is_sent and kind == "all-gather"
+    assert added_s(figures, phases, passed) < 0.5 * alone < added_s(figures, ("input",), passed)
+    received = next(iter(figures.layout.takes_inside.values()))
+    assert added_s(figures, ("forward",), [replace(one, value=received, is_sent=False)]) == pytest.approx(alone)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.ir.device_program import DeviceProgram, Op
+from autopar.ir.device_program import Buffer, DeviceProgram, Op
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.deferred_reductions import DeferredReduction, deferred_reductions
 from autopar.pipeline.cut.pieces import Layout
@@ -77,17 +77,14 @@ class StageFigures:
         self._resharded = {
             b for op, of in zip(each, runs, strict=True) if of and op.node in entering for b in op.writes
         }
-        around = [op for op, of in zip(each, runs, strict=True) if not of]
+        self._runs = list(zip(each, runs, strict=True))
+        around = [op for op, of in self._runs if not of]
         before = [op for op in around if op.node < layout.loop.exit[0]]
-
-        def of_phases(*phases: str) -> list[Op]:
-            return [op for op, of in zip(each, runs, strict=True) if not set(phases).isdisjoint(of)]
-
         #: The operations of each phase, in the order of the program.
         self.ops = {
-            "forward": of_phases("forward"),
-            "backward": of_phases("backward", "input"),
-            "weight": of_phases("weight"),
+            "forward": self.ops_of("forward"),
+            "backward": self.ops_of("backward", "input"),
+            "weight": self.ops_of("weight"),
             "update": [*before, *once, *around[len(before) :]],
         }
         self._timelines: dict[str, Timeline | None] = {}
@@ -167,6 +164,16 @@ class StageFigures:
         again = self.crossings.produced_forward - crossing.read
         return self.read_last & (self._made_before | again)
 
+    def ops_of(self, *phases: str) -> list[Op]:
+        """The operations of pieces of these phases in the loop, in the order of the program."""
+        return [op for op, of in self._runs if not set(phases).isdisjoint(of)]
+
+    def timeline_of(self, ops: Sequence[Op], buffers: Sequence[Buffer]) -> Timeline:
+        """Operations, simulated as a piece."""
+        loops = tuple(one for one in self.candidate.parts.device.loops if one.start != self.layout.loop.enter[0])
+        f = self.candidate.formulation
+        return simulate(DeviceProgram(tuple(ops), tuple(buffers), loops), f.mesh, f.profile)
+
     # -- helpers -----------------------------------------------------------------------------
 
     def units(self, phase: str) -> Iterator[Unit]:
@@ -176,16 +183,9 @@ class StageFigures:
     def timeline(self, phase: str) -> Timeline | None:
         """A phase, simulated by itself; None if nothing runs in it."""
         if phase not in self._timelines:
-            self._timelines[phase] = self._simulated(phase)
+            ops, buffers = self.ops[phase], self.candidate.parts.device.buffers
+            self._timelines[phase] = self.timeline_of(ops, buffers) if ops else None
         return self._timelines[phase]
-
-    def _simulated(self, phase: str) -> Timeline | None:
-        device, start, ops = self.candidate.parts.device, self.layout.loop.enter[0], self.ops[phase]
-        if not ops:
-            return None
-        loops = tuple(one for one in device.loops if one.start != start)
-        f = self.candidate.formulation
-        return simulate(DeviceProgram(tuple(ops), device.buffers, loops), f.mesh, f.profile)
 
     def held_by_node(self) -> Iterator[tuple[int, float]]:
         """The node and the bytes of each array that is held during the whole loop besides arguments and outputs. A deferred

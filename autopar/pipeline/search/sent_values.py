@@ -4,8 +4,8 @@ In: the planned stages of a step. Out: the same stages; the cost and the plan of
 its pieces bring values into the sharding in which they pass (`cut.wires`), or from it into the planned one. The plan of a
 stage by itself lacks them, because they depend on the submesh and the sharding of the stage on the other side.
 
-Nothing hides these collectives: a piece ends with what it sends, and begins with what it receives. A value is resharded
-once for all receivers that get it in the same sharding, and in each piece of a receiver that reads it.
+A value is resharded once for all receivers that get it in the same sharding, and in each piece of a receiver that reads
+it. What hides these collectives is simulated (`exposed_reshards.py`), but for those over parts of mesh axes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.pipeline.cut.extract_stages import Port
 from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.cut.wires import Split, changes_between, named_axes, taken_shardings, wire_between
 from autopar.pipeline.partition.problem import Stage
+from autopar.pipeline.search.exposed_reshards import Passed, added_s
 from autopar.pipeline.search.stage_costs import PlannedRun
 from autopar.plans.records import CollectiveUse
 
@@ -78,10 +79,11 @@ class _End:
     splits_backward: bool
     uses: list[CollectiveUse] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    passed: dict[str, list[Passed]] = field(default_factory=lambda: defaultdict(list))
     bytes_of: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
-        stage, plan = self.run.program, self.run.plan
+        stage, plan, self.mesh = self.run.program, self.run.plan, self.run.plan.mesh
         program = stage.program.of(plan)
         self.graph = program.graph
         layout = Layout(program.trace, stage.inputs)
@@ -102,15 +104,24 @@ class _End:
         """
         shape, itemsize = self.infos[port].shape, self.infos[port].itemsize
         mesh, moves = changes_between(shape, itemsize, before, after)
+        sent = [move for move in moves if move.kind != "cut"]
+        named = tuple((one.kind, named_axes(one.axes, mesh, self.mesh), one.num_bytes) for one in sent)
+        is_named = all(set(axes) <= set(self.mesh.axis_names) for _, axes, _ in named)
+        copies = sum(2 * one.num_bytes for one in sent if one.is_inner)  # transposed
         for phase in self.phases_of[port] if moves else ():
-            for move in moves:
-                if move.kind != "cut":
-                    self._add_collective(port, move, mesh, phase, which)
+            seconds = sum(self._add_collective(port, move, mesh, phase, which) for move in sent)
+            if sent and is_named and phase != "update":
+                self.passed[phase].append(Passed(self.values[port], port in self.sent, named))
+                seconds = 0.0
+            self.seconds[phase] += seconds + copies / self.profile.memory_bytes_per_s
             self.bytes_of[phase] += itemsize * after.sharding.local_size(shape, after.mesh)
 
     def priced(self) -> PlannedRun:
         """The stage with these collectives."""
         cost, plan = self.run.cost, self.run.plan
+        for phase, passed in self.passed.items():
+            whole = ("backward", "input", "weight") if phase == "backward" else (phase,)
+            self.seconds[phase] += added_s(self.run.figures, whole, passed)
         for phase, seconds in self.seconds.items():
             name = _SECONDS.get(phase, "update_s")
             cost = replace(cost, **{name: getattr(cost, name) + seconds})
@@ -138,17 +149,15 @@ class _End:
         units = (unit for unit in layout.body if value in (unit.results if is_sent else unit.operands))
         return sorted({phases[unit.start] for unit in units}) or ("forward",) * is_sent
 
-    def _add_collective(self, port: Port, move: Move, mesh: MeshShape, phase: str, which: str) -> None:
+    def _add_collective(self, port: Port, move: Move, mesh: MeshShape, phase: str, which: str) -> float:
+        """List a collective; the seconds of each run."""
         times = 1 if port.kind == "outside" else self.num_microbatches
         seconds = collective_time(move.kind, move.num_bytes, move.axes, mesh, self.profile)
-        if move.is_inner:  # a transposed copy
-            seconds += 2 * move.num_bytes / self.profile.memory_bytes_per_s
-        self.seconds[phase] += seconds
         made = self.graph.producer(self.values[port])
         self.uses.append(
             CollectiveUse(
                 kind=move.kind,
-                axes=named_axes(move.axes, mesh, self.run.plan.mesh),
+                axes=named_axes(move.axes, mesh, self.mesh),
                 num_bytes=move.num_bytes,
                 time_s=times * seconds,
                 cause=f"reshard a value {which}",
@@ -158,3 +167,4 @@ class _End:
                 num_times=times,
             )
         )
+        return seconds

@@ -21,7 +21,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -88,12 +88,14 @@ class PlannedRun:
     """Layers planned on a submesh.
 
     Args:
+        figures: the figures of the plan, from which its cost is.
         slices: seconds of the forward and the backward pass of each slice of tokens.
     """
 
     program: StageProgram
     plan: Plan
     cost: StageCost
+    figures: StageFigures = field(repr=False, compare=False)
     slices: tuple[tuple[float, float], ...] = ()
 
 
@@ -286,7 +288,7 @@ class StageCosts:
         cost = figures.cost(figures.crossings.without_recompute())
         plan = replace(plan, rematerialized=crossing.recomputed, constraints=piece_constraints(plan, figures))
         plan = replace(plan, collectives=figures.collectives())
-        self._planned[key] = PlannedRun(program, plan, cost, slice_seconds(figures))
+        self._planned[key] = PlannedRun(program, plan, cost, figures, slice_seconds(figures))
         return self._planned[key]
 
     # -- helpers -----------------------------------------------------------------------------
