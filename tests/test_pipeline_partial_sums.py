@@ -117,3 +117,32 @@ def test_each_microbatch_reduces_as_often_as_predicted(absent_gpus: Compiler) ->
     assert not [name for stage in found.stages for name in stage.off]
     in_loop = [one for stage in found.stages for piece in stage.pieces for one in _reduced(piece) if piece.count == 4]
     assert not in_loop
+
+
+def convolved(params: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    """A kernel of a convolution, whose gradient is reduced in each microbatch, and a matrix of the same size."""
+
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        x = batch
+        for n in range(2):
+            x = jax.nn.relu(jax.lax.conv(x, params[f"kernel{n}"], (1, 1), "SAME"))
+            x = jnp.tanh(jnp.einsum("ncij,cd->ndij", x, params[f"matrix{n}"]))
+        return jnp.mean((x - batch) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
+@pytest.mark.usefixtures("gpu_compiler")
+def test_reductions_of_one_size_are_listed_as_each_runs(absent_gpus: Compiler) -> None:
+    shapes = {f"kernel{n}": (128, 128, 1, 1) for n in range(2)} | {f"matrix{n}": (128, 128) for n in range(2)}
+    args = (
+        {name: jax.ShapeDtypeStruct(one, "float32") for name, one in shapes.items()},
+        jax.ShapeDtypeStruct((256, 128, 16, 16), "float32"),
+    )
+    options: dict[str, Any] = {"num_devices": 4, "stages": 2, "num_microbatches": 4, "schedule": "1f1b", "mesh": "2"}
+    plan: Any = autopar.plan(convolved, *args, hardware="h100-sxm", **options)
+    found: Any = autopar.verify(convolved, *args, plan=plan, hardware="h100-sxm", compiler=absent_gpus)
+    for stage in found.stages:
+        assert {one.num_times for one in stage.plan.collectives} >= {1, 4}
+        assert not [name for name in stage.off if "reduce" in name]

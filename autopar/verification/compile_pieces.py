@@ -1,31 +1,26 @@
 """Compile the pieces of a pipelined step for its GPUs, which may be absent, as the executor would.
 
 In: a `PipelinePlan`, its program, hardware profiles, a compiler.
-Out: `StagePieces`: of each stage, its compiled pieces with their replays, and its plan's collectives as the executor runs
-them. The executor itself is built, for stand-ins of the devices, and gone through with types (`pipeline.run`). Equal
-pieces are compiled once.
+Out: `CompiledStages`: of each stage, its compiled pieces with their replays. The executor itself is built, for stand-ins of
+the devices, and gone through with types (`pipeline.run`). Equal pieces are compiled once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.jax_interop.absent_devices import absent_devices
-from autopar.jax_interop.compat import itemsize
 from autopar.jax_interop.compilation import module_bytes
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run.abstract_run import PieceRuns, run_on_types
 from autopar.pipeline.run.executor import Pipeline
-from autopar.pipeline.run.piece_programs import StagePieces
 from autopar.pipeline.run.step import PipelinedStep
-from autopar.plans.plan import Plan
-from autopar.plans.records import CollectiveUse
 from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program
 from autopar.verification.compile_plan import hosts_needed
@@ -75,12 +70,10 @@ class CompiledStages:
 
     Args:
         pieces: of each stage.
-        plans: of each stage, with its collectives as the executor runs them.
         peak_bytes: of each submesh, per device, with the arrays that the executor holds.
     """
 
     pieces: tuple[tuple[PieceRuns, ...], ...]
-    plans: tuple[Plan, ...]
     peak_bytes: tuple[float, ...]
 
 
@@ -131,33 +124,5 @@ def compile_pieces(
     numbers = range(len(plan.stages))
     return CompiledStages(
         tuple(tuple(one for one in found.pieces if one.stage == number) for number in numbers),
-        tuple(_as_run(plan.stages[n].plan, pipeline.pieces[n], plan.num_microbatches) for n in numbers),
         found.peak_bytes,
     )
-
-
-def _as_run(plan: Plan, pieces: StagePieces, num_microbatches: int) -> Plan:
-    """A stage's plan with the collectives that the executor runs: a deferred reduction runs once, in the dtype of its
-    accumulator."""
-    uses, known = list(plan.collectives), set[int]()
-    trace = pieces.layout.trace
-    for carry, one in pieces.partial.items():
-        total = trace.avals[carry]
-        size = one.sharding.local_size(total.shape, plan.mesh)
-        dtypes = {itemsize(trace.avals[v]) for n in one.term for v in trace.equations[n].results}
-        terms = {size * width for width in dtypes}
-        for position, use in enumerate(uses):
-            if position not in known and _reduces(use, one.axes, terms, num_microbatches):
-                known.add(position)
-                times = use.num_times // num_microbatches
-                uses[position] = replace(
-                    use, num_times=times, num_bytes=size * itemsize(total), time_s=use.time_s / num_microbatches
-                )
-                break
-    return replace(plan, collectives=tuple(uses))
-
-
-def _reduces(use: CollectiveUse, axes: tuple[str, ...], sizes: set[float], num_microbatches: int) -> bool:
-    """Whether a collective is an all-reduce over these axes, of one of these sizes, in each microbatch."""
-    is_repeated = num_microbatches == 1 or (use.num_times > 1 and use.num_times % num_microbatches == 0)
-    return use.kind == "all-reduce" and set(use.axes) == set(axes) and use.num_bytes in sizes and is_repeated

@@ -277,7 +277,8 @@ def verify_stages(
 def _stage(
     plan: PipelinePlan, number: int, compiled: CompiledStages, profiles: Mapping[str, HardwareProfile]
 ) -> StageVerification:
-    pieces, planned, stage = compiled.pieces[number], compiled.plans[number], plan.stages[number]
+    pieces, stage = compiled.pieces[number], plan.stages[number]
+    planned = stage.plan
     profile = profiles[stage.submesh.shape.kind]
     hosts = hosts_needed(planned, profile)
     found = [

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.ir.device_program import Buffer, DeviceProgram, Op
+from autopar.ir.explicit_program import Communicate, Operation
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.cut.deferred_reductions import DeferredReduction, deferred_reductions
 from autopar.pipeline.cut.pieces import Layout
@@ -71,13 +72,11 @@ class StageFigures:
         each += self._reductions_in_loop()
         entering, buffers = set(range(*layout.loop.enter)), candidate.parts.device.buffers
         runs = phases_of(each, buffers, phase_of, entering) if separate else [_own_phase(op, phase_of) for op in each]
-        #: The collectives that several pieces run, with their phases.
-        self.repeated = [(op, of) for op, of in zip(each, runs, strict=True) if op.collective and len(of) > 1]
-        #: Buffers of values that pieces reshard for themselves.
-        self._resharded = {
-            b for op, of in zip(each, runs, strict=True) if of and op.node in entering for b in op.writes
-        }
         self._runs = list(zip(each, runs, strict=True))
+        #: The collectives that several pieces run, with their phases.
+        self.repeated = [(op, of) for op, of in self._runs if op.collective and len(of) > 1]
+        #: Buffers of values that pieces reshard for themselves.
+        self._resharded = {b for op, of in self._runs if of and op.node in entering for b in op.writes}
         around = [op for op, of in self._runs if not of]
         before = [op for op in around if op.node < layout.loop.exit[0]]
         #: The operations of each phase, in the order of the program.
@@ -131,22 +130,20 @@ class StageFigures:
         )
 
     def collectives(self) -> tuple[CollectiveUse, ...]:
-        """The collectives of the plan as pieces run them: in the dtype that they send, and one that several phases repeat
-        is listed for each."""
-        found, _ = collective_uses(
-            self.candidate.formulation, in_sent_dtypes(self.candidate.parts.explicit, self.sent_shares)
-        )
+        """The collectives of the plan as pieces run them: in the dtype that they send, deferred reductions once, and one
+        that several phases repeat for each."""
+        explicit = in_sent_dtypes(self.candidate.parts.explicit, self.sent_shares)
+        explicit = replace(explicit, ops=tuple(map(self._as_deferred, explicit.ops)))
+        found, _ = collective_uses(self.candidate.formulation, explicit)
         uses = list(found)
-        of_op: dict[tuple[str, tuple[str, ...], float], list[CollectiveUse]] = defaultdict(list)
+        equal: dict[tuple[str, tuple[str, ...], float], list[CollectiveUse]] = defaultdict(list)
         for use in uses:
-            of_op[use.kind, use.axes, use.num_bytes].append(use)
+            equal[use.kind, use.axes, use.num_bytes].append(use)
         for op, phases in self.repeated:
-            same = of_op[op.collective, op.axes, op.payload_bytes]
-            if same:
+            if same := equal[op.collective, op.axes, op.payload_bytes]:
                 use = same.pop(0)
-                uses += [replace(use, cause=f"{use.cause}, again for its gradient", phase="backward")] * (
-                    len(phases) - 1
-                )
+                again = replace(use, cause=f"{use.cause}, again for its gradient", phase="backward")
+                uses += [again] * (len(phases) - 1)
         return tuple(uses)
 
     @functools.cached_property
@@ -271,8 +268,7 @@ class StageFigures:
 
     def _with_deferred(self, ops: Sequence[Op]) -> tuple[list[Op], list[Op]]:
         """The operations without the reductions that wait until after the loop, and these."""
-        equations, buffers = self.layout.trace.equations, self.candidate.parts.device.buffers
-        sums = {v: one for one in self.deferred.values() for n in one.term for v in equations[n].results}
+        sums, buffers = self._sums, self.candidate.parts.device.buffers
         holds = dict[int, int]()  # value -> buffer
         for op in ops:
             holds.update({buffers[b].value: b for b in op.writes if b >= 0})
@@ -291,6 +287,23 @@ class StageFigures:
             if left > 0:  # combined with others
                 each.append(replace(op, payload_bytes=left))
         return each, once
+
+    def _as_deferred(self, op: Operation) -> Operation:
+        """A reduction that waits until after the loop, as it runs there; other operations as they are."""
+        if not isinstance(op, Communicate) or op.operand is None or op.collective != "all-reduce":
+            return op
+        value = self.candidate.parts.explicit.arrays[op.operand].value
+        one = self._sums.get(value)
+        if one is None or set(op.axes) != set(one.axes):
+            return op
+        times = op.num_times / self.candidate.formulation.graph.values[value].repeat
+        return replace(op, num_bytes=self._deferred_bytes(one), num_times=times)
+
+    @functools.cached_property
+    def _sums(self) -> dict[int, DeferredReduction]:
+        """The deferred reductions, by the values that each microbatch adds."""
+        equations = self.layout.trace.equations
+        return {v: one for one in self.deferred.values() for n in one.term for v in equations[n].results}
 
     def _deferred_bytes(self, one: DeferredReduction, *, of_term: bool = False) -> float:
         """Bytes of an accumulator on a device, or of what a microbatch adds to it."""
