@@ -16,7 +16,8 @@ and pairs. Then each stage is planned as a program of its own; if one needs more
 search looks for stages that need less. `step_s` and `peak_gb`, of the fullest device, are those of the planned stages.
 *intra-op only* is one stage on all devices, priced as one program; *inter-op only* has every stage on one device. Both
 have the same layers and memory options, and a search of their own for the number of microbatches; both are prices.
-PFLOPS count the model's matmuls once, without rematerialization. The search time runs from the traced step to the
+The columns of schedules have the fastest step under each, with stages of its own, for the numbers of microbatches that the
+plan's search tried. PFLOPS count the model's matmuls once, without rematerialization. The search time runs from the traced step to the
 planned stages; the tracing time is `trace_s`. `cpu_s` is the CPU time of the search on one core, without that of other
 processes.
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,12 +35,15 @@ from autopar.hardware.profile import HardwareProfile, LinkProfile, load
 from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup
 from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.table import SCHEDULES
+from autopar.pipeline.schedule.token_slices import TERAPIPE
 from autopar.pipeline.search.microbatch_search import SearchOf, Tried, over_microbatches
 from autopar.pipeline.search.plan_stages import likely_numbers, plan_stages, searches_of
 from autopar.pipeline.search.request import StageRequest
 from autopar.pipeline.search.searches_by_microbatches import Searches
 from autopar.pipeline.search.stage_search import StageSearch
-from autopar.transforms.program import Program, program_of
+from autopar.transforms.program import program_of
 from benchmarks.zoo.gpt import GptSizes, gpt
 
 
@@ -122,11 +127,7 @@ def _under(kind: ScheduleKind, searches: Searches, numbers: Sequence[int]) -> st
     """The fastest step under one schedule, in stages of its own."""
     if kind is TERAPIPE:
         return "see token_slices"
-
-    def outcome(search: StageSearch) -> Outcome:
-        return search.outcome((kind,))
-
-    tried = [Tried(number, outcome(searches.search(number))) for number in numbers]
+    tried = [Tried(number, searches.search(number).outcome((kind,))) for number in numbers]
     return _told(min(tried, key=lambda one: one.step_time_s))
 
 

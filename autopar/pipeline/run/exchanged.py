@@ -18,8 +18,8 @@ from autopar.ir.sharding import TensorSharding
 from autopar.jax_interop.partition_spec import named_shardings
 from autopar.pipeline.cut.deferred_reductions import DeferredReduction
 from autopar.pipeline.cut.pieces import Layout, Slot
-from autopar.pipeline.run.deferred_reductions import accumulator_sharding
 from autopar.pipeline.cut.wires import even_part
+from autopar.pipeline.run.deferred_reductions import accumulator_sharding
 from autopar.pipeline.run.uneven_values import UnevenValues
 
 
