@@ -116,6 +116,10 @@ class BatchError(AutoparError):
     """A process's part of a batch that does not match the plan's sharding."""
 
 
+class StoreError(AutoparError):
+    """A versioned store without the policy, key or worker, an update that does not fit, or a worker that ended."""
+
+
 class SearchError(AutoparError):
     """Vectors, ids, queries, a number of neighbours or a filter that an index does not accept."""
 
