@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.runtime.distributed.watchdog import watch as watch
     from autopar.verification.verification import Verification as Verification
     from autopar.verification.verify import verify as verify
+    from autopar.versions.store import VersionedStore as VersionedStore
     from autopar.xla_replay.replay import Replay as Replay
     from autopar.xla_replay.run import replay as replay
 
@@ -59,6 +60,7 @@ _DEFINED_IN = {
     "StepReport": "autopar.api.step_report",
     "Verification": "autopar.verification.verification",
     "verify": "autopar.verification.verify",
+    "VersionedStore": "autopar.versions.store",
     "Watch": "autopar.runtime.distributed.watchdog",
     "watch": "autopar.runtime.distributed.watchdog",
     "write_report": "autopar.report.html.document",

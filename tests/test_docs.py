@@ -58,6 +58,7 @@ EXACT = (
     "collectives",
     "how-far-to-trust",
     "inference",
+    "parameter-servers",
     "schedules",
 )
 IN_FIGURES = ("../README", "how-a-plan-is-made", "vector-search-on-paper")

@@ -7,12 +7,16 @@ change returns a new one, so a caller that is interrupted has either the old or 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from autopar.errors import StoreError
 from autopar.versions.consistency.clocks import Clocks
 from autopar.versions.consistency.policy import Decision, Pending, Policy
 from autopar.versions.consistency.table import check_suits
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,8 @@ class Board:
     """The clocks, and what was pushed and is not applied.
 
     Args:
-        read_versions: the version that each worker read last.
+        read_versions: for each worker, the version of its first read in its last clock with a read.
+        has_read: for each worker, whether it has read in its present clock.
         pending: pushed updates in order of arrival.
         reached: the number of complete clocks, or the highest clock at which a worker left if none is left.
         num_discarded: the number of updates discarded.
@@ -29,38 +34,44 @@ class Board:
     policy: Policy
     clocks: Clocks
     read_versions: tuple[int, ...]
+    has_read: tuple[bool, ...]
     pending: tuple[Pending, ...] = field(default=())
     reached: int = 0
     num_discarded: int = 0
 
-    def must_wait(self, worker: int, at_least_clock: int | None = None) -> bool:
+    def must_wait(self, worker: int | None, at_least_clock: int = 0) -> bool:
         """Whether a worker's read must wait.
 
         Args:
-            at_least_clock: the number of clocks that must be complete, instead of what the policy says.
+            at_least_clock: a number of clocks that must be complete, if that is more than the policy requires.
         """
-        floor = self.floor(worker) if at_least_clock is None else at_least_clock
-        return self.reached < floor
+        return self.reached < self.floor(worker, at_least_clock)
 
-    def floor(self, worker: int) -> int:
-        """The number of clocks that must be complete for this worker to read."""
-        clock = self.clocks.of(worker)
-        return 0 if self.policy.catches_up and clock < self.reached else self.policy.floor(clock)
+    def floor(self, worker: int | None, at_least_clock: int = 0) -> int:
+        """The number of clocks that must be complete for a worker to read; None for a reader that is no worker."""
+        return at_least_clock if worker is None else max(at_least_clock, self.policy.floor(self.clocks.of(worker)))
 
     def read(self, worker: int) -> Board:
         """After a worker has read. One that is behind the complete clock skips to it, where the policy says so."""
         clocks = self.clocks
         if self.policy.catches_up:
             clocks = clocks.advanced(worker, max(clocks.of(worker), self.reached))
-        versions = (*self.read_versions[:worker], clocks.version, *self.read_versions[worker + 1 :])
-        return replace(self, clocks=clocks, read_versions=versions)
+        if self.has_read[worker]:
+            return replace(self, clocks=clocks)
+        return replace(
+            self,
+            clocks=clocks,
+            read_versions=_with(self.read_versions, worker, clocks.version),
+            has_read=_with(self.has_read, worker, True),
+        )
 
     def pushed(self, worker: int) -> tuple[Board, Decision]:
         """After a worker has finished a clock, and which updates to apply and to discard now."""
         clock = self.clocks.of(worker)
         update = Pending(worker, clock, self.read_versions[worker])
         clocks = self.clocks.advanced(worker, self.policy.turn(worker, clock, self.clocks.num_workers))
-        return replace(self, clocks=clocks, pending=(*self.pending, update))._decided()
+        has_read = _with(self.has_read, worker, False)
+        return replace(self, clocks=clocks, pending=(*self.pending, update), has_read=has_read)._decided()
 
     def left(self, worker: int) -> tuple[Board, Decision]:
         """After a worker has left: nobody waits for it any more."""
@@ -73,6 +84,13 @@ class Board:
         return [
             worker for worker, clock in enumerate(self.clocks.vector) if clock is not None and clock <= self.reached
         ]
+
+    def can_reach(self, clock: int, stopped: Collection[int]) -> bool:
+        """Whether so many clocks can still be complete if these workers finish no further clock."""
+        if clock <= self.reached:
+            return True
+        vector = tuple(c if c is None or worker in stopped else clock for worker, c in enumerate(self.clocks.vector))
+        return bool(self.clocks.members) and self.policy.complete(replace(self.clocks, vector=vector)) >= clock
 
     def _decided(self) -> tuple[Board, Decision]:
         complete = self.policy.complete(self.clocks)
@@ -105,4 +123,8 @@ def board_of(policy: Policy, num_workers: int) -> Board:
         raise StoreError(f"`workers` is {num_workers!r}: a store needs a whole number of workers, at least 1")
     check_suits(policy, num_workers)
     first = tuple(policy.turn(worker, -1, num_workers) for worker in range(num_workers))
-    return Board(policy, Clocks(first), (0,) * num_workers)
+    return Board(policy, Clocks(first), (0,) * num_workers, (False,) * num_workers)
+
+
+def _with(values: tuple[T, ...], index: int, value: T) -> tuple[T, ...]:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,261 @@
+"""Keep versioned weights that workers pull and push: a parameter server in one process.
+
+In: arrays by key, an update function, a consistency policy. Out: `VersionedStore`, whose versions its workers read. The
+model is that of the Parameter Server (Li et al. 2014) with the clocks of SSP (Ho et al. 2013).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from autopar.errors import StoreError
+from autopar.versions.callers import Callers
+from autopar.versions.checked_update import checked
+from autopar.versions.consistency.board import board_of
+from autopar.versions.consistency.policy import Policy
+from autopar.versions.consistency.table import find
+from autopar.versions.keys import Keys, selected
+from autopar.versions.shards import Place, shards_of
+from autopar.versions.store_state import Held, StoreState, Update, added
+from autopar.versions.store_values import Pulled, StoreReport
+from autopar.versions.transport import LocalTransport
+from autopar.versions.wait import wait
+from autopar.versions.worker import Worker
+
+
+class VersionedStore:
+    """Weights by key that several workers, in threads of one process, pull and push.
+
+    In each clock a worker pulls weights, computes, pushes updates and calls `clock()`. Its pushes of one clock are one
+    update. The policy says when it is applied, and for how long a pull waits. Calls of different workers may come from
+    different threads.
+
+    Args:
+        values: arrays by key; they are copied.
+        update: what the server does with an update, or with the sum of the updates of a clock: None adds it to the weights;
+            an optax transformation, for each shard with a state of its own; or a function from the weights and the sum, both
+            by key, to the new weights. It runs for one shard at a time, and has no state.
+        workers: the number of workers; they are numbered from 0.
+        consistency: the name of a policy, as `"bsp"`, `"ssp(3)"` or `"async"`, or a `Policy`.
+        shards: a device or a sharding for each shard; None for one shard that stays where its arrays are.
+
+    Raises:
+        StoreError: an argument that cannot be.
+
+    >>> import numpy as np
+    >>> store = VersionedStore({"w": np.zeros(2, np.float32)}, workers=2)
+    >>> for worker in (0, 1):
+    ...     store.push("w", np.full(2, 1.0 + worker, np.float32), worker=worker)
+    ...     store.clock(worker=worker)
+    1
+    1
+    >>> pulled = store.pull("w")
+    >>> pulled.values["w"].tolist(), pulled.versions
+    ([3.0, 3.0], {0: 1})
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        update: Any = None,
+        workers: int = 1,
+        consistency: str | Policy = "bsp",
+        shards: Sequence[Place] | None = None,
+    ) -> None:
+        board = board_of(find(consistency), workers)
+        made = shards_of(values, update, shards)
+        self._state = StoreState(board, made, {}, (0,) * workers, (Held(),) * workers)
+        first = dict(sorted((key, array) for shard in made for key, array in shard.weights.items()))
+        self._kinds = {key: (array.shape, array.dtype) for key, array in first.items()}
+        self._shapes = {key: array.shape for key, array in first.items()}
+        self._places: dict[str, Place] = {
+            key: array.sharding if len(array.devices()) > 1 else next(iter(array.devices()))
+            for key, array in first.items()
+        }  # `device_put` to a device takes half the time of that to its sharding
+        self._shard_of = {key: number for number, shard in enumerate(made) for key in shard.weights}
+        self._changed = threading.Condition()
+        self._callers = Callers()
+        self._transport = LocalTransport()
+        self._open: list[tuple[int, Update]] = [(0, {})] * workers
+        self._read_before: list[dict[str, tuple[jax.Array, int]]] = [{} for _ in range(workers)]
+        self._staleness = tuple(Counter[int]() for _ in range(workers))
+        self._waits_s = [0.0] * workers
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """All keys, in the order of strings."""
+        return tuple(self._shapes)
+
+    @property
+    def policy(self) -> Policy:
+        """The consistency policy."""
+        return self._state.board.policy
+
+    def pull(
+        self,
+        keys: Keys = None,
+        at_least_clock: int = 0,
+        *,
+        worker: int | None = 0,
+        to: Place | None = None,
+        timeout_s: float | None = None,
+    ) -> Pulled:
+        """Read weights, after as many clocks are complete as the policy requires.
+
+        Args:
+            keys: a key, a list of keys, a range of keys (`slice("a", "c")`: from "a" to before "c"), or rows by key
+                (`{"embedding": [3, 7]}`); None for all keys.
+            at_least_clock: a number of clocks that must be complete, if that is more than the policy requires.
+            worker: the worker that reads; None for a reader that is no worker, which gets the newest version.
+            to: the device or sharding to copy the arrays to.
+            timeout_s: seconds after which to give up waiting.
+
+        Raises:
+            StoreError: unknown keys or rows; or the clock cannot be reached any more, because a worker ended or failed; or
+                the time is over.
+        """
+        chosen = selected(keys, self._shapes)
+        if not isinstance(at_least_clock, int) or isinstance(at_least_clock, bool):
+            raise StoreError(f"`at_least_clock` is {at_least_clock!r}: give a whole number of clocks")
+        with self._changed:
+            if worker is not None:
+                self._called(worker)
+                if self.policy.period > 1 and (kept := self._kept(worker, chosen, to)) is not None:
+                    return kept
+            wait_s = wait(self._changed, lambda: self._state.board, self._callers, worker, at_least_clock, timeout_s)
+            if worker is not None:
+                self._note(worker, wait_s)
+                self._state = self._state.read(worker)
+            state = self._state
+        by_shard: dict[int, dict[str, jax.Array]] = {}
+        row_bytes: dict[int, int] = {}
+        for key, rows in chosen.items():
+            number = self._shard_of[key]
+            array = state.shards[number].weights[key]
+            if array.is_deleted():
+                raise StoreError(f"the array of {key!r} was donated by a reader: copy what you pull before donating it")
+            if rows is not None:
+                array = array[rows]
+                row_bytes[number] = row_bytes.get(number, 0) + rows.nbytes
+            by_shard.setdefault(number, {})[key] = array
+        values: dict[str, jax.Array] = {}
+        for number, arrays in by_shard.items():
+            values |= self._transport.pull(worker, number, arrays, to, row_bytes.get(number, 0))
+        versions = {number: state.shards[number].version for number in by_shard}
+        if worker is None:
+            return Pulled(values, versions, state.board.reached)
+        if self.policy.period > 1:
+            whole = (key for key, rows in chosen.items() if rows is None)
+            self._read_before[worker] |= {key: (values[key], versions[self._shard_of[key]]) for key in whole}
+        return Pulled(values, versions, state.board.clocks.of(worker))
+
+    def push(self, keys: Keys, update: Any, *, worker: int = 0) -> None:
+        """Add to a worker's update of its present clock; nobody sees it before the worker calls `clock()`.
+
+        Args:
+            keys: as for `pull`.
+            update: an array by key, of the shape and dtype of what `pull` returns for these keys; for a single key, also the
+                array alone. What is pushed twice is added up, as are rows that occur twice.
+
+        Raises:
+            StoreError: unknown keys or rows, or an array that does not fit.
+        """
+        parts = checked(update, keys, selected(keys, self._shapes), self._kinds)
+        self._called(worker)
+        state = self._state
+        if self.policy.period == 1 and self.policy.send is None:
+            parts = self._send(worker, parts)
+        number, before = self._open[worker]
+        count = state.iterations[worker]
+        self._open[worker] = (count, added(before, parts) if number == count else parts)
+
+    def clock(self, *, worker: int = 0) -> int:
+        """Finish a worker's clock: its update is now the policy's to apply.
+
+        Returns:
+            The worker's clock after it: the number of clocks that it has finished or skipped.
+        """
+        with self._changed:
+            self._called(worker)
+            state = self._state
+            number, update = self._open[worker]
+            self._state = state.finished(worker, update if number == state.iterations[worker] else {}, self._sending)
+            self._changed.notify_all()
+            return self._state.board.clocks.of(worker)
+
+    def leave(self, worker: int = 0) -> None:
+        """Take a worker out of the clocks, so that nobody waits for it; what it pushed since its last clock is dropped."""
+        with self._changed:
+            self._state = self._state.left(worker, self._sending)
+            self._callers.failures.pop(worker, None)
+            self._changed.notify_all()
+
+    def worker(self, index: int, to: Place | None = None) -> Worker:
+        """One worker's view of the store, as a context: it leaves at the end, and after an error others stop waiting for it.
+
+        Args:
+            to: the worker's device or sharding, where its pulls go.
+        """
+        self._state.board.clocks.of(index)
+        return Worker(self, index, to)
+
+    def fail(self, worker: int, error: BaseException) -> None:
+        """Say that a worker has failed: pulls that wait for it raise an error, until `leave(worker)` takes it out."""
+        with self._changed:
+            self._state.board.clocks.of(worker)
+            self._callers.failures[worker] = error
+            self._changed.notify_all()
+
+    def report(self) -> StoreReport:
+        """Versions, clocks, staleness, waiting and bytes until now."""
+        with self._changed:
+            board = self._state.board
+            return StoreReport(
+                versions=tuple(shard.version for shard in self._state.shards),
+                clocks=board.clocks.vector,
+                num_discarded=board.num_discarded,
+                staleness=tuple(map(Counter, self._staleness)),
+                waits_s=tuple(self._waits_s),
+                traffic={key: replace(traffic) for key, traffic in self._transport.traffic.items()},
+            )
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _called(self, worker: int) -> None:
+        self._state.board.clocks.of(worker)
+        self._callers.called(worker)
+
+    def _send(self, worker: int, update: Update) -> Update:
+        return {
+            key: self._transport.push(worker, self._shard_of[key], pushed, self._places[key])
+            for key, pushed in update.items()
+        }
+
+    def _sending(self, worker: int, update: Update) -> Update:
+        """Move what was not moved when it was pushed."""
+        return self._send(worker, update) if self.policy.period > 1 or self.policy.send is not None else update
+
+    def _kept(self, worker: int, chosen: Mapping[str, Any], to: Place | None) -> Pulled | None:
+        """What the worker pulled at the start of its period; None if it pulls now."""
+        state, before = self._state, self._read_before[worker]
+        if not state.iterations[worker] % self.policy.period:
+            return None
+        if any(rows is not None or key not in before for key, rows in chosen.items()):
+            return None
+        values = {key: before[key][0] for key in chosen}
+        versions = {self._shard_of[key]: before[key][1] for key in chosen}
+        return Pulled(values if to is None else jax.device_put(values, to), versions, state.board.clocks.of(worker))
+
+    def _note(self, worker: int, wait_s: float) -> None:
+        """The first read of a worker in a clock counts for its staleness."""
+        board = self._state.board
+        self._waits_s[worker] += wait_s
+        if not board.has_read[worker]:
+            self._staleness[worker][board.clocks.staleness(worker)] += 1
