@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from autopar.runtime.distributed.watchdog import watch as watch
     from autopar.verification.verification import Verification as Verification
     from autopar.verification.verify import verify as verify
+    from autopar.versions.factors import SufficientFactors as SufficientFactors
     from autopar.versions.store import VersionedStore as VersionedStore
     from autopar.xla_replay.replay import Replay as Replay
     from autopar.xla_replay.run import replay as replay
@@ -58,6 +59,7 @@ _DEFINED_IN = {
     "replay": "autopar.xla_replay.run",
     "Replay": "autopar.xla_replay.replay",
     "StepReport": "autopar.api.step_report",
+    "SufficientFactors": "autopar.versions.factors",
     "Verification": "autopar.verification.verification",
     "verify": "autopar.verification.verify",
     "VersionedStore": "autopar.versions.store",

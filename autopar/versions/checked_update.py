@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autopar.errors import StoreError
+from autopar.versions.factors import SufficientFactors
 from autopar.versions.keys import Keys, Selected, shown
 from autopar.versions.server_update import Pushed
 
@@ -43,6 +44,8 @@ def checked(update: Any, keys: Keys, chosen: Selected, kinds: Kinds) -> dict[str
 
 
 def _pushed(key: str, value: Any, rows: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype) -> Pushed:
+    if isinstance(value, SufficientFactors):
+        return _smaller(key, value, rows, shape, dtype)
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         raise StoreError(f"the update of {shown(key)} is a {type(value).__name__}, not an array")
     if rows is not None:
@@ -53,6 +56,32 @@ def _pushed(key: str, value: Any, rows: np.ndarray | None, shape: tuple[int, ...
         raise StoreError(
             f"the update of {what} is {value.dtype}{value.shape}, and the store takes {dtype}{shape}{way_out}"
         )
-    if not isinstance(value, jax.Array):
-        value = np.array(value)  # JAX would share its memory, which the caller may change
-    return Pushed(value) if rows is None else Pushed(rows=((rows, value),))  # pyright: ignore[reportArgumentType]
+    return Pushed(_owned(value)) if rows is None else Pushed(rows=((rows, _owned(value)),))
+
+
+def _smaller(
+    key: str, factors: SufficientFactors, rows: np.ndarray | None, shape: tuple[int, ...], dtype: np.dtype
+) -> Pushed:
+    """Factors as they are or as a matrix, whichever has fewer bytes."""
+    if rows is not None or len(shape) != 2:
+        raise StoreError(f"the update of {shown(key)} is a product of factors, which is for a whole matrix")
+    left, right = factors.left, factors.right
+    for side, array, size in (("left", left, shape[0]), ("right", right, shape[1])):
+        if (
+            not isinstance(array, jax.Array | np.ndarray)
+            or array.dtype != dtype
+            or array.shape != (*left.shape[:1], size)
+        ):
+            kind = f"{array.dtype}{array.shape}" if hasattr(array, "dtype") else type(array).__name__
+            raise StoreError(
+                f"the {side} factor for {shown(key)} is {kind}; for a matrix of {dtype}{shape} it is {dtype} of shape"
+                f" (K, {size}), with the same K on both sides"
+            )
+    own = SufficientFactors(_owned(left), _owned(right))
+    matrix_bytes = shape[0] * shape[1] * dtype.itemsize
+    return Pushed(factors=(own,)) if own.num_bytes < matrix_bytes else Pushed(own.product())
+
+
+def _owned(value: Any) -> jax.Array:
+    """An array whose memory nobody else changes: JAX would share that of a NumPy array."""
+    return value if isinstance(value, jax.Array) else np.array(value)  # pyright: ignore[reportReturnType]

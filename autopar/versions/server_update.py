@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from autopar.errors import StoreError
+from autopar.versions.factors import SufficientFactors
 
 Weights = dict[str, jax.Array]
 
@@ -31,38 +32,46 @@ class Pushed:
         whole: an update of the whole array; None if only rows were pushed.
         rows: updates of rows: their numbers and the values, of shape `(number of rows, *rest)`. A row that occurs
             several times gets the sum.
+        factors: updates of a matrix by its factors.
     """
 
     whole: jax.Array | None = None
     rows: tuple[tuple[np.ndarray, jax.Array], ...] = ()
+    factors: tuple[SufficientFactors, ...] = ()
 
     def plus(self, other: Pushed) -> Pushed:
         """The sum of two pushes of one worker."""
-        if self.whole is None or other.whole is None:
-            return Pushed(self.whole if other.whole is None else other.whole, self.rows + other.rows)
-        return Pushed(self.whole + other.whole, self.rows + other.rows)
+        wholes = [one.whole for one in (self, other) if one.whole is not None]
+        whole = functools.reduce(operator.add, wholes) if wholes else None
+        return Pushed(whole, self.rows + other.rows, self.factors + other.factors)
 
     def dense(self, like: jax.Array) -> jax.Array:
         """The update of the whole array."""
-        whole = jnp.zeros_like(like) if self.whole is None else self.whole
+        wholes = ([] if self.whole is None else [self.whole]) + [factors.product() for factors in self.factors]
+        whole = functools.reduce(operator.add, wholes) if wholes else jnp.zeros_like(like)
         for rows, values in self.rows:
             whole = whole.at[rows].add(values)
         return whole
 
     def moved(self, place: Any) -> Pushed:
-        """The same on another device or in another sharding; rows go to all devices of a sharding."""
+        """The same on another device or in another sharding; rows and factors go to all devices of a sharding."""
         whole = None if self.whole is None else jax.device_put(self.whole, place)
-        if not self.rows:
+        if not self.rows and not self.factors:
             return Pushed(whole)
         if isinstance(place, jax.sharding.NamedSharding):
             place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-        return Pushed(whole, tuple((rows, jax.device_put(values, place)) for rows, values in self.rows))
+        return Pushed(
+            whole,
+            tuple((rows, jax.device_put(values, place)) for rows, values in self.rows),
+            tuple(SufficientFactors(*jax.device_put((one.left, one.right), place)) for one in self.factors),
+        )
 
     @property
     def num_bytes(self) -> int:
         """Bytes of array data, the numbers of rows included."""
         whole = 0 if self.whole is None else self.whole.nbytes
-        return whole + sum(rows.nbytes + values.nbytes for rows, values in self.rows)
+        rows = sum(rows.nbytes + values.nbytes for rows, values in self.rows)
+        return whole + rows + sum(one.num_bytes for one in self.factors)
 
 
 class ServerUpdate(Protocol):
@@ -88,7 +97,7 @@ class Add:
         after = dict(weights)
         for key in {key: None for update in updates for key in update}:
             pushed = [update[key] for update in updates if key in update]
-            if any(one.whole is not None for one in pushed):
+            if any(one.whole is not None or one.factors for one in pushed):
                 after[key] = _plus(weights[key], _summed([one.dense(weights[key]) for one in pushed]))
                 continue
             rows = [row for one in pushed for row in one.rows if row[0].size]

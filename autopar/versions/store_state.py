@@ -118,6 +118,7 @@ def _divided(update: Update, num_clocks: Mapping[str, int], board: Board) -> tup
 
 def _magnitude(pushed: Pushed) -> float:
     """The mean absolute value; waits for the device."""
-    arrays = [values for _, values in pushed.rows] + ([] if pushed.whole is None else [pushed.whole])
+    arrays = [values for _, values in pushed.rows] + [factors.product() for factors in pushed.factors]
+    arrays += [] if pushed.whole is None else [pushed.whole]
     size = sum(array.size for array in arrays)
     return sum(float(jnp.abs(array).sum()) for array in arrays) / size if size else 0.0
