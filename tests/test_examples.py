@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,6 +55,21 @@ def test_an_example_trains(name: str, shown: str) -> None:
 def test_an_example_can_be_planned_for_absent_gpus(name: str) -> None:
     options = ("--mesh", "8", "--hardware", "h100-sxm")
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", f"examples/{name}.py:target", *options)
+
+
+@pytest.mark.slow
+def test_admm_on_a_parameter_server_finds_the_optimum_of_scikit_learn() -> None:
+    from sklearn.linear_model import LogisticRegression
+
+    from examples import admm
+
+    found = re.search(r"60 clocks of 4 workers: objective ([\d.]+)", run("examples/admm.py"))
+    x, y = admm.examples()
+    fitted = LogisticRegression(l1_ratio=1.0, C=1 / admm.PENALTY, solver="saga", max_iter=20_000, tol=1e-7)
+    fitted.fit(x[:, :-1], y)
+    weights = np.append(fitted.coef_[0], fitted.intercept_)
+    best = np.logaddexp(0, -y * (x @ weights)).sum() + admm.PENALTY * np.abs(weights[:-1]).sum()
+    assert found and float(found[1]) == pytest.approx(best, rel=1e-4)
 
 
 @pytest.mark.slow
