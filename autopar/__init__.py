@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from autopar.verification.verification import Verification as Verification
     from autopar.verification.verify import verify as verify
     from autopar.versions.factors import SufficientFactors as SufficientFactors
+    from autopar.versions.remote.client import StoreClient as StoreClient
     from autopar.versions.store import VersionedStore as VersionedStore
     from autopar.xla_replay.replay import Replay as Replay
     from autopar.xla_replay.run import replay as replay
@@ -59,6 +60,7 @@ _DEFINED_IN = {
     "replay": "autopar.xla_replay.run",
     "Replay": "autopar.xla_replay.replay",
     "StepReport": "autopar.api.step_report",
+    "StoreClient": "autopar.versions.remote.client",
     "SufficientFactors": "autopar.versions.factors",
     "Verification": "autopar.verification.verification",
     "verify": "autopar.verification.verify",

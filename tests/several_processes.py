@@ -44,11 +44,18 @@ class Ended:
 
 
 def run(
-    program: str, *arguments: str, processes: int, devices: int, limit_s: float = 300.0, frozen: int | None = None
+    program: str,
+    *arguments: str,
+    processes: int,
+    devices: int,
+    limit_s: float = 300.0,
+    frozen: int | None = None,
+    programs: Path = PROGRAMS,
 ) -> list[Ended]:
     """Run a program to its end in every process.
 
     Args:
+        programs: the file that has it.
         frozen: a process that stops itself, and is killed once all others have ended.
 
     Raises:
@@ -60,7 +67,7 @@ def run(
     started_s = time.monotonic()
     running = [
         subprocess.Popen(
-            [sys.executable, str(PROGRAMS), program, *arguments],
+            [sys.executable, str(programs), program, *arguments],
             env=os.environ
             | {
                 "JAX_PLATFORMS": "cpu",

@@ -73,6 +73,18 @@ def test_admm_on_a_parameter_server_finds_the_optimum_of_scikit_learn() -> None:
 
 
 @pytest.mark.slow
+def test_servers_and_workers_train_by_one_command() -> None:
+    printed = run("examples/parameter_server.py", "ssp(3)")
+    assert printed.count(": version 450,") == 2
+    accuracies = [float(one) for one in re.findall(r"worker \d: 150 clocks in [\d.]+ s, accuracy ([\d.]+)", printed)]
+    assert len(accuracies) == 3 and min(accuracies) > 0.93
+    staleness = [
+        int(one) for counts in re.findall(r"staleness \{(.*)\}", printed) for one in re.findall(r"(\d+):", counts)
+    ]
+    assert max(staleness) == 3
+
+
+@pytest.mark.slow
 def test_two_processes_train_by_one_command() -> None:
     assert "2 processes, 8 devices" in run("examples/two_processes.py")
 

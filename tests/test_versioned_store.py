@@ -136,8 +136,9 @@ def test_no_thread_reads_more_than_s_clocks_ahead(s: int) -> None:
 
     def work(index: int) -> None:
         rng = np.random.default_rng(index)
-        for _ in range(60):
-            store.pull(worker=index)
+        for clock in range(60):
+            seen = store.pull(worker=index).values["w"]
+            assert float(seen[0]) >= 3 * (clock - s)  # the updates of all workers in all clocks before clock - s
             time.sleep(rng.exponential(1e-3) * (1 + 9 * (rng.random() < 0.1)))
             store.push("w", ones(4), worker=index)
             store.clock(worker=index)
@@ -479,6 +480,28 @@ def test_the_users_arrays_stay_theirs() -> None:
     if pulled["w"].is_deleted():
         with pytest.raises(StoreError, match="the array of 'w' was donated by a reader"):
             store.pull("w")
+
+
+def test_arrays_stay_where_they_are_without_places() -> None:
+    mesh = Mesh(np.array(jax.devices()[2:4]), ("data",))
+    sharding = NamedSharding(mesh, P("data"))
+    values = {"w": jax.device_put(jnp.zeros((4, 2)), sharding)}
+    store = VersionedStore(values, update=optax.sgd(1.0))
+    store.push("w", ones(4, 2))
+    store.clock()
+    assert store.pull().values["w"].sharding == sharding
+    with pytest.raises(StoreError, match=r"'b' is on \S+ and 'w' on \S+, \S+, but a shard is on one device or submesh"):
+        VersionedStore({**values, "b": jnp.zeros(2)})
+
+
+def test_an_update_that_was_donated_is_named() -> None:
+    store = VersionedStore(zeros(w=(1000,)))
+    update = jnp.ones(1000)
+    store.push("w", update)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(update)
+    if update.is_deleted():
+        with pytest.raises(StoreError, match="the update of 'w' was donated after it was pushed: push a copy"):
+            store.clock()
 
 
 # -- the server's update ---------------------------------------------------------------------

@@ -2,5 +2,5 @@
 
 In: a `Plan` and the trace it was made from.
 Out: a jitted function.
-Imported by: pipeline, api, inference, verification, diagnosis, code_export.
+Imported by: versions, pipeline, api, inference, verification, diagnosis, code_export.
 """

@@ -6,7 +6,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import StoreError
+from autopar.versions.keys import shown
 from autopar.versions.server_update import Pushed, ServerUpdate, Weights, update_of
 
 Place = jax.Device | jax.sharding.Sharding
@@ -109,5 +110,17 @@ def _shard(arrays: Weights, update: Any, place: Place | None) -> Shard:
             arrays = {key: jax.device_put(array, place) for key, array in arrays.items()}
         except ValueError as error:
             raise StoreError(f"a shard of {', '.join(arrays)} cannot be placed on {place}: {error}") from None
+    owners = {key: array.devices() for key, array in arrays.items()}
+    first = next(iter(owners))
+    for key, devices in owners.items():
+        if devices != owners[first]:
+            raise StoreError(
+                f"{shown(first)} is on {_named(owners[first])} and {shown(key)} on {_named(devices)}, but a shard is on one"
+                " device or submesh: give `shards` a device or sharding for each shard"
+            )
     made = update_of(update, arrays)
     return Shard(arrays, made, made.init(arrays))
+
+
+def _named(devices: Iterable[Any]) -> str:
+    return ", ".join(sorted(map(str, devices)))

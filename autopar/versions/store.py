@@ -6,6 +6,7 @@ model is that of the Parameter Server (Li et al. 2014) with the clocks of SSP (H
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,9 @@ from autopar.versions.checked_update import checked
 from autopar.versions.consistency.board import board_of
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import find
+from autopar.versions.gather import gathered
 from autopar.versions.keys import Keys, selected
+from autopar.versions.remote.server import serve
 from autopar.versions.shards import Place, shards_of
 from autopar.versions.store_state import Held, StoreState, Update, added
 from autopar.versions.store_values import Pulled, StoreReport
@@ -34,7 +37,7 @@ class VersionedStore:
 
     In each clock a worker pulls weights, computes, pushes updates and calls `clock()`. Its pushes of one clock are one
     update. The policy says when it is applied, and for how long a pull waits. Calls of different workers may come from
-    different threads.
+    different threads; those of one worker come one after another.
 
     Args:
         values: arrays by key; they are copied.
@@ -94,6 +97,21 @@ class VersionedStore:
         return tuple(self._shapes)
 
     @property
+    def kinds(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each key."""
+        return self._kinds
+
+    @property
+    def num_workers(self) -> int:
+        """The number of workers at the start."""
+        return self._state.board.clocks.num_workers
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards."""
+        return len(self._state.shards)
+
+    @property
     def policy(self) -> Policy:
         """The consistency policy."""
         return self._state.board.policy
@@ -134,21 +152,9 @@ class VersionedStore:
                 self._note(worker, wait_s)
                 self._state = self._state.read(worker)
             state = self._state
-        by_shard: dict[int, dict[str, jax.Array]] = {}
-        row_bytes: dict[int, int] = {}
-        for key, rows in chosen.items():
-            number = self._shard_of[key]
-            array = state.shards[number].weights[key]
-            if array.is_deleted():
-                raise StoreError(f"the array of {key!r} was donated by a reader: copy what you pull before donating it")
-            if rows is not None:
-                array = array[rows]
-                row_bytes[number] = row_bytes.get(number, 0) + rows.nbytes
-            by_shard.setdefault(number, {})[key] = array
-        values: dict[str, jax.Array] = {}
-        for number, arrays in by_shard.items():
-            values |= self._transport.pull(worker, number, arrays, to, row_bytes.get(number, 0))
-        versions = {number: state.shards[number].version for number in by_shard}
+        values, versions = gathered(
+            state.shards, chosen, self._shard_of, functools.partial(self._transport.pull, worker, to)
+        )
         if worker is None:
             return Pulled(values, versions, state.board.reached)
         if self.policy.period > 1:
@@ -173,7 +179,7 @@ class VersionedStore:
         if self.policy.period == 1 and self.policy.send is None:
             parts = self._send(worker, parts)
         number, before = self._open[worker]
-        count = state.iterations[worker]
+        count = state.iterations[worker]  # what was pushed before the last clock is done with
         self._open[worker] = (count, added(before, parts) if number == count else parts)
 
     def clock(self, *, worker: int = 0) -> int:
@@ -225,6 +231,19 @@ class VersionedStore:
                 waits_s=tuple(self._waits_s),
                 traffic={key: replace(traffic) for key, traffic in self._transport.traffic.items()},
             )
+
+    def serve(self, name: str = "store", server: int = 0) -> None:
+        """Serve the store to workers in other processes (`StoreClient`), until all have left. Call
+        `jax.distributed.initialize` first.
+
+        Args:
+            name: of the store; the same in all its servers and workers.
+            server: the number of this server, from 0; each has other keys.
+
+        Raises:
+            StoreError: workers failed or died, by name; or the policy cannot be served.
+        """
+        serve(self, name, server)
 
     # -- helpers -----------------------------------------------------------------------------
 

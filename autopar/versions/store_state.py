@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import jax
 import jax.numpy as jnp
 
+from autopar.errors import StoreError
 from autopar.versions.consistency.board import Board
 from autopar.versions.consistency.policy import Decision, Part
 from autopar.versions.server_update import Pushed
@@ -55,7 +57,16 @@ class StoreState:
         return replace(self, board=self.board.read(worker))
 
     def finished(self, worker: int, update: Update, send: Send) -> StoreState:
-        """After a worker has finished an iteration in which it pushed `update`."""
+        """After a worker has finished an iteration in which it pushed `update`.
+
+        Raises:
+            StoreError: the worker has donated an array that it pushed.
+        """
+        for key, pushed in update.items():
+            if isinstance(pushed.whole, jax.Array) and pushed.whole.is_deleted():
+                raise StoreError(
+                    f"the update of {key!r} was donated after it was pushed: push a copy, or donate it later"
+                )
         count = self.iterations[worker] + 1
         iterations = (*self.iterations[:worker], count, *self.iterations[worker + 1 :])
         held = self.held[worker]

@@ -44,7 +44,7 @@ class LocalTransport:
         return pushed.moved(place)
 
     def pull(
-        self, worker: int | None, shard: int, arrays: Mapping[str, jax.Array], to: Place | None, row_bytes: int
+        self, worker: int | None, to: Place | None, shard: int, arrays: Mapping[str, jax.Array], row_bytes: int
     ) -> dict[str, jax.Array]:
         """Move arrays of one shard to a worker.
 

@@ -2,5 +2,5 @@
 
 In: the processes of one job.
 Out: agreement on the plan, global arrays, a watchdog, and the process at fault.
-Imported by: api, pipeline, inference.
+Imported by: api, versions, pipeline, inference.
 """

@@ -35,7 +35,7 @@ def let_arrays_pass() -> None:
         if jax.devices()[0].platform != "cpu":
             return
         check_arrays_pass("cpu")
-    address = _own_address(coordinator_address())
+    address = own_address(coordinator_address())
     with socket.socket() as free:
         free.bind((address, 0))
         port = free.getsockname()[1]
@@ -59,7 +59,7 @@ def check_arrays_pass(platform: str) -> None:
         )
 
 
-def _own_address(other: str) -> str:
+def own_address(other: str) -> str:
     """The address of this host by which another host reaches it: the one of the route to that host."""
     host = other.rpartition(":")[0].strip("[]") or "127.0.0.1"
     family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]

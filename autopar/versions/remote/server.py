@@ -1,0 +1,101 @@
+"""Serve a store: one thread for each worker reads its requests in order, and calls the store for it.
+
+In: a `VersionedStore` of this process; requests of worker processes. Out: answers. Consistency, waiting and checks are those
+of the store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from autopar.errors import AutoparError, ProcessError, StoreError
+from autopar.versions.remote.channel import Channel, open_channel
+from autopar.versions.remote.wire import unpacked_keys, unpacked_update
+
+if TYPE_CHECKING:
+    from autopar.versions.store import VersionedStore
+
+
+def serve(store: VersionedStore, name: str, server: int) -> None:
+    """Answer requests until every worker has left or failed.
+
+    Raises:
+        StoreError: the policy works in the workers' processes; or workers failed: the message names them.
+    """
+    policy = store.policy
+    if policy.period > 1 or policy.send is not None:
+        raise StoreError(
+            f"the policy {policy.name!r} adds up updates in the worker, which a store that is served cannot: pull and push once"
+            " in n iterations, or serve another policy"
+        )
+    channel = open_channel(name, f"server {server}")
+    channel.beat()
+    kinds = {key: [list(shape), str(dtype)] for key, (shape, dtype) in store.kinds.items()}
+    hello = {"kinds": kinds, "workers": store.num_workers, "shards": store.num_shards}
+    try:
+        channel.send(f"{server}/hello", hello)
+    except ProcessError as error:
+        raise StoreError(
+            f"a store {name!r} with a server {server} is served already, or process 0 is gone: give each store a `name`, and"
+            f" its servers the numbers from 0 ({error})"
+        ) from error
+    failures: dict[int, BaseException] = {}
+    threads = [
+        threading.Thread(target=_answer_all, args=(store, channel, server, worker, failures), daemon=True)
+        for worker in range(store.num_workers)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)  # so that Ctrl-C is handled
+    finally:
+        channel.over.set()
+    if failures:
+        named = "; ".join(f"worker {worker}: {error}" for worker, error in sorted(failures.items()))
+        raise StoreError(f"workers of the store {name!r} failed: {named}")
+
+
+def _answer_all(
+    store: VersionedStore, channel: Channel, server: int, worker: int, failures: dict[int, BaseException]
+) -> None:
+    """Answer one worker's requests until it leaves, fails or dies."""
+    number = 0
+    try:
+        while True:
+            request, arrays = channel.receive(f"{server}/{worker}/request/{number}", f"worker {worker}")
+            if request["call"] == "leave":
+                store.leave(worker)
+                channel.send(f"{server}/{worker}/answer/{number}", {})
+                return
+            if request["call"] == "fail":
+                raise StoreError(request["error"])
+            try:
+                answer, values = _answered(store, worker, request, arrays)
+            except AutoparError as error:
+                answer, values = {"error": str(error)}, []
+            except Exception as error:  # of a user's update function
+                answer, values = {"error": f"server {server} of the store: {type(error).__name__}: {error}"}, []
+            channel.send(f"{server}/{worker}/answer/{number}", answer, values)
+            number += 1
+    except Exception as error:
+        failures[worker] = error
+        store.fail(worker, error)
+
+
+def _answered(
+    store: VersionedStore, worker: int, request: dict[str, Any], arrays: Sequence[jax.Array]
+) -> tuple[dict[str, Any], list[jax.Array]]:
+    if request["call"] == "clock":
+        for keys, update in unpacked_update(request["update"], arrays):
+            store.push(keys, update, worker=worker)
+        return {"clock": store.clock(worker=worker)}, []
+    keys = unpacked_keys(request["keys"], arrays)
+    pulled = store.pull(keys, request["at_least_clock"], worker=worker, timeout_s=request["timeout_s"])
+    answer = {"clock": pulled.clock, "versions": list(pulled.versions.items()), "keys": list(pulled.values)}
+    return answer, list(pulled.values.values())

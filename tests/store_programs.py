@@ -1,0 +1,229 @@
+"""Programs that tests of served stores run in each process: `python store_programs.py NAME [ARGUMENTS]`.
+
+The first processes are servers, the others workers. Results are printed as JSON, one value per line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from process_programs import tell
+
+import autopar
+from autopar.errors import StoreError
+
+WIDTH, BATCH = 16, 8
+OPTIMIZER = optax.adam(1e-2)
+
+
+def weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "a/kernel": rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4,
+        "b/bias": np.zeros(WIDTH, np.float32),
+        "c/kernel": rng.normal(size=(WIDTH, 1)).astype(np.float32) / 4,
+        "d/none": np.zeros((0, 3), np.float32),
+    }
+
+
+@jax.jit
+def gradients(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+    def loss(params: dict[str, jax.Array]) -> jax.Array:
+        hidden = jnp.tanh(x @ params["a/kernel"] + params["b/bias"])
+        return jnp.mean((hidden @ params["c/kernel"] - jnp.sin(x.sum(1, keepdims=True))) ** 2)
+
+    return jax.grad(loss)(params)
+
+
+def batch(worker: int, clock: int) -> np.ndarray:
+    return np.random.default_rng([worker, clock]).normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+
+def digest(arrays: dict[str, Any]) -> dict[str, str]:
+    return {key: hashlib.sha256(np.asarray(array).tobytes()).hexdigest() for key, array in sorted(arrays.items())}
+
+
+def synchronous(num_workers: int, num_clocks: int, parts: list[list[str]]) -> dict[str, Any]:
+    """Weights after synchronous steps that add up the gradients in the order of the workers, and update the keys of each
+    server."""
+
+    @jax.jit
+    def update(params: Any, state: Any, total: Any) -> Any:
+        changes, state = OPTIMIZER.update(total, state, params)
+        return optax.apply_updates(params, changes), state
+
+    params: dict[str, Any] = {key: jnp.asarray(array) for key, array in weights().items()}
+    states = [OPTIMIZER.init({key: params[key] for key in keys}) for keys in parts]
+    for clock in range(num_clocks):
+        total = gradients(params, batch(0, clock))
+        for worker in range(1, num_workers):
+            total = jax.tree.map(jnp.add, total, gradients(params, batch(worker, clock)))
+        for number, keys in enumerate(parts):
+            before, terms = ({key: tree[key] for key in keys} for tree in (params, total))
+            after, states[number] = update(before, states[number], terms)
+            params = params | after
+    return params
+
+
+def served(policy: str, clocks: str, servers: str, slow: str) -> None:
+    """Training by a served store.
+
+    Args:
+        slow: whether the last worker sleeps 50 ms in each clock.
+    """
+    process, num_servers, num_clocks = jax.process_index(), int(servers), int(clocks)
+    num_workers = jax.process_count() - num_servers
+    parts = [sorted(weights())[number::num_servers] for number in range(num_servers)]
+    if process < num_servers:
+        own = {key: weights()[key] for key in parts[process]}
+        store = autopar.VersionedStore(own, update=OPTIMIZER, workers=num_workers, consistency=policy)
+        store.serve(server=process)
+        report, final = store.report(), store.pull(worker=None)
+        expected = synchronous(num_workers, num_clocks, parts)
+        tell(
+            {
+                "versions": report.versions,
+                "staleness": [dict(counts) for counts in report.staleness],
+                "traffic": [
+                    [worker, one.pushed_bytes, one.pulled_bytes] for (worker, _), one in report.traffic.items()
+                ],
+                "bytes": sum(array.nbytes for array in own.values()),
+                "final": digest(final.values),
+                "synchronous": digest({key: expected[key] for key in parts[process]}),
+            }
+        )
+        return
+    index = process - num_servers
+    pulled = None
+    with autopar.StoreClient(index, servers=num_servers) as worker:
+        for clock in range(num_clocks):
+            pulled = worker.pull()
+            if slow == "slow" and index == num_workers - 1:
+                time.sleep(0.05)
+            worker.push(None, gradients(pulled.values, batch(index, clock)))
+            assert worker.clock() == clock + 1
+        assert pulled is not None
+        tell({"versions": pulled.versions, "clock": pulled.clock, "keys": [*pulled.values]})
+
+
+def calls() -> None:
+    """One worker makes every kind of call, and mistakes."""
+    if jax.process_index() == 0:
+        store = autopar.VersionedStore({"e": np.zeros((6, 2), np.float32), "w": np.zeros((40, 30), np.float32)})
+        store.serve("calls")
+        tell({"bytes": [[one.pushed_bytes, one.pulled_bytes] for one in store.report().traffic.values()]})
+        return
+    messages: dict[str, str] = {}
+    with autopar.StoreClient(0, name="calls") as worker:
+        worker.push({"e": [1, 3, 1]}, {"e": np.ones((3, 2), np.float32)})
+        worker.push("w", autopar.SufficientFactors(jnp.ones((2, 40)), jnp.ones((2, 30))))
+        worker.push("w", np.ones((40, 30), np.float32))
+        worker.clock()
+        rows = worker.pull({"e": np.array([3, 1])}).values["e"]
+        whole = worker.pull(slice("e", "f")).values
+        nothing = worker.pull({"e": []}).values["e"]
+        for name, call in {
+            "key": lambda: worker.pull("x"),
+            "shape": lambda: worker.push("e", np.ones(3, np.float32)),
+            "clock": lambda: worker.pull("e", 5),
+            "row": lambda: worker.pull({"e": [6]}),
+        }.items():
+            try:
+                call()
+            except StoreError as error:
+                messages[name] = str(error)
+        after = worker.pull("w").values["w"]
+        tell(
+            {
+                "rows": np.asarray(rows).tolist(),
+                "whole": np.asarray(whole["e"]).tolist(),
+                "nothing": nothing.shape,
+                "w": [float(after.min()), float(after.max())],
+                "messages": messages,
+            }
+        )
+
+
+def killed() -> None:
+    """The last worker dies in its fourth clock; the others find out."""
+    store = None
+    try:
+        if jax.process_index() == 0:
+            store = autopar.VersionedStore({"w": np.zeros(4, np.float32)}, workers=2, consistency="ssp(1)")
+            store.serve()
+        else:
+            index = jax.process_index() - 1
+            with autopar.StoreClient(index) as worker:
+                for clock in range(100):
+                    worker.pull()
+                    if index == 1 and clock == 3:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    worker.push("w", np.ones(4, np.float32))
+                    worker.clock()
+    except StoreError as error:
+        tell({"error": str(error), "versions": None if store is None else store.report().versions})
+        time.sleep(3)  # the others still need process 0
+        os._exit(3)  # JAX would wait for the dead process
+
+
+def server_killed() -> None:
+    """The second of two servers dies, and the worker waits for it."""
+    process = jax.process_index()
+    if process < 2:
+        if process:
+            threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        try:
+            autopar.VersionedStore({f"w{process}": np.zeros(4, np.float32)}).serve(server=process)
+        except StoreError:
+            time.sleep(3)
+            os._exit(3)
+    try:
+        with autopar.StoreClient(0, servers=2) as worker:
+            while True:
+                worker.pull()
+                worker.clock()
+    except StoreError as error:
+        tell({"error": str(error)})
+        os._exit(3)
+
+
+def update_fails() -> None:
+    """The server's function fails once; the worker goes on."""
+    if jax.process_index() == 0:
+        failures = [ZeroDivisionError("of the user")]
+
+        def update(weights: Any, total: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return {"w": weights["w"] + total["w"]}
+
+        store = autopar.VersionedStore({"w": np.zeros(4, np.float32)}, update=update)
+        store.serve()
+        tell({"versions": store.report().versions})
+        return
+    with autopar.StoreClient(0) as worker:
+        worker.push("w", np.ones(4, np.float32))
+        try:
+            worker.clock()
+        except StoreError as error:
+            tell({"error": str(error), "clock": worker.clock()})
+
+
+def main() -> None:
+    name, *arguments = sys.argv[1:]
+    jax.distributed.initialize(os.environ["COORDINATOR"], int(os.environ["PROCESSES"]), int(os.environ["PROCESS"]))
+    globals()[name](*arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""A store served to worker processes: the same bits, the same promises, and a dead process by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from several_processes import Ended, run
+
+import autopar
+from autopar.errors import StoreError
+
+PROGRAMS = Path(__file__).parent / "store_programs.py"
+
+
+def ran(program: str, *arguments: str, processes: int = 3) -> list[Ended]:
+    return run(program, *arguments, processes=processes, devices=1, limit_s=120.0, programs=PROGRAMS)
+
+
+def all_told(ended: list[Ended]) -> list[Any]:
+    assert [one.code for one in ended] == [0] * len(ended), "\n---\n".join(one.errors[-2000:] for one in ended)
+    return [one.last for one in ended]
+
+
+@pytest.mark.parametrize("servers", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bsp_over_processes_is_the_synchronous_step_bit_for_bit(servers: int) -> None:
+    clocks = 15
+    told = all_told(ran("served", "bsp", str(clocks), str(servers), "even", processes=servers + 2))
+    for server in told[:servers]:
+        assert server["final"] == server["synchronous"]
+        assert server["versions"] == [clocks]
+        assert server["staleness"] == [{"0": clocks}] * 2
+        exchanged = sorted(row for row in server["traffic"] if row[0] is not None)
+        assert exchanged == [[worker, clocks * server["bytes"], clocks * server["bytes"]] for worker in (0, 1)]
+    for worker in told[servers:]:
+        assert worker["keys"] == ["a/kernel", "b/bias", "c/kernel", "d/none"]
+        assert worker["versions"] == {str(server): clocks - 1 for server in range(servers)}
+
+
+def test_ssp_over_processes_is_at_most_s_clocks_stale_and_reaches_it() -> None:
+    (server, *_) = all_told(ran("served", "ssp(2)", "30", "1", "slow"))
+    seen = {int(staleness) for counts in server["staleness"] for staleness in counts}
+    assert max(seen) == 2
+    assert server["versions"] == [60]
+
+
+def test_every_call_goes_through_processes() -> None:
+    server, worker = all_told(ran("calls", processes=2))
+    assert worker["rows"] == [[1.0, 1.0], [2.0, 2.0]]
+    assert worker["whole"] == [[0, 0], [2, 2], [0, 0], [1, 1], [0, 0], [0, 0]]
+    assert worker["nothing"] == [0, 2]
+    assert worker["w"] == [3.0, 3.0]
+    assert worker["messages"] == {
+        "key": "the store has no key 'x'. Its keys are 'e', 'w'",
+        "shape": "the update of 'e' is float32(3,), and the store takes float32(6, 2)",
+        "clock": "worker 0, at clock 1, waits for 5 complete clocks, which the others cannot reach alone: 1 are complete."
+        " Finish its own clocks first, or lower `at_least_clock`",
+        "row": "'e' has rows 0 to 5; got row 6",
+    }
+    rows, factors, whole = 3 * 4 + 3 * 8, 4 * 2 * (40 + 30), 4 * 40 * 30
+    assert server["bytes"] == [[rows + factors + whole, 2 * 4 + 2 * 8 + 6 * 8 + whole]]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_named_to_the_others() -> None:
+    server, other, dead = ran("killed")
+    assert dead.code == -9
+    assert (server.code, other.code) == (3, 3), other.errors[-2000:]
+    assert "worker 1 of the store has given no sign of life for 10 s: its process died or hangs" in server.last["error"]
+    assert (
+        "but worker 1, at clock 3, failed (StoreError: worker 1 of the store has given no sign" in other.last["error"]
+    )
+    assert other.after_s < 60
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_named_to_the_workers() -> None:
+    (_, dead, worker) = ran("server_killed")
+    assert dead.code == -9
+    assert worker.last == {
+        "error": "server 1 of the store has given no sign of life for 10 s: its process died or hangs"
+    }
+
+
+def test_an_update_function_that_fails_on_the_server_is_an_error_in_the_worker() -> None:
+    server, worker = ran("update_fails", processes=2)
+    assert worker.last == {"error": "server 0 of the store: ZeroDivisionError: of the user", "clock": 1}
+    assert server.last == {"versions": [1]}
+
+
+def test_a_store_is_not_served_in_one_process() -> None:
+    store = autopar.VersionedStore({"w": np.zeros(1, np.float32)})
+    with pytest.raises(StoreError, match="a store is served to other processes: call `jax"):
+        store.serve()
+    with pytest.raises(StoreError, match="a store is served to other processes"):
+        autopar.StoreClient(0)
+
+
+@pytest.mark.parametrize("policy", ["every(2)", "largest(10)"])
+def test_a_policy_that_works_in_the_worker_is_not_served(policy: str) -> None:
+    store = autopar.VersionedStore({"w": np.zeros(1, np.float32)}, consistency=policy)
+    with pytest.raises(StoreError, match="adds up updates in the worker, which a store that is served cannot"):
+        store.serve()
