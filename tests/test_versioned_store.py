@@ -205,6 +205,19 @@ def test_an_old_version_is_kept_as_long_as_somebody_reads_it() -> None:
     np.testing.assert_array_equal(store.pull().values["w"], 3 * ones(1000))
 
 
+def test_an_applied_update_is_not_kept() -> None:
+    store = VersionedStore(zeros(w=(1000,)), workers=2)
+    seen = []
+    for worker in (0, 1):
+        update = jax.device_put(ones(1000))
+        seen.append(weakref.ref(update))
+        store.push("w", update, worker=worker)
+        store.clock(worker=worker)
+        del update
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
+
+
 def test_a_push_is_seen_after_the_clock_only() -> None:
     store = VersionedStore(zeros(w=(2,)), consistency="async")
     store.push("w", ones(2))
@@ -646,6 +659,7 @@ def test_a_worker_that_left_is_not_waited_for_and_makes_no_calls() -> None:
     store = VersionedStore(zeros(w=(1,)), workers=2)
     with store.worker(1) as worker:
         worker.pull()
+        store.leave(1)
     store.push("w", ones(1), worker=0)
     assert store.clock(worker=0) == 1
     assert store.pull(worker=0).values["w"].tolist() == [1.0]

@@ -193,6 +193,7 @@ class VersionedStore:
             state = self._state
             number, update = self._open[worker]
             self._state = state.finished(worker, update if number == state.iterations[worker] else {}, self._sending)
+            self._open[worker] = (self._state.iterations[worker], {})  # keeps no array longer than needed
             self._changed.notify_all()
             return self._state.board.clocks.of(worker)
 

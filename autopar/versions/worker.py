@@ -41,6 +41,8 @@ class Worker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.store.report().clocks[self.index] is None:  # it has left before
+            return
         if error is None:
             self.store.leave(self.index)
         else:
