@@ -199,6 +199,7 @@ BENCHMARKS = {
         "",
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
     ),
+    "parameter_server": Benchmark(("overhead", "stragglers", "digits"), VIRTUAL_DEVICES),
     "pipeline": Benchmark(
         (
             "theory",

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.errors import StoreError
 from autopar.versions import callers
+from autopar.versions.consistency.simulate import simulate
 from autopar.versions.shards import Place, key_ranges
 from autopar.versions.store import VersionedStore
 from autopar.versions.worker import Worker
@@ -358,6 +359,33 @@ def test_a_clock_of_partial_participation_has_the_updates_of_those_drawn() -> No
 
     run_workers(work)
     assert store.pull(worker=None).values["w"].tolist() == [60.0]
+
+
+@pytest.mark.parametrize("policy", ["bsp", "ssp(2)", "async", "backup(1)", "partial(2)", "discard(3)"])
+def test_a_store_follows_the_simulation(policy: str) -> None:
+    """Where the simulator lets a worker read, the store does not wait; both apply and discard the same updates."""
+    store = VersionedStore(zeros(w=(1,)), workers=4, consistency=policy)
+    rng = np.random.default_rng(0)
+
+    def read(worker: int, now_s: float) -> None:
+        store.pull(worker=worker, timeout_s=0)
+
+    def push(worker: int, now_s: float) -> None:
+        store.push("w", ones(1), worker=worker)
+        store.clock(worker=worker)
+
+    run = simulate(
+        policy,
+        4,
+        30,
+        lambda worker, iteration: float(rng.exponential()),
+        on_read=read,
+        on_push=push,
+    )
+    report = store.report()
+    assert (report.versions[0], report.num_discarded) == (run.num_versions, run.num_discarded)
+    assert store.pull(worker=None).values["w"].tolist() == [run.num_applied]
+    assert report.staleness == run.staleness
 
 
 # -- keys, ranges, rows ----------------------------------------------------------------------

@@ -54,7 +54,8 @@ class StoreState:
 
     def read(self, worker: int) -> StoreState:
         """After a worker has read."""
-        return replace(self, board=self.board.read(worker))
+        board = self.board.read(worker)
+        return self if board is self.board else replace(self, board=board)
 
     def finished(self, worker: int, update: Update, send: Send) -> StoreState:
         """After a worker has finished an iteration in which it pushed `update`.

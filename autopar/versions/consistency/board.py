@@ -57,7 +57,7 @@ class Board:
         if self.policy.catches_up:
             clocks = clocks.advanced(worker, max(clocks.of(worker), self.reached))
         if self.has_read[worker]:
-            return replace(self, clocks=clocks)
+            return self if clocks == self.clocks else replace(self, clocks=clocks)
         return replace(
             self,
             clocks=clocks,

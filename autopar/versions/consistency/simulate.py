@@ -53,12 +53,17 @@ def simulate(
     num_clocks: int,
     compute_s: Callable[[int, int], float],
     message_s: Callable[[int], float] = lambda worker: 0.0,
+    *,
+    on_read: Callable[[int, float], None] | None = None,
+    on_push: Callable[[int, float], None] | None = None,
 ) -> SimulatedRun:
     """Let every worker pull, compute and push until it has finished `num_clocks` clocks.
 
     Args:
         compute_s: from a worker and the number of its iteration, seconds.
         message_s: from a worker, the seconds of one pull or push.
+        on_read: called with a worker and the seconds when it reads; with `on_push`, a real store can follow the simulation.
+        on_push: called when its update arrives.
 
     Raises:
         StoreError: the policy is unknown, or not defined for this number of workers.
@@ -87,6 +92,8 @@ def simulate(
                     continue
                 staleness[worker][board.clocks.staleness(worker)] += 1
                 waits_s[worker] += now_s - since_s
+                if on_read is not None:
+                    on_read(worker, now_s)
                 first = board.clocks.of(worker) * policy.period
                 busy_s = sum(compute_s(worker, first + number) for number in range(policy.period))
                 heapq.heappush(arrivals, (now_s + busy_s + 2 * message_s(worker), num_events, worker))
@@ -97,6 +104,8 @@ def simulate(
     while arrivals:
         now_s, _, worker = heapq.heappop(arrivals)
         board, decision = board.pushed(worker)
+        if on_push is not None:
+            on_push(worker, now_s)
         if decision.groups:
             num_applied += sum(map(len, decision.groups))
             last_s = now_s
