@@ -249,6 +249,43 @@ def test_the_largest_updates_are_sent_first_within_the_budget() -> None:
     assert find("largest(100, 2, ssp(3))").bound == 5
 
 
+@pytest.mark.parametrize("entry", POLICIES)
+@pytest.mark.parametrize("seed", range(20))
+def test_updates_are_applied_or_discarded_once_whoever_leaves(entry: str, seed: int) -> None:
+    """Workers read, push and leave in a random order; while there are any, one of them can go on."""
+    rng = random.Random(seed)
+    num_workers = rng.randint(2, 5)
+    board = board_of(find(NAMES[entry]), num_workers)
+    members, computing = set(range(num_workers)), set[int]()
+    pushed, over = list[tuple[int, int]](), list[tuple[int, int]]()
+    for _ in range(300):
+        ready = [worker for worker in members if worker in computing or not board.must_wait(worker)]
+        assert ready or not members
+        if not members:
+            break
+        worker = rng.choice(ready)
+        reached, decision = board.reached, Decision()
+        if rng.random() < 0.01:
+            board, decision = board.left(worker)
+            members.remove(worker)
+        elif worker in computing:
+            pushed.append((worker, board.clocks.of(worker)))
+            board, decision = board.pushed(worker)
+            computing.remove(worker)
+        else:
+            board = board.read(worker)
+            computing.add(worker)
+        over += [(one.worker, one.clock) for group in (*decision.groups, decision.discarded) for one in group]
+        assert board.reached >= reached
+        assert sorted(over + [(one.worker, one.clock) for one in board.pending]) == sorted(pushed)
+
+
+def test_a_policy_that_applies_nothing_and_never_completes_a_clock_is_named() -> None:
+    policy = Policy("never", 0, complete=lambda clocks: 0)
+    with pytest.raises(StoreError, match="under the policy 'never' workers 0, 1 wait forever after 1 s: 0 clocks are"):
+        simulate(policy, 2, 3, lambda worker, iteration: 1.0)
+
+
 def test_a_policy_of_ones_own_is_a_function_of_the_clocks() -> None:
     """Updates are applied in pairs, and nobody waits."""
 

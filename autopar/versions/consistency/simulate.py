@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from autopar.errors import StoreError
 from autopar.versions.consistency.board import Board, board_of
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import find
@@ -66,7 +67,7 @@ def simulate(
         on_push: called when its update arrives.
 
     Raises:
-        StoreError: the policy is unknown, or not defined for this number of workers.
+        StoreError: the policy is unknown, or not defined for this number of workers; or it lets workers wait forever.
 
     >>> run = simulate("bsp", 2, 10, lambda worker, iteration: 1.0 + worker)
     >>> run.seconds, run.num_applied, run.waits_s
@@ -111,4 +112,9 @@ def simulate(
             last_s = now_s
         waiting[worker] = now_s
         board = let_read(board, now_s)
+    if waiting:
+        raise StoreError(
+            f"under the policy {policy.name!r} workers {', '.join(map(str, sorted(waiting)))} wait forever after"
+            f" {last_s:g} s: {board.reached} clocks are complete, and no update is on its way"
+        )
     return SimulatedRun(last_s, num_applied, board.clocks.version, board.num_discarded, staleness, tuple(waits_s))
