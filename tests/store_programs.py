@@ -137,6 +137,8 @@ def calls() -> None:
             "shape": lambda: worker.push("e", np.ones(3, np.float32)),
             "clock": lambda: worker.pull("e", 5),
             "row": lambda: worker.pull({"e": [6]}),
+            "again": lambda: autopar.StoreClient(0, name="calls"),
+            "other": lambda: autopar.StoreClient(1, name="calls"),
         }.items():
             try:
                 call()

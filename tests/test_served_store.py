@@ -52,7 +52,10 @@ def test_every_call_goes_through_processes() -> None:
     assert worker["whole"] == [[0, 0], [2, 2], [0, 0], [1, 1], [0, 0], [0, 0]]
     assert worker["nothing"] == [0, 2]
     assert worker["w"] == [3.0, 3.0]
+    again = worker["messages"].pop("again")
+    assert again.startswith("worker 0 of the store 'calls' has, or had, a client already")
     assert worker["messages"] == {
+        "other": "there is no worker 1: the store is served to workers 0 to 0",
         "key": "the store has no key 'x'. Its keys are 'e', 'w'",
         "shape": "the update of 'e' is float32(3,), and the store takes float32(6, 2)",
         "clock": "worker 0, at clock 1, waits for 5 complete clocks, which the others cannot reach alone: 1 are complete."

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import StoreError
+from autopar.errors import ProcessError, StoreError
 from autopar.versions.checked_update import checked
 from autopar.versions.keys import Keys, selected
 from autopar.versions.remote.channel import Channel, open_channel
@@ -30,7 +30,8 @@ class StoreClient:
         to: the worker's device or sharding, where its pulls go; None for the first device of its process.
 
     Raises:
-        StoreError: `jax.distributed.initialize` was not called, there is no such worker, or two servers have a key.
+        StoreError: `jax.distributed.initialize` was not called, there is no such worker or it has a client,
+            or two servers have a key.
     """
 
     def __init__(self, worker: int, *, servers: int = 1, name: str = "store", to: Place | None = None) -> None:
@@ -53,6 +54,13 @@ class StoreClient:
                     raise StoreError(f"servers {self._server_of[key]} and {server} both have the key {key!r:.80}")
                 self._server_of[key] = server
                 self._kinds[key] = (tuple(shape), jax.numpy.dtype(dtype))
+        try:
+            self._channel.service.put(f"{self._channel.root}/clients/{worker}", b"")
+        except ProcessError as error:
+            raise StoreError(
+                f"worker {worker} of the store {name!r} has, or had, a client already, or process 0 is gone: give each process"
+                f" another worker ({error})"
+            ) from error
         self._kinds = dict(sorted(self._kinds.items()))
         self._shapes = {key: shape for key, (shape, _) in self._kinds.items()}
         self._channel.beat()
