@@ -88,7 +88,7 @@ class ServerUpdate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Adds updates to the weights. Rows are added alone: the cost is that of the rows."""
+    """Adds updates to the weights. Rows are added alone, to a copy of the array, as readers may have the old version."""
 
     def init(self, weights: Weights) -> None:
         return None
