@@ -736,7 +736,7 @@ def test_a_thread_that_ended_is_named_to_those_that_wait(monkeypatch: pytest.Mon
     started_s = time.monotonic()
     with pytest.raises(StoreError, match="but worker 2, at clock 0, has a thread that ended without `leave`"):
         store.pull(worker=0)
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
 
 
 def test_a_thread_that_waits_for_itself_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -771,7 +771,7 @@ def test_a_blocked_pull_is_interrupted_by_ctrl_c_and_the_store_goes_on() -> None
     started_s = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         store.pull(worker=0)
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < 10
     timer.join()
     store.push("w", ones(1), worker=1)
     store.clock(worker=1)

@@ -96,8 +96,9 @@ class Channel:
         Raises:
             StoreError: it has given none for `DEAD_S`, or has not started within `START_S`.
         """
-        sign, now_s = self.service.get(f"{self.root}/alive/{who}", 0.001), time.monotonic()
+        sign, now_s = self.service.get(f"{self.root}/alive/{who}", 0.1), time.monotonic()
         before, since_s = self.seen.get(who, (None, now_s))
+        sign = before if sign is None else sign  # a service that is slow to answer is no sign of life
         if sign != before or who not in self.seen:
             self.seen[who] = (sign, now_s)
         elif sign is None and now_s - since_s > START_S:
