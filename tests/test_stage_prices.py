@@ -249,12 +249,12 @@ def test_a_reduction_that_waits_is_priced_once_a_step(waits: bool, monkeypatch: 
     candidate = QuickPlanner(Ilp()).planned_in(way, (form,), H100)
     layout = Layout(candidate.program.trace, stage.inputs)
     in_pieces, in_one = StageFigures(candidate, layout), StageFigures(candidate, layout, separate=False)
-    assert len(in_pieces.deferred) == len(layout.carries) > 0 and not in_one.deferred
+    assert len(in_pieces.pieces.deferred) == len(layout.carries) > 0 and not in_one.pieces.deferred
     reductions = [op for op in candidate.parts.device.ops if op.collective == "all-reduce" and op.payload_bytes > 1e5]
     seconds = sum(op_seconds(op, candidate.formulation.mesh, H100) for op in reductions)
     assert sum(op.payload_bytes for op in reductions) == pytest.approx(len(layout.carries) * 4 * 255**2)
-    copied = sum(in_pieces.copied.values())  # the batch in microbatches: a view in one program
-    assert copied == 2**18 * 255 * 4 / 2 and not in_one.copied
+    copied = sum(in_pieces.pieces.copied.values())  # the batch in microbatches: a view in one program
+    assert copied == 2**18 * 255 * 4 / 2 and not in_one.pieces.copied
     copying_s = 2 * copied / H100.memory_bytes_per_s
     if waits:  # all outside the loop already
         assert in_pieces.update_s == pytest.approx(in_one.update_s + copying_s, rel=0.1)

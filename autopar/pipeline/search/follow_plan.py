@@ -274,7 +274,7 @@ class _Following:
         """
         costs = {splits: [run.cost for run in of] for splits, of in runs.items()}
         steps = [
-            self._simulated(stages, costs[_splits(schedule)], schedule, sends, kind)
+            _simulated(stages, costs[_splits(schedule)], schedule, sends, kind, self.layer_of)
             for schedule, sends, kind in self._schedules(stages, costs[True], programs, count)
         ]
         return min(steps, key=lambda step: (step.over(self.request.budgets) > 1, step.step_time_s))
@@ -312,29 +312,27 @@ class _Following:
             seconds = task_seconds(costs if way == "split" else [unsplit_backward(cost) for cost in costs])
             yield list_schedule(edges, submesh_of, count, seconds=seconds, backward=way), sends, None
 
-    def _simulated(
-        self,
-        stages: Sequence[Stage],
-        costs: Sequence[StageCost],
-        schedule: Schedule,
-        sends: tuple[Send, ...],
-        kind: ScheduleKind | None,
-    ) -> StagedStep:
-        if not _splits(schedule):
-            costs = [unsplit_backward(cost) for cost in costs]
-        timeline, peaks = (
-            staged_timeline(schedule, costs, sends, submeshes_of(stages)),
-            staged_peaks(schedule, costs),
-        )
-        partition = Partition(
-            stages=tuple(stages),
-            cost_s=timeline.makespan_s,
-            lower_bound_s=0.0,
-            status=Status.UNPROVEN,
-            num_queries=len(stages),
-        )
-        layer_of = self.layer_of if kind is None else None
-        return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of, kind)
+
+def _simulated(
+    stages: Sequence[Stage],
+    costs: Sequence[StageCost],
+    schedule: Schedule,
+    sends: tuple[Send, ...],
+    kind: ScheduleKind | None,
+    layer_of: tuple[int, ...] | None,
+) -> StagedStep:
+    if not _splits(schedule):
+        costs = [unsplit_backward(cost) for cost in costs]
+    timeline = staged_timeline(schedule, costs, sends, submeshes_of(stages))
+    partition = Partition(
+        stages=tuple(stages),
+        cost_s=timeline.makespan_s,
+        lower_bound_s=0.0,
+        status=Status.UNPROVEN,
+        num_queries=len(stages),
+    )
+    peaks, layer_of = staged_peaks(schedule, costs), layer_of if kind is None else None
+    return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of, kind)
 
 
 def _splits(schedule: Schedule) -> bool:

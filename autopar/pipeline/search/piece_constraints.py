@@ -23,7 +23,7 @@ from autopar.plans.records import Constraint
 
 def piece_constraints(plan: Plan, figures: StageFigures) -> tuple[Constraint, ...]:
     """The constraints of a plan and those of its deferred reductions."""
-    if not figures.deferred:
+    if not figures.pieces.deferred:
         return plan.constraints
     scattered = dict(_scattered(figures))
     kept = [one for one in plan.constraints if one.node is not None or one.value not in scattered]
@@ -37,7 +37,7 @@ def _added_up(figures: StageFigures, known: tuple[Constraint, ...]) -> Iterator[
     equations = figures.layout.trace.equations
     defined = {one.value for one in known if one.node is None}
     at_operands = {(one.node, one.operand) for one in known}
-    for one in figures.deferred.values():
+    for one in figures.pieces.deferred.values():
         node = one.term[0]
         for operand, sharding in enumerate(one.operands):
             value = equations[node].operands[operand]
@@ -49,7 +49,7 @@ def _scattered(figures: StageFigures) -> Iterator[tuple[int, TensorSharding]]:
     """The accumulators that one reduce-scatter reduces after a cast, and their casts, with the sharding after it."""
     explicit, graph = figures.candidate.parts.explicit, figures.candidate.formulation.graph
     equations = figures.layout.trace.equations
-    leaving = {equations[one.leave].results[0] for one in figures.deferred.values()}
+    leaving = {equations[one.leave].results[0] for one in figures.pieces.deferred.values()}
     read = {*explicit.reads.values(), *explicit.outputs}
     for op in explicit.communications:
         if op.kind != "reduce-scatter" or op.operand is None or op.result is None or op.operand in read:

@@ -419,13 +419,12 @@ class _Planning:
             programs, runs = searches.planned(count, step.stages)
             splits, step = step.kind is not None and step.kind.backward == "split", _with_shares(step, runs)
             runs = with_sent_values(runs, step.stages, self.request.profiles, count, splits_backward=splits)
-            costs, sent = [run.cost for run in runs], exchanges_of(programs)
             check_stages(step.kind, programs)
-            planned = searches.search(count).with_costs(step, costs, sent)
+            costs = [run.cost for run in runs]
+            planned = searches.search(count).with_costs(step, costs, exchanges_of(programs))
         else:
             assert self.branches is not None, "who else finds such stages?"
-            starts, run_layers = runs_of_layers(step.layer_of)
-            num_layers = step.stages[-1].last + 1
+            (starts, run_layers), num_layers = runs_of_layers(step.layer_of), step.stages[-1].last + 1
             programs, runs, planned = self.branches.planned(count, step)
         plan = recorded(
             self.program,
