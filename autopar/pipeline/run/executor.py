@@ -69,7 +69,7 @@ class Pipeline:
     ) -> None:
         self.stages, self.schedule = tuple(stages), schedule
         self.num_outputs, self.literals = num_outputs, dict(literals)
-        splits_backward = any(task.phase == "input" for task in schedule.tasks)
+        splits_backward = schedule.splits_backward
         layouts = [Layout(one.program.program.of(one.plan).trace, one.program.inputs) for one in stages]
         levels = levels_of([one.program for one in stages], layouts)
         taken = [pieces_of(layout, level, splits_backward) for layout, level in zip(layouts, levels, strict=True)]

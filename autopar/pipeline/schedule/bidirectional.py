@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar.pipeline.schedule.kind import EvenPipeline, PipelineShape, ScheduleKind, both_ways
 from autopar.pipeline.schedule.objective import Objective, StageCost
+from autopar.pipeline.schedule.one_forward_one_backward import is_in_whole_rounds
 from autopar.pipeline.schedule.tasks import Orders, Phase, Task
 
 __all__ = ["CHIMERA", "DUALPIPE"]
@@ -189,9 +190,7 @@ CHIMERA = ScheduleKind(
     bubble="(p - 2)F",
     where="F = B and m is a multiple of p",
     bubble_s=_chimera_bubble_s,
-    holds=lambda even: (
-        even.forward_s == even.backward_s and even.shape.num_microbatches % even.shape.num_submeshes == 0
-    ),
+    holds=lambda even: even.forward_s == even.backward_s and is_in_whole_rounds(even),
     in_flight=_chimera_in_flight,
     placement=both_ways,
     objective=_chimera_objective,

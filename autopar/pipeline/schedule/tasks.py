@@ -102,6 +102,11 @@ class Schedule:
     def num_microbatches(self) -> int:
         return 1 + max((task.microbatch for task in self.tasks), default=-1)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the backward pass has an input part and a weight part."""
+        return any(task.phase == "input" for task in self.tasks)
+
     def share(self, task: Task) -> float:
         """The share of a task in the seconds of its phase for a whole microbatch."""
         return self.shares[task.microbatch % len(self.shares)][task.phase != "forward"]

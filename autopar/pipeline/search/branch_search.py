@@ -128,13 +128,12 @@ class BranchSearch:
             for number, stage, program in zip(numbers, step.stages, programs, strict=True)
         ]
         self._num_planned += costs.num_planned + len(runs)
-        backward = backward_in(step.schedule.name)
-        splits = backward == "split"
+        splits = step.schedule.splits_backward
         runs = with_sent_values(runs, step.stages, self.profiles, count, splits_backward=splits)
         sends = sends_of(exchanges_of(programs), step.stages, self.cluster, self.profiles)
         stage_costs = tuple(run.cost for run in runs)
         forked = _ForkedStages(step.stages, stage_costs, sends, step.partition, count, step.layer_of)
-        return programs, runs, forked.run(backward)
+        return programs, runs, forked.run(backward_in(step.schedule.name))
 
     # -- helpers -----------------------------------------------------------------------------
 

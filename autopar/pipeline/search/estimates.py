@@ -80,7 +80,7 @@ class StageFigures:
         state = (
             prediction.parameter_bytes + prediction.optimizer_bytes + prediction.data_bytes + prediction.output_bytes
         )
-        self.accumulated = accumulated_bytes(candidate, layout, self.pieces.deferred)
+        self.accumulated = accumulated_bytes(self.pieces)
         self.state_bytes = state + sum(size for _, size in self.held_by_node()) - self._transferred_bytes()
 
     @property

@@ -235,7 +235,9 @@ class _Following:
                 for splits in (False, True)
             }
             step = self._scheduled(stages, priced, programs, count)
-            built = _Built(count, step, programs, priced[_splits(step.schedule)], step.over(self.request.budgets))
+            built = _Built(
+                count, step, programs, priced[step.schedule.splits_backward], step.over(self.request.budgets)
+            )
             best = min(
                 (built, best) if best else (built,), key=lambda one: one.score if one.over <= 1 else (True, one.over)
             )
@@ -274,7 +276,7 @@ class _Following:
         """
         costs = {splits: [run.cost for run in of] for splits, of in runs.items()}
         steps = [
-            _simulated(stages, costs[_splits(schedule)], schedule, sends, kind, self.layer_of)
+            _simulated(stages, costs[schedule.splits_backward], schedule, sends, kind, self.layer_of)
             for schedule, sends, kind in self._schedules(stages, costs[True], programs, count)
         ]
         return min(steps, key=lambda step: (step.over(self.request.budgets) > 1, step.step_time_s))
@@ -321,7 +323,7 @@ def _simulated(
     kind: ScheduleKind | None,
     layer_of: tuple[int, ...] | None,
 ) -> StagedStep:
-    if not _splits(schedule):
+    if not schedule.splits_backward:
         costs = [unsplit_backward(cost) for cost in costs]
     timeline = staged_timeline(schedule, costs, sends, submeshes_of(stages))
     partition = Partition(
@@ -333,8 +335,3 @@ def _simulated(
     )
     peaks, layer_of = staged_peaks(schedule, costs), layer_of if kind is None else None
     return StagedStep(tuple(stages), tuple(costs), sends, schedule, timeline, peaks, partition, layer_of, kind)
-
-
-def _splits(schedule: Schedule) -> bool:
-    """Whether the backward pass has an input part and a weight part."""
-    return any(task.phase == "input" for task in schedule.tasks)

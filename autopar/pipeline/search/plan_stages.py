@@ -417,7 +417,7 @@ class _Planning:
             searches, step = self.searches.in_parts(step)
             starts, run_layers, num_layers = searches.clustering.starts, (), self.num_layers
             programs, runs = searches.planned(count, step.stages)
-            splits, step = step.kind is not None and step.kind.backward == "split", _with_shares(step, runs)
+            splits, step = step.schedule.splits_backward, _with_shares(step, runs)
             runs = with_sent_values(runs, step.stages, self.request.profiles, count, splits_backward=splits)
             check_stages(step.kind, programs)
             costs = [run.cost for run in runs]
