@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api import make_plan as plan_step
+from autopar.api.by_consistency import step_by_consistency
 from autopar.api.dispatch import Dispatcher, as_written
 from autopar.api.everything import check_no_plan, with_everything
 from autopar.api.measure_stages import measure_stages
@@ -46,10 +47,14 @@ P = TypeVar("P", bound=AnyPlan)
 
 @overload
 def parallelize(  # pyright: ignore[reportOverlappingOverload]
+    step: Callable[..., Any] | None = None, /, *, consistency: Any, **options: Any
+) -> Any: ...
+@overload
+def parallelize(  # pyright: ignore[reportOverlappingOverload]
     *, everything: Literal["auto"], **options: Any
 ) -> Callable[[Callable[..., Any]], ParallelStep[Any]]: ...
 @overload
-def parallelize(
+def parallelize(  # pyright: ignore[reportOverlappingOverload]
     step: Callable[..., Any], /, *, plan: AnyPlan | str | Path | None = None, **options: Any
 ) -> ParallelStep[Plan]: ...
 @overload
@@ -57,11 +62,16 @@ def parallelize(  # pyright: ignore[reportOverlappingOverload]
     *, plan: AnyPlan | str | Path | None = None, stages: int | Literal["auto"], **options: Any
 ) -> Callable[[Callable[..., Any]], ParallelStep[Any]]: ...
 @overload
-def parallelize(
+def parallelize(  # pyright: ignore[reportOverlappingOverload]
     *, plan: AnyPlan | str | Path | None = None, **options: Any
 ) -> Callable[[Callable[..., Any]], ParallelStep[Plan]]: ...
 def parallelize(
-    step: Callable[..., Any] | None = None, /, *, plan: AnyPlan | str | Path | None = None, **options: Any
+    step: Callable[..., Any] | None = None,
+    /,
+    *,
+    plan: AnyPlan | str | Path | None = None,
+    consistency: Any = None,
+    **options: Any,
 ) -> Any:
     """Run a step sharded over devices, with shardings that autopar plans.
 
@@ -81,6 +91,9 @@ def parallelize(
     Raises:
         OptionError: an option that `autopar.plan` does not have.
     """
+    if consistency is not None:
+        made = functools.partial(step_by_consistency, consistency=consistency, plan=plan, options=options)
+        return made if step is None else made(step)
     plan_step.check_options([name for name in options if name not in plan_step.option_names()], "plan")
     if step is None:
         return lambda decorated: ParallelStep(decorated, plan, options)
