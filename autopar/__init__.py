@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from autopar.verification.verification import Verification as Verification
     from autopar.verification.verify import verify as verify
     from autopar.versions.factors import SufficientFactors as SufficientFactors
+    from autopar.versions.gossip.client import GossipClient as GossipClient
+    from autopar.versions.gossip.store import GossipStore as GossipStore
     from autopar.versions.remote.client import StoreClient as StoreClient
     from autopar.versions.store import VersionedStore as VersionedStore
     from autopar.xla_replay.replay import Replay as Replay
@@ -48,6 +50,8 @@ _DEFINED_IN = {
     "diff": "autopar.report.diff",
     "explain": "autopar.report.explain",
     "export": "autopar.code_export.export",
+    "GossipClient": "autopar.versions.gossip.client",
+    "GossipStore": "autopar.versions.gossip.store",
     "let_arrays_pass": "autopar.runtime.distributed.cpu_transport",
     "load_plan": "autopar.pipeline.plan_files",
     "parallelize": "autopar.api.parallelize",

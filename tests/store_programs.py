@@ -228,6 +228,64 @@ def update_fails() -> None:
             tell({"error": str(error), "clock": worker.clock()})
 
 
+def gossip() -> None:
+    """Each process is a worker, and computes what the same workers compute in one process; then mistakes."""
+    index, count = jax.process_index(), jax.process_count()
+    start = weights()
+    local = autopar.GossipStore(start, "ring", update=OPTIMIZER, workers=count, places=jax.local_devices() * count)
+    with autopar.GossipClient(start, "ring", update=OPTIMIZER) as worker:
+        for clock in range(8):
+            worker.push(None, gradients(worker.pull().values, batch(index, clock)))
+            assert worker.clock() == clock + 1
+            each = [gradients(local.pull(worker=one).values, batch(one, clock)) for one in range(count)]
+            for one in range(count):
+                local.push(None, each[one], worker=one)
+                local.clock(worker=one)
+    traffic = worker.traffic()
+    result = {
+        "weights": digest(worker.pull().values),
+        "expected": digest(local.pull(worker=index).values),
+        "num_bytes": sum(array.nbytes for array in start.values()),
+        "sent": traffic.sent_bytes,
+        "received": traffic.received_bytes,
+    }
+    try:
+        worker.clock()
+    except StoreError as error:
+        result["after"] = str(error)
+    mixing = "ring" if index else np.full((3, 3), 1 / 3) * 0.5 + np.eye(3) * 0.5
+    try:
+        with autopar.GossipClient(start, mixing, name="others") as worker:
+            worker.pull()
+            worker.clock()
+            worker.clock()
+    except StoreError as error:
+        result["mixing"] = str(error)
+    try:
+        with autopar.GossipClient(start, name="left") as worker:
+            for _ in range(1 if index == 2 else 2):
+                worker.pull()
+                worker.clock()
+    except StoreError as error:
+        result["left"] = str(error)
+    tell(result)
+
+
+def gossip_killed() -> None:
+    """The last of three workers dies in its third clock."""
+    try:
+        with autopar.GossipClient({"w": np.zeros(4, np.float32)}) as worker:
+            for clock in range(100):
+                worker.pull()
+                if jax.process_index() == 2 and clock == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                worker.clock()
+    except StoreError as error:
+        tell({"error": str(error)})
+        time.sleep(8)  # the other still needs process 0
+        os._exit(3)
+
+
 def main() -> None:
     name, *arguments = sys.argv[1:]
     jax.distributed.initialize(os.environ["COORDINATOR"], int(os.environ["PROCESSES"]), int(os.environ["PROCESS"]))

@@ -20,7 +20,6 @@ from autopar.versions.traffic import (
     byteps_bytes,
     byteps_shares,
     factor_broadcast_bytes,
-    gossip_bytes,
     parameter_server_bytes,
     ring_bytes,
     sends_less,
@@ -95,18 +94,6 @@ def test_a_ring_and_a_sharded_server_among_the_workers_send_what_their_messages_
         *parameter_server_bytes(shards, workers).colocated_bytes
     ]
     assert ring_bytes(size, workers) == parameter_server_bytes(shards, workers).colocated_bytes[0]
-
-
-def test_gossip_with_neighbors_is_a_pull_from_each() -> None:
-    """Every worker has a store of its own weights, from which its two neighbors in a ring pull."""
-    workers = 5
-    stores = [VersionedStore({"w": np.zeros(M * N, np.float32)}, consistency="async") for _ in range(workers)]
-    for worker in range(workers):
-        for step in (-1, 1):
-            stores[(worker + step) % workers].pull(worker=None)
-    received = [2 * 4 * M * N] * workers
-    sent = [sum(one.pulled_bytes for one in store.report().traffic.values()) for store in stores]
-    assert [a + b for a, b in zip(sent, received, strict=True)] == [gossip_bytes(4 * M * N, 2)] * workers
 
 
 @pytest.mark.parametrize(("n", "k"), [(4, 0), (4, 1), (4, 2), (4, 4), (3, 5), (1, 0)])

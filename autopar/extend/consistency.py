@@ -1,6 +1,9 @@
-"""Consistency policies of versioned stores: functions of the workers' clocks, and a simulator of what they cost."""
+"""Consistency policies of versioned stores: functions of the workers' clocks, and a simulator of what they cost; mixing matrices of
+decentralized training."""
 
 from autopar.versions.consistency.clocks import Clocks as Clocks
+from autopar.versions.consistency.mixing import Mixing as Mixing
+from autopar.versions.consistency.mixing import find_mixing as find_mixing
 from autopar.versions.consistency.policy import Decision as Decision
 from autopar.versions.consistency.policy import Part as Part
 from autopar.versions.consistency.policy import Pending as Pending

@@ -6,8 +6,10 @@ collectives it needs no common order of calls, and the end of one process ends n
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +50,14 @@ class ArrayTransfer:
             self.server.await_pull(number, moved)
         return number
 
-    def fetch(self, address: str, number: int, kinds: Sequence[Kind]) -> list[jax.Array]:
+    def fetch(
+        self, address: str, number: int, kinds: Sequence[Kind], check: Callable[[], None] = lambda: None
+    ) -> list[jax.Array]:
         """Fetch an offer, to this process's first device.
+
+        Args:
+            check: called every second while the arrays have not come, as from a process that is stopped; it raises to give
+                up.
 
         Raises:
             RuntimeError: the other process has ended.
@@ -63,12 +71,27 @@ class ArrayTransfer:
         if full:
             if address not in self.connections:
                 self.connections[address] = self.server.connect(address)
-            moved = iter(jax.block_until_ready(self.connections[address].pull(number, full)))
+            arrays = self.connections[address].pull(number, full)
+            _wait(arrays, check)
+            moved = iter(jax.block_until_ready(arrays))
         return [next(moved) if shape.size else jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
 
 
+def _wait(arrays: Sequence[Any], check: Callable[[], None]) -> None:
+    """Wait until arrays have come, or their transfer has failed."""
+    pause_s, checked_s = 1e-4, time.monotonic()
+    while not all(array.is_ready() for array in arrays):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 5e-3)
+        if time.monotonic() - checked_s > 1:
+            check()
+            checked_s = time.monotonic()
+
+
+@functools.cache
 def start_array_transfer(host: str) -> ArrayTransfer:
-    """Listen for fetches on free ports.
+    """Listen for fetches on free ports, until the process ends: a server that is destroyed leaves the processes that fetch
+    from it waiting for ever.
 
     Args:
         host: the address by which other processes reach this one.

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,29 +53,37 @@ class Channel:
         offer = [self.transfer.address, number, [kind_of(array) for array in arrays]]
         self.service.put(f"{self.root}/{key}/value", json.dumps([message, offer]).encode())
 
-    def receive(self, key: str, sender: str) -> tuple[Any, list[jax.Array]]:
+    def receive(self, key: str, sender: str, check: Callable[[], None] = lambda: None) -> tuple[Any, list[jax.Array]]:
         """Wait for a message, and fetch its arrays.
 
         Args:
             sender: who writes it.
+            check: called while the message has not come; it raises if it will not.
 
         Raises:
             StoreError: the sender has given no sign of life for `DEAD_S`, or ended before its arrays were fetched.
         """
         while (found := self.service.get(f"{self.root}/{key}/value", _PART_OF_A_WAIT_S)) is None:
+            check()
             self.check_alive(sender)
         self.service.delete(f"{self.root}/{key}")
         message, (address, number, kinds) = json.loads(found)
         try:
-            return message, self.transfer.fetch(address, number, kinds) if kinds else []
+            return message, self.transfer.fetch(
+                address, number, kinds, lambda: self.check_alive(sender)
+            ) if kinds else []
         except RuntimeError as error:
             raise StoreError(f"{sender} of the store ended before its arrays were fetched ({error})") from error
 
     def peek(self, key: str, sender: str) -> Any:
         """Wait for a message that many read."""
-        while (found := self.service.get(f"{self.root}/{key}/value", _PART_OF_A_WAIT_S)) is None:
+        return json.loads(self.wait_for(f"{key}/value", sender))[0]
+
+    def wait_for(self, key: str, sender: str) -> bytes:
+        """Wait for a key below the root that a process sets."""
+        while (found := self.service.get(f"{self.root}/{key}", _PART_OF_A_WAIT_S)) is None:
             self.check_alive(sender)
-        return json.loads(found)[0]
+        return found
 
     def beat(self) -> None:
         """Give signs of life from a thread, until `over`."""
