@@ -601,7 +601,7 @@ def _own_gradient_only(orders: Orders, edges: Edges) -> Needs:
 
 
 NEVER_DRAINED = ScheduleKind(
-    name="pipedream", description="An update after each microbatch.", orders=_never_drained, needs=_own_gradient_only
+    name="immediate", description="An update after each microbatch.", orders=_never_drained, needs=_own_gradient_only
 )
 
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.tasks import Edges, Needs, Orders, Shares, synchronous_needs
+from autopar.pipeline.schedule.versions import SYNCHRONOUS, VersionRule
 
 #: For each stage, in program order, the submeshes that run it; a stage on several has a replica on each.
 Placement = tuple[tuple[int, ...], ...]
@@ -22,13 +23,15 @@ class PipelineShape:
 
     Args:
         num_submeshes: the number of submeshes.
-        num_microbatches: the number of microbatches per step.
+        num_microbatches: the number of microbatches per step, which is one update.
         virtual: the number of virtual stages per submesh.
+        num_updates: the number of steps whose tasks are ordered together; more than one only in asynchronous schedules.
     """
 
     num_submeshes: int
     num_microbatches: int
     virtual: int = 1
+    num_updates: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class ScheduleKind:
         is_searched: whether `schedule="auto"` tries it.
         objective: a function from the numbers of microbatches and of virtual stages per submesh to the objective by which
             stages are cut; by default `estimated_objective`.
+        reads: which version of the weights each task reads. Unless it is synchronous, the orders contain the updates, and are
+            defined for several of them (`PipelineShape.num_updates`).
     """
 
     name: str
@@ -154,6 +159,12 @@ class ScheduleKind:
     in_planned_order: bool = False
     is_searched: bool = False
     objective: Callable[[int, int], Objective] | None = None
+    reads: VersionRule = SYNCHRONOUS
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether batches follow each other without waiting for updates."""
+        return not self.reads.is_synchronous
 
     @property
     def has_replicas(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.pipeline.schedule.kind import ScheduleKind
-from autopar.pipeline.schedule.table import SCHEDULES, build
+from autopar.pipeline.schedule.table import KINDS, build
 from autopar.pipeline.schedule.task_text import tasks_of, text_of
 from autopar.pipeline.schedule.tasks import Edges, Schedule, synchronous_needs
 from autopar.pipeline.schedule.verifier import check
@@ -36,7 +36,7 @@ class OwnSchedule:
         description = kind.description
         if kind.token_slices:  # the plan has them
             return None
-        if SCHEDULES.get(kind.name) is kind:
+        if KINDS.get(kind.name) is kind:
             virtual = schedule.num_stages // schedule.num_submeshes
             printed = build(kind, schedule.num_submeshes, schedule.num_microbatches, virtual=virtual)
             if schedule.orders == printed.orders:

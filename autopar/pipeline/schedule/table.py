@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from autopar.errors import ScheduleError
 from autopar.pipeline.schedule import dag
+from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
 from autopar.pipeline.schedule.bidirectional import CHIMERA, DUALPIPE
 from autopar.pipeline.schedule.in_flight import most_in_flight
 from autopar.pipeline.schedule.kind import PipelineShape, Placement, ScheduleKind
@@ -38,6 +39,9 @@ SCHEDULES: Mapping[str, ScheduleKind] = MappingProxyType(
     }
 )
 
+#: All schedules of the package.
+KINDS: Mapping[str, ScheduleKind] = MappingProxyType({**SCHEDULES, **ASYNCHRONOUS})
+
 
 def find(schedule: str | ScheduleKind) -> ScheduleKind:
     """The entry of this name. A `ScheduleKind` is returned unchanged; "terapipe(768, 512)" has these slices of tokens.
@@ -48,17 +52,18 @@ def find(schedule: str | ScheduleKind) -> ScheduleKind:
     if isinstance(schedule, ScheduleKind):
         if schedule.token_slices and schedule is terapipe(schedule.token_slices, schedule.shares):
             return schedule
-        if schedule.name in dag.DESCRIPTIONS or SCHEDULES.get(schedule.name, schedule) is not schedule:
+        if schedule.name in dag.DESCRIPTIONS or KINDS.get(schedule.name, schedule) is not schedule:
             raise ScheduleError(f"the name {schedule.name!r} belongs to a schedule of the package: choose another one")
         return schedule
     if not isinstance(schedule, str):
         raise ScheduleError(f"`schedule` is {schedule!r}: give a name or a `ScheduleKind`")
-    if schedule in SCHEDULES:
-        return SCHEDULES[schedule]
+    if schedule in KINDS:
+        return KINDS[schedule]
     sliced = re.fullmatch(rf"{TERAPIPE.name}\(([\d, ]+)\)", schedule)
     if sliced:
         return terapipe(tuple(int(tokens) for tokens in sliced[1].split(",") if tokens.strip()))
-    close = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=2, cutoff=0.5)
+    similar = (difflib.get_close_matches(schedule.lower(), table, n=2, cutoff=0.5) for table in (SCHEDULES, KINDS))
+    close = next((names for names in similar if names), [])
     meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     raise ScheduleError(
         f"there is no schedule {schedule!r}.{meant} The schedules are {', '.join(map(repr, SCHEDULES))}"
@@ -76,9 +81,13 @@ def searched(*, trains: bool) -> tuple[ScheduleKind, ...]:
 
 def unmet(kind: ScheduleKind, shape: PipelineShape) -> str | None:
     """Why a schedule cannot be built for a shape, and the way out; None if it can."""
-    for name in ("num_submeshes", "num_microbatches", "virtual"):
+    for name in ("num_submeshes", "num_microbatches", "virtual", "num_updates"):
         if getattr(shape, name) < 1:
             return f"schedule {kind.name!r} needs {name} of at least 1; got {getattr(shape, name)}"
+    if shape.num_updates > 1 and not kind.is_asynchronous:
+        return (
+            f"schedule {kind.name!r} orders one step at a time: leave num_updates=1, or take an asynchronous schedule"
+        )
     if kind.requires is not None:
         reason = kind.requires(shape)
     elif shape.virtual in kind.virtuals:
@@ -95,12 +104,14 @@ def build(
     *,
     virtual: int = 1,
     edges: Edges | None = None,
+    num_updates: int = 1,
 ) -> Schedule:
     """Order the tasks of a pipeline.
 
     Args:
         virtual: the number of virtual stages per submesh.
         edges: pairs of stages; the lower one feeds the higher one. By default the stages form a chain.
+        num_updates: the number of batches, of `num_microbatches` each, that an asynchronous schedule streams.
 
     Raises:
         ScheduleError: the name is unknown, the numbers do not suit the schedule, or a custom entry is not legal.
@@ -108,12 +119,12 @@ def build(
     >>> [str(task) for task in build("1f1b", 2, 2).orders[1]][:2]
     ['forward of microbatch 0 on stage 1', 'backward of microbatch 0 on stage 1']
     """
-    kind, shape = find(schedule), PipelineShape(num_submeshes, num_microbatches, virtual)
+    kind, shape = find(schedule), PipelineShape(num_submeshes, num_microbatches, virtual, num_updates)
     reason = unmet(kind, shape)
     if reason:
         raise ScheduleError(reason)
     wanted = None if edges is None else tuple(edges)
-    return _kept(kind, shape, wanted) if SCHEDULES.get(kind.name) is kind else _build(kind, shape, wanted)
+    return _kept(kind, shape, wanted) if KINDS.get(kind.name) is kind else _build(kind, shape, wanted)
 
 
 def shapes_with(kind: ScheduleKind, num_stages: int, most_submeshes: int, num_microbatches: int) -> list[PipelineShape]:
@@ -167,7 +178,9 @@ def _build(kind: ScheduleKind, shape: PipelineShape, edges: Edges | None) -> Sch
     placement = kind.placement(shape)
     needs = kind.needs(orders, chain(len(placement)) if edges is None else edges)
     built = Schedule(kind.name, orders, needs, kind.shares or ((1 / kind.parts, 1 / kind.parts),) * kind.parts)
-    _check_sizes(built, replace(shape, num_microbatches=kind.parts * shape.num_microbatches), placement)
+    _check_sizes(
+        built, replace(shape, num_microbatches=kind.parts * shape.num_microbatches * shape.num_updates), placement
+    )
     check(built)
     return built
 

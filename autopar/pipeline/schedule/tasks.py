@@ -26,8 +26,8 @@ class Task(NamedTuple):
     Args:
         stage: the virtual stage, in program order, from 0.
         microbatch: the microbatch, from 0. For an update: the first microbatch of the stage on its submesh, usually 0;
-            in an asynchronous schedule, the microbatch that it follows. A schedule that splits microbatches further,
-            for example along tokens, counts the parts.
+            in an asynchronous schedule, the first microbatch of the batch that it applies. A schedule that splits
+            microbatches further, for example along tokens, counts the parts.
         phase: the phase of the stage.
     """
 
@@ -37,7 +37,9 @@ class Task(NamedTuple):
 
     def __str__(self) -> str:
         if self.phase == "update":
-            return f"update of stage {self.stage}" + (f" (after {self.microbatch})" if self.microbatch else "")
+            return f"update of stage {self.stage}" + (
+                f" from microbatch {self.microbatch} on" if self.microbatch else ""
+            )
         name = self.phase if self.phase in ("forward", "backward") else f"{self.phase} part of backward"
         return f"{name} of microbatch {self.microbatch} on stage {self.stage}"
 
