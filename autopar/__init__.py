@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from autopar.api.parallelize import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
     from autopar.api.step_report import StepReport as StepReport
+    from autopar.api.workers.report import WorkersReport as WorkersReport
+    from autopar.api.workers.step import WorkersStep as WorkersStep
     from autopar.code_export.export import export as export
     from autopar.diagnosis.diagnose import diagnose as diagnose
     from autopar.diagnosis.diagnosis import Diagnosis as Diagnosis
@@ -71,6 +73,8 @@ _DEFINED_IN = {
     "VersionedStore": "autopar.versions.store",
     "Watch": "autopar.runtime.distributed.watchdog",
     "watch": "autopar.runtime.distributed.watchdog",
+    "WorkersReport": "autopar.api.workers.report",
+    "WorkersStep": "autopar.api.workers.step",
     "write_report": "autopar.report.html.document",
 }
 _PACKAGES = ("errors", "inference", "vector_search")

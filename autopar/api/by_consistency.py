@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.api.workers.step import WorkersStep
 from autopar.errors import OptionError
 
 
@@ -28,7 +29,4 @@ def step_by_consistency(step: Callable[..., Any], consistency: Any, plan: Any, o
             f"`consistency` is {consistency!r} with `stages`={options['stages']!r}: pipelines are synchronous. Leave"
             " `consistency` out; or leave `stages` out, for data-parallel workers"
         )
-    raise OptionError(
-        f"`consistency` is {consistency!r}: `parallelize` runs synchronous steps. For other policies, let workers pull and push"
-        " weights of an `autopar.VersionedStore`"
-    )
+    return WorkersStep(step, consistency, plan, options)

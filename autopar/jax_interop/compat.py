@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info
@@ -291,6 +292,11 @@ def scan_of(length: int) -> Any:
 def scan_with_length(equation: Any, length: int) -> Any:
     """The equation of a `scan` with its trip count changed to `length`."""
     return equation.replace(params={**equation.params, "length": length})
+
+
+def scalar_type(dtype: str) -> Any:
+    """The type of a scalar."""
+    return _core.ShapedArray((), np.dtype(dtype))
 
 
 def staged(function: Callable[..., Any], avals: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ import jax
 
 from autopar.errors import StoreError
 from autopar.versions.keys import Selected, shown
-from autopar.versions.shards import Shard
+from autopar.versions.shards import Place, Shard
 
 #: From the number of a shard, its arrays by key, and the bytes of the numbers of rows, the arrays at the reader.
 HandOver = Callable[[int, Mapping[str, jax.Array], int], dict[str, jax.Array]]
@@ -43,3 +43,18 @@ def gathered(
     for number, arrays in by_shard.items():
         values |= hand_over(number, arrays, row_bytes.get(number, 0))
     return {key: values[key] for key in chosen}, {number: shards[number].version for number in by_shard}
+
+
+def kept_of(
+    before: Mapping[str, tuple[jax.Array, int]], chosen: Selected, shard_of: Mapping[str, int], to: Place | None
+) -> tuple[dict[str, jax.Array], dict[int, int]] | None:
+    """What a worker pulled before of these keys, as `gathered` returns it; None if it did not pull them, or chooses rows.
+
+    Args:
+        before: by key the array and its version.
+    """
+    if any(rows is not None or key not in before for key, rows in chosen.items()):
+        return None
+    values = {key: before[key][0] for key in chosen}
+    versions = {shard_of[key]: before[key][1] for key in chosen}
+    return values if to is None else jax.device_put(values, to), versions

@@ -11,7 +11,7 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,7 @@ class Pushed:
         return whole + rows + sum(one.num_bytes for one in self.factors)
 
 
+@runtime_checkable
 class ServerUpdate(Protocol):
     """How a shard makes its next version."""
 
@@ -153,13 +154,15 @@ def update_of(update: Any, weights: Weights) -> ServerUpdate:
     """The server's update for a shard of these weights.
 
     Args:
-        update: None to add, an optax transformation, or a function.
+        update: None to add, an optax transformation, a function, or a `ServerUpdate`.
 
     Raises:
         StoreError: it is something else, or a transformation that needs more than gradients.
     """
     if update is None:
         return Add()
+    if isinstance(update, ServerUpdate):
+        return update
     if isinstance(update, optax.GradientTransformation):
         shardings = {key: array.sharding for key, array in weights.items()}
 

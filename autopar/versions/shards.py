@@ -6,7 +6,7 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from autopar.errors import StoreError
 from autopar.versions.keys import shown
 from autopar.versions.server_update import Pushed, ServerUpdate, Weights, update_of
+from autopar.versions.terms import TermsUpdate
 
 Place = jax.Device | jax.sharding.Sharding
 
@@ -35,11 +36,18 @@ class Shard:
     state: Any
     version: int = 0
 
+    @property
+    def taken(self) -> Collection[str]:
+        """The keys of what may be pushed to it."""
+        return self.update.takes if isinstance(self.update, TermsUpdate) else self.weights
+
     def updated(self, updates: Sequence[Mapping[str, Pushed]]) -> Shard:
-        """The next version; the same one if no update has a key of the shard."""
+        """The next version; the same one if no update has a key of the shard, or nothing that the server acts on."""
         if not any(updates):
             return self
         weights, state = self.update.apply(self.weights, self.state, updates)
+        if weights is self.weights:
+            return self
         return replace(self, weights=weights, state=state, version=self.version + 1)
 
 

@@ -21,12 +21,13 @@ from autopar.versions.checked_update import checked
 from autopar.versions.consistency.board import board_of
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import find
-from autopar.versions.gather import gathered
+from autopar.versions.gather import gathered, kept_of
 from autopar.versions.keys import Keys, selected
 from autopar.versions.remote.server import serve
 from autopar.versions.shards import Place, shards_of
 from autopar.versions.store_state import Held, StoreState, Update, added
 from autopar.versions.store_values import Pulled, StoreReport
+from autopar.versions.terms import TermsUpdate, taken_as
 from autopar.versions.transport import LocalTransport
 from autopar.versions.wait import wait
 from autopar.versions.worker import Worker
@@ -43,7 +44,7 @@ class VersionedStore:
         values: arrays by key; they are copied.
         update: what the server does with an update, or with the sum of the updates of a clock: None adds it to the weights;
             an optax transformation, for each shard with a state of its own; or a function from the weights and the sum, both
-            by key, to the new weights. It runs for one shard at a time, and has no state.
+            by key, to the new weights. It runs for one shard at a time, and has no state. Or a `ServerUpdate`, for one shard.
         workers: the number of workers; they are numbered from 0.
         consistency: the name of a policy, as `"bsp"`, `"ssp(3)"` or `"async"`, or a `Policy`.
         shards: a device or a sharding for each shard; None for one shard that stays where its arrays are.
@@ -73,16 +74,21 @@ class VersionedStore:
         shards: Sequence[Place] | None = None,
     ) -> None:
         board = board_of(find(consistency), workers)
+        if isinstance(update, TermsUpdate) and shards is not None and len(shards) != 1:
+            raise StoreError(
+                f"an update from terms makes all arrays, in one shard; {len(shards)} shards were requested"
+            )
         made = shards_of(values, update, shards)
-        self._state = StoreState(board, made, {}, (0,) * workers, (Held(),) * workers)
         first = dict(sorted((key, array) for shard in made for key, array in shard.weights.items()))
         self._kinds = {key: (array.shape, array.dtype) for key, array in first.items()}
         self._shapes = {key: array.shape for key, array in first.items()}
-        self._places: dict[str, Place] = {
-            key: array.sharding if len(array.devices()) > 1 else next(iter(array.devices()))
-            for key, array in first.items()
-        }  # `device_put` to a device takes half the time of that to its sharding
         self._shard_of = {key: number for number, shard in enumerate(made) for key in shard.weights}
+        takes = update.takes if isinstance(update, TermsUpdate) else taken_as(first)
+        self._taken = {key: (one.shape, one.dtype) for key, one in takes.items()}
+        self._taken_shapes = {key: one.shape for key, one in takes.items()}
+        self._places: dict[str, Place] = {key: one.place for key, one in takes.items()}
+        at_once = frozenset(key for key, one in takes.items() if not one.may_wait)
+        self._state = StoreState(board, made, {}, (0,) * workers, (Held(),) * workers, at_once)
         self._changed = threading.Condition()
         self._callers = Callers()
         self._transport = LocalTransport()
@@ -145,8 +151,11 @@ class VersionedStore:
         with self._changed:
             if worker is not None:
                 self._called(worker)
-                if self.policy.period > 1 and (kept := self._kept(worker, chosen, to)) is not None:
-                    return kept
+                state = self._state
+                if state.iterations[worker] % self.policy.period:  # the worker goes on with what it pulled at the start
+                    kept = kept_of(self._read_before[worker], chosen, self._shard_of, to)
+                    if kept is not None:
+                        return Pulled(*kept, state.board.clocks.of(worker))
             wait_s = wait(self._changed, lambda: self._state.board, self._callers, worker, at_least_clock, timeout_s)
             if worker is not None:
                 self._note(worker, wait_s)
@@ -162,6 +171,10 @@ class VersionedStore:
             self._read_before[worker] |= {key: (values[key], versions[self._shard_of[key]]) for key in whole}
         return Pulled(values, versions, state.board.clocks.of(worker))
 
+    def may_read(self, worker: int) -> bool:
+        """Whether a pull of a worker would not wait."""
+        return not self._state.board.must_wait(worker)
+
     def push(self, keys: Keys, update: Any, *, worker: int = 0) -> None:
         """Add to a worker's update of its present clock; nobody sees it before the worker calls `clock()`.
 
@@ -173,7 +186,7 @@ class VersionedStore:
         Raises:
             StoreError: unknown keys or rows, or an array that does not fit.
         """
-        parts = checked(update, keys, selected(keys, self._shapes), self._kinds)
+        parts = checked(update, keys, selected(keys, self._taken_shapes), self._taken)
         self._called(worker)
         state = self._state
         if self.policy.period == 1 and self.policy.send is None:
@@ -254,24 +267,13 @@ class VersionedStore:
 
     def _send(self, worker: int, update: Update) -> Update:
         return {
-            key: self._transport.push(worker, self._shard_of[key], pushed, self._places[key])
+            key: self._transport.push(worker, self._shard_of.get(key, 0), pushed, self._places[key])
             for key, pushed in update.items()
         }
 
     def _sending(self, worker: int, update: Update) -> Update:
         """Move what was not moved when it was pushed."""
         return self._send(worker, update) if self.policy.period > 1 or self.policy.send is not None else update
-
-    def _kept(self, worker: int, chosen: Mapping[str, Any], to: Place | None) -> Pulled | None:
-        """What the worker pulled at the start of its period; None if it pulls now."""
-        state, before = self._state, self._read_before[worker]
-        if not state.iterations[worker] % self.policy.period:
-            return None
-        if any(rows is not None or key not in before for key, rows in chosen.items()):
-            return None
-        values = {key: before[key][0] for key in chosen}
-        versions = {self._shard_of[key]: before[key][1] for key in chosen}
-        return Pulled(values if to is None else jax.device_put(values, to), versions, state.board.clocks.of(worker))
 
     def _note(self, worker: int, wait_s: float) -> None:
         """The first read of a worker in a clock counts for its staleness."""

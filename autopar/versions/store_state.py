@@ -44,6 +44,7 @@ class StoreState:
         pending: updates that are not applied, by worker and clock.
         iterations: the number of iterations that each worker has finished.
         held: what each worker holds back.
+        sent_at_once: keys that no policy holds back.
     """
 
     board: Board
@@ -51,6 +52,7 @@ class StoreState:
     pending: Mapping[tuple[int, int], Update]
     iterations: tuple[int, ...]
     held: tuple[Held, ...]
+    sent_at_once: frozenset[str] = frozenset()
 
     def read(self, worker: int) -> StoreState:
         """After a worker has read."""
@@ -74,7 +76,7 @@ class StoreState:
         update = added(held.update, update)
         if count % self.board.policy.period:
             return replace(self, iterations=iterations, held=self._with_held(worker, replace(held, update=update)))
-        sent, rest = _divided(update, held.num_clocks, self.board)
+        sent, rest = self._divided(update, held.num_clocks)
         return replace(self, iterations=iterations, held=self._with_held(worker, rest))._pushed(
             worker, send(worker, sent)
         )
@@ -98,12 +100,27 @@ class StoreState:
         for group in decision.groups:
             updates = [pending.pop((one.worker, one.clock)) for one in group]
             shards = tuple(
-                shard.updated([{k: v for k, v in update.items() if k in shard.weights} for update in updates])
+                shard.updated([{k: v for k, v in update.items() if k in shard.taken} for update in updates])
                 for shard in shards
             )
         for one in decision.discarded:
             del pending[one.worker, one.clock]
         return replace(self, shards=shards, pending=pending)
+
+    def _divided(self, update: Update, num_clocks: Mapping[str, int]) -> tuple[Update, Held]:
+        """What is sent in this clock, in the policy's order, and what is held back."""
+        send = self.board.policy.send
+        if send is None:
+            return update, Held()
+        parts = [
+            Part(key, pushed.num_bytes, _magnitude(pushed), num_clocks.get(key, 0))
+            for key, pushed in update.items()
+            if key not in self.sent_at_once
+        ]
+        sent = {key: pushed for key, pushed in update.items() if key in self.sent_at_once}
+        sent |= {part.key: update[part.key] for part in send(parts)}
+        rest = {key: pushed for key, pushed in update.items() if key not in sent}
+        return sent, Held(rest, {key: num_clocks.get(key, 0) + 1 for key in rest})
 
     def _with_held(self, worker: int, held: Held) -> tuple[Held, ...]:
         return (*self.held[:worker], held, *self.held[worker + 1 :])
@@ -115,17 +132,6 @@ def added(first: Update, second: Update) -> Update:
         return second
     both = {key: first[key].plus(second[key]) for key in second if key in first}
     return {**first, **second, **both}
-
-
-def _divided(update: Update, num_clocks: Mapping[str, int], board: Board) -> tuple[Update, Held]:
-    """What is sent in this clock, in the policy's order, and what is held back."""
-    send = board.policy.send
-    if send is None:
-        return update, Held()
-    parts = [Part(key, pushed.num_bytes, _magnitude(pushed), num_clocks.get(key, 0)) for key, pushed in update.items()]
-    sent = {part.key: update[part.key] for part in send(parts)}
-    rest = {key: pushed for key, pushed in update.items() if key not in sent}
-    return sent, Held(rest, {key: num_clocks.get(key, 0) + 1 for key in rest})
 
 
 def _magnitude(pushed: Pushed) -> float:

@@ -27,7 +27,7 @@ class LoopBorder:
     """Writes the values that enter a loop over `m` microbatches and those that leave it.
 
     Attributes:
-        before, after: what runs before the loop and after it.
+        body: what runs in the loop. before, after: what runs before and after it.
         early: values known before the loop.
         wanted: values made inside the loop and read after it.
     """
@@ -36,6 +36,7 @@ class LoopBorder:
         self.trace, self.split, self.m = trace, split, m
         self.builder = TraceBuilder(trace)
         self.loop = LoopBuilder(jax_compat.scan_of(m))
+        self.body = self.loop.body
         self.before: list[Item] = []
         self.after: list[Item] = []
         self.entered: dict[int, int] = {}  # value from outside -> the same value, or a part of it, inside the loop
@@ -73,7 +74,7 @@ class LoopBorder:
         producer = None if n is None else self.trace.equations[n]
         if producer is not None and producer.piece is None and not producer.reads:
             # A constant without operands is made inside the loop rather than kept.
-            self.loop.body.append(again := self.builder.copy(producer, {}, times=self.m))
+            self.body.append(again := self.builder.copy(producer, {}, times=self.m))
             self.entered.update(zip(producer.results, again.results, strict=True))
             return self.entered[value]
         self.entered[value] = self._give("enter_const", value, equation, self.trace.avals[value])
@@ -93,7 +94,7 @@ class LoopBorder:
         apart = self._at(self.before, equation, ("apart", repr(cut)), [value], cut.apart)
         assert isinstance(apart, int)
         entered, j = self._give("enter_const", apart, equation, self.builder.avals[apart]), self.index(equation)
-        part = self._at(self.loop.body, equation, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
+        part = self._at(self.body, equation, ("one", repr(cut)), [entered, j], lambda x, j: cut.one(x, j, shape))
         assert isinstance(part, int)
         self.entered[value] = part
         return part
@@ -122,7 +123,7 @@ class LoopBorder:
         elif kind in PARTIAL:
             self._accumulate(value, made, kind, equation)
         elif kind == "own" and self.m > 1:
-            share = self._at(self.loop.body, equation, ("share",), [made], lambda x: x / np.dtype(x.dtype).type(self.m))
+            share = self._at(self.body, equation, ("share",), [made], lambda x: x / np.dtype(x.dtype).type(self.m))
             self._accumulate(value, share, "sum", equation)
         else:  # equal in all microbatches: take the last one's
             key = "zeros", repr(aval)
@@ -139,7 +140,7 @@ class LoopBorder:
         start = self._at(self.before, equation, begin, [], lambda: parts.identity(*begin))
 
         def add(carry: int) -> Atom:
-            one, body = term, self.loop.body
+            one, body = term, self.body
             if narrow:
                 one = self._at(body, equation, ("wide",), [one], lambda x: lax.convert_element_type(x, wide))
             return self._at(body, equation, ("combine", kind), [carry, one], parts.COMBINE[kind])
@@ -161,12 +162,12 @@ class LoopBorder:
         mean was traced for the whole batch."""
         if self.split.kinds[value] == "sum":
             equation = self.trace.equations[self.trace.producers[value]]
-            made = self._at(self.loop.body, equation, ("own",), [made], lambda x: x * np.dtype(x.dtype).type(self.m))
+            made = self._at(self.body, equation, ("own",), [made], lambda x: x * np.dtype(x.dtype).type(self.m))
         return made
 
     def _at(self, to: list[Item], equation: Equation, what: Any, atoms: Sequence[Atom], function: Any) -> Atom:
         """Append a function of operands before the loop, in its body or after it."""
-        repeat = float(self.m) if to is self.loop.body else 1.0
+        repeat = float(self.m) if to is self.body else 1.0
         with self.builder.at(to):
             (made,) = self.builder.write(equation, what, atoms, lambda values: [function(*values)], repeat)
         return made

@@ -9,12 +9,13 @@ no resharding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from autopar.errors import MicrobatchError
-from autopar.frontend.equations import Atom, Equation, Nest, Region, items_of
+from autopar.frontend.equations import Atom, Equation, Item, Nest, Region, items_of
 from autopar.frontend.from_jaxpr import graph_of
 from autopar.frontend.trace import Trace
+from autopar.frontend.trace_builder import TraceBuilder
 from autopar.ir.graph import Graph
 from autopar.jax_interop import compat as jax_compat
 from autopar.transforms.microbatch import slices as parts
@@ -23,6 +24,7 @@ from autopar.transforms.microbatch.classify import Split, classify
 from autopar.transforms.microbatch.loop_border import LoopBorder
 from autopar.transforms.microbatch.random_bits import with_drawn_bits
 from autopar.transforms.microbatch.resize import is_as_written, resized
+from autopar.transforms.microbatch.slices import Cut
 from autopar.transforms.microbatch.value_kinds import PARTIAL
 
 
@@ -73,20 +75,49 @@ def rewritten(trace: Trace, graph: Graph, places: Places, split: Split, num_micr
         trace: a trace from `laid_for_parts`.
         graph, places: its graph and batch dims.
     """
-    return _Rewriting(trace, graph, places, split, num_microbatches).run()
+    border = LoopBorder(trace, split, num_microbatches)
+    write_microbatch(trace, graph, places, split, border)
+    return border.finish()
+
+
+class Border(Protocol):
+    """How values pass into the microbatch's version of a step and out of it; see `LoopBorder`."""
+
+    m: int
+    builder: TraceBuilder
+    body: list[Item]
+    before: list[Item]
+    after: list[Item]
+    early: set[int]
+    wanted: set[int]
+
+    def cut(self, value: int) -> Cut | None: ...
+    def local(self, value: int) -> Any: ...
+    def enter(self, value: int, equation: Equation) -> int: ...
+    def index(self, equation: Equation) -> int: ...
+    def own(self, value: int, made: Atom) -> Atom: ...
+    def leave(self, value: int, made: Atom) -> None: ...
+
+
+def write_microbatch(trace: Trace, graph: Graph, places: Places, split: Split, border: Border) -> None:
+    """Write the microbatch's version of what runs inside the loop to a border's body, and list what runs outside.
+
+    Args:
+        trace, graph, places, split: as for `rewritten`.
+    """
+    _Rewriting(trace, graph, places, split, border).run()
 
 
 class _Rewriting:
     """Writes the microbatch's version of each equation inside the loop; the one mutable object of this module."""
 
-    def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, m: int) -> None:
-        self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, m
-        self.border = LoopBorder(trace, split, m)
-        self.builder = self.border.builder
+    def __init__(self, trace: Trace, graph: Graph, places: Places, split: Split, border: Border) -> None:
+        self.trace, self.graph, self.places, self.split, self.m = trace, graph, places, split, border.m
+        self.border, self.builder = border, border.builder
         self.inner: dict[int, Atom] = {}  # value -> its replacement inside the loop
         self.own: dict[int, Atom] = {}  # sum -> the microbatch's own value that replaces it
 
-    def run(self) -> Trace:
+    def run(self) -> None:
         """Rewrite the whole trace."""
         items = items_of(self.trace.equations, self.trace.regions)
         for (start, stop, _), item in zip(self.trace.walk(), items, strict=True):
@@ -96,10 +127,9 @@ class _Rewriting:
                 self._inside(start, stop)
             if start in self.split.after:
                 self.border.after.append(item)
-        return self.border.finish()
 
     def _inside(self, start: int, stop: int) -> None:
-        with self.builder.at(self.border.loop.body):
+        with self.builder.at(self.border.body):
             self._span(start, stop)
             for value in (v for n in range(start, stop) for v in self.trace.equations[n].results):
                 if value in self.split.own:

@@ -37,7 +37,7 @@ class Cut:
         dim = self.place.dim
         return (*shape[:dim], shape[dim] // self.m, *shape[dim + 1 :])
 
-    def _loops(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    def loops(self, shape: Sequence[int]) -> tuple[tuple[int, ...], int]:
         """The shape with a separate dim for the microbatches, and the position of that dim."""
         dim, minor = self.place.dim, self.place.minor
         major = shape[dim] // (self.size * minor)
@@ -46,11 +46,11 @@ class Cut:
 
     def apart(self, whole: Any) -> Any:
         """The whole array with a separate dim for the microbatches."""
-        return lax.reshape(whole, self._loops(whole.shape)[0])
+        return lax.reshape(whole, self.loops(whole.shape)[0])
 
     def merged(self, stack: Any, shape: Sequence[int]) -> Any:
         """The whole array, of this shape, merged from its slices."""
-        loops, at = self._loops(shape)
+        loops, at = self.loops(shape)
         apart = lax.reshape(stack, (self.m, *loops[:at], *loops[at + 1 :]))
         order = (*range(1, at + 1), 0, *range(at + 1, len(loops)))
         return lax.reshape(lax.transpose(apart, order), tuple(shape))
@@ -62,7 +62,7 @@ class Cut:
             apart: the whole, reshaped by `apart`.
             j: index of the microbatch, an unsigned integer.
         """
-        loops, at = self._loops(shape)
+        loops, at = self.loops(shape)
         first = [j if d == at else np.uint32(0) for d in range(len(loops))]
         part = lax.dynamic_slice(apart, first, (*loops[:at], 1, *loops[at + 1 :]))
         return lax.reshape(part, self.local(shape))

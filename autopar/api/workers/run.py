@@ -1,0 +1,179 @@
+"""Run workers over a stream of batches: in lockstep, or each in a thread of its own.
+
+In: a session of `Work`, batches. Out: what the step returns apart from its state. Under a policy by which all workers wait for each other,
+one thread dispatches the programs of all, which the devices run side by side; the order of calls is then fixed. Other policies depend
+on who is faster: each worker has a thread, which waits until its devices have computed.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from autopar.api.workers.deal import Deal
+from autopar.api.workers.work import Session, Share, Work, is_lockstep
+from autopar.versions.consistency.policy import Policy
+
+#: Turns an item of the user's batches into the shares of the workers.
+Dealer = Callable[[Any], list[Share]]
+
+
+class Runner(Protocol):
+    """Runs the workers of a session."""
+
+    session: Session
+
+    def results(self, batches: Iterable[Any], deal: Dealer) -> Iterator[list[Any]]:
+        """The outputs of updates, as batches are read; None in the place of state."""
+        ...
+
+    def finish(self) -> None:
+        """Finish what is in flight; workers leave."""
+        ...
+
+
+def runner_of(
+    work: Work, policy: Policy, num_workers: int, leaves: dict[str, Any], *, is_shared: bool
+) -> Lockstep | Threads:
+    """Begin to run workers from a state.
+
+    Args:
+        leaves: the state by path.
+        is_shared: whether programs run on several devices, so that all threads must dispatch them in one order.
+    """
+    if is_lockstep(policy):
+        return Lockstep(work, leaves)
+    return Threads(work, leaves, num_workers, is_fixed=math.isfinite(policy.slack), is_shared=is_shared)
+
+
+class Lockstep:
+    """All workers from one thread."""
+
+    def __init__(self, work: Work, leaves: dict[str, Any]) -> None:
+        self.noted = deque[list[Any]]()
+        self.session = work.session(leaves, self.noted.append, nullcontext())
+        self._is_over = False
+
+    def step(self, shares: Sequence[Share]) -> None:
+        """Run one iteration of the workers whose turn it is."""
+        session = self.session
+        turn = [worker for worker in range(len(shares)) if session.store.may_read(worker)]
+        for worker in turn:
+            session.begin(worker)
+            session.compute(worker, shares[worker], wait=False)
+        for worker in turn:
+            session.finish(worker)
+        session.end_round()
+
+    def results(self, batches: Iterable[Any], deal: Dealer) -> Iterator[list[Any]]:
+        """As `Runner.results`."""
+        for batch in batches:
+            if self._is_over:
+                return
+            self.step(deal(batch))
+            while self.noted:
+                yield self.noted.popleft()
+        self.finish()
+        while self.noted:
+            yield self.noted.popleft()
+
+    def finish(self) -> None:
+        """As `Runner.finish`."""
+        if not self._is_over:
+            self._is_over = True
+            for worker in range(self.session.store.num_workers):
+                self.session.leave(worker)
+
+
+class Threads:
+    """A thread for each worker."""
+
+    def __init__(
+        self, work: Work, leaves: dict[str, Any], num_workers: int, *, is_fixed: bool, is_shared: bool
+    ) -> None:
+        self.noted = deque[list[Any]]()
+        self.deal = Deal(num_workers, is_fixed, at=dict.fromkeys(range(num_workers), 0))
+        dispatching: AbstractContextManager[Any] = threading.Lock() if is_shared else nullcontext()
+        self.session = work.session(leaves, self._note, dispatching)
+        self.errors: list[BaseException] = []
+        self.threads = [
+            threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
+            for worker in range(num_workers)
+        ]
+
+    def results(self, batches: Iterable[Any], deal: Dealer) -> Iterator[list[Any]]:
+        """As `Runner.results`. Batches are read in the caller's thread, when a worker needs one."""
+        for thread in self.threads:
+            thread.start()
+        source = iter(batches)
+        while True:
+            with self.deal.changed:
+                while self._is_running() and not (self.noted or self.errors or self.deal.wants_batch):
+                    self.deal.changed.wait(0.2)  # so that Ctrl-C is handled
+                wants = self.deal.wants_batch
+            if self.errors:
+                self.finish()
+            if self.noted:
+                yield self.noted.popleft()
+            elif wants:
+                try:
+                    batch = next(source)
+                except StopIteration:
+                    self.deal.end()
+                else:
+                    self.deal.add(deal(batch))
+            elif not self._is_running() and not self.noted:
+                return
+
+    def finish(self) -> None:
+        """As `Runner.finish`.
+
+        Raises:
+            Exception: what a worker raised.
+        """
+        self.deal.end()
+        for thread in self.threads:
+            while thread.is_alive():
+                thread.join(0.2)  # so that Ctrl-C is handled
+        if self.errors:
+            raise self.errors[0]
+
+    def _note(self, outputs: list[Any]) -> None:
+        with self.deal.changed:
+            self.noted.append(outputs)
+            self.deal.changed.notify_all()
+
+    def _is_running(self) -> bool:
+        return any(thread.is_alive() for thread in self.threads)
+
+    def _begun(self, worker: int) -> Share | None:
+        """Take a share, and then pull; None if there is none. A worker that may skip clocks learns by pulling which is its turn."""
+        session = self.session
+        if session.store.policy.catches_up:
+            session.begin(worker)
+            return self.deal.take(worker, session.iteration(worker))
+        share = self.deal.take(worker, session.iteration(worker))
+        if share is not None:
+            session.begin(worker)
+        return share
+
+    def _work(self, worker: int) -> None:
+        session = self.session
+        try:
+            while True:
+                share = self._begun(worker)
+                if share is None or self.errors:
+                    break
+                session.compute(worker, share, wait=True)
+                session.finish(worker)
+            session.leave(worker)
+        except BaseException as error:
+            self.errors.append(error)  # the first one is the cause: others fail because they wait for this worker
+            session.store.fail(worker, error)
+            self.deal.end()
+        finally:
+            self.deal.leave(worker)
