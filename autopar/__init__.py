@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from autopar.api.parallelize import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
     from autopar.api.step_report import StepReport as StepReport
-    from autopar.api.workers.report import WorkersReport as WorkersReport
     from autopar.api.workers.step import WorkersStep as WorkersStep
     from autopar.code_export.export import export as export
     from autopar.diagnosis.diagnose import diagnose as diagnose
@@ -26,10 +25,12 @@ if TYPE_CHECKING:
     from autopar.pipeline.plan import PipelinePlan as PipelinePlan
     from autopar.pipeline.plan_files import load_plan as load_plan
     from autopar.plans.plan import Plan as Plan
+    from autopar.plans.workers_plan import WorkersPlan as WorkersPlan
     from autopar.report.diff import PlanDiff as PlanDiff
     from autopar.report.diff import diff as diff
     from autopar.report.explain import explain as explain
     from autopar.report.html.document import write_report as write_report
+    from autopar.report.workers import WorkersReport as WorkersReport
     from autopar.rules.user_rules import register_rule as register_rule
     from autopar.runtime.distributed.cpu_transport import let_arrays_pass as let_arrays_pass
     from autopar.runtime.distributed.watchdog import Watch as Watch
@@ -73,7 +74,8 @@ _DEFINED_IN = {
     "VersionedStore": "autopar.versions.store",
     "Watch": "autopar.runtime.distributed.watchdog",
     "watch": "autopar.runtime.distributed.watchdog",
-    "WorkersReport": "autopar.api.workers.report",
+    "WorkersPlan": "autopar.plans.workers_plan",
+    "WorkersReport": "autopar.report.workers",
     "WorkersStep": "autopar.api.workers.step",
     "write_report": "autopar.report.html.document",
 }

@@ -6,6 +6,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -256,6 +257,39 @@ def test_unfinished_periods_are_pushed() -> None:
     assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (step.drain(), new_state(inner))), strict=True))
 
 
+# -- what a policy costs --------------------------------------------------------------------------
+
+
+def test_the_plan_says_what_the_policy_costs(tmp_path: Path) -> None:
+    step = workers(step_with(optax.sgd(0.1)), "ssp(3)", hardware="h100-sxm")
+    plan = step.plan(new_state(optax.sgd(0.1)), batch_of(0))
+    num_bytes = 4 * (FEATURES * HIDDEN + HIDDEN)
+    assert (plan.pulled_bytes, plan.pushed_bytes) == (num_bytes, num_bytes + 8)
+    assert plan.server_bytes == 4 * (2 * num_bytes + 8)
+    cost = {(one.policy, one.straggler): one for one in plan.costs}
+    assert cost["ssp(3)", 5.0].batches_per_s > 1.5 * cost["bsp", 5.0].batches_per_s
+    assert cost["ssp(3)", 5.0].waiting < cost["bsp", 5.0].waiting and cost["async", 5.0].waiting == 0
+    assert cost["ssp(3)", 5.0].most_stale == 3
+    assert "4 workers on 1 x h100-sxm each, under ssp(3)" in str(autopar.explain(plan))
+    autopar.write_report(plan, tmp_path / "plan.html")
+    assert "What the policy costs, predicted" in (tmp_path / "plan.html").read_text()
+    with pytest.raises(OptionError, match=r"plan\.parts"):
+        autopar.write_report(plan, tmp_path / "plan.html", verification="file.json")
+
+
+def test_the_page_of_a_run_has_a_histogram_for_each_worker(tmp_path: Path) -> None:
+    step = workers(step_with(optax.sgd(0.1)), "ssp(1)", workers=2, num_devices=2)
+    list(step.stream(new_state(optax.sgd(0.1)), batches(4)))
+    report = step.report()
+    assert report.plan.policy == "ssp(1)" and report.to_json()["costs"][0]["policy"] == "ssp(1)"
+    autopar.write_report(report, tmp_path / "run.html")
+    text = (tmp_path / "run.html").read_text()
+    for worker, row in enumerate(report.workers):
+        assert f"Staleness of worker {worker}: mean {row.mean_staleness:.1f} clocks" in text
+        for value, count in row.staleness.items():
+            assert f"{count} of 4 reads with the slowest worker {value} clocks behind" in text
+
+
 # -- streams -------------------------------------------------------------------------------------
 
 
@@ -300,6 +334,13 @@ def test_a_call_with_another_state_begins_anew() -> None:
     again, _ = step(new_state(optax.sgd(0.1)), batch_of(0))
     assert_same(again, first)
     assert list(step.stream(again, iter(()))) == []
+
+
+def test_a_stream_without_batches_returns_its_state() -> None:
+    step = workers(step_with(optax.sgd(0.1)), "async", workers=2, num_devices=2)
+    state = new_state(optax.sgd(0.1))
+    assert list(step.stream(state, iter(()))) == []
+    assert step.drain() is state
 
 
 # -- refusals ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Explain a plan of one program or of pipeline stages.
 
-In: a plan, fresh or from a file. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a
+In: a plan, fresh or from a file, or of workers. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a
 terminal; `explain_json(plan)` for other programs.
 """
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from autopar.errors import OptionError
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
+from autopar.plans.workers_plan import WorkersPlan
 from autopar.report.explain_program import (
     Explanation,
     explain_program,
@@ -27,6 +28,7 @@ from autopar.report.explain_stages import (
     render_stages_summary,
     stages_json,
 )
+from autopar.report.workers import WorkersExplanation
 
 
 @overload
@@ -34,9 +36,13 @@ def explain(plan: Plan) -> Explanation: ...
 @overload
 def explain(plan: PipelinePlan) -> StagesExplanation: ...
 @overload
+def explain(plan: WorkersPlan) -> WorkersExplanation: ...
+@overload
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
-def explain(plan: AnyPlan) -> Explanation | StagesExplanation:
+def explain(plan: AnyPlan | WorkersPlan) -> Explanation | StagesExplanation | WorkersExplanation:
     """Explain what a plan does and why: `print(autopar.explain(plan))`."""
+    if isinstance(plan, WorkersPlan):
+        return WorkersExplanation(plan)
     if not isinstance(plan, Plan | PipelinePlan):
         raise OptionError(
             f"`explain` takes a plan, but {plan!r} is a {type(plan).__name__}: read a plan file with"

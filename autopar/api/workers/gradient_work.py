@@ -17,7 +17,7 @@ from autopar.api.workers.combine import SHARES, combined
 from autopar.api.workers.division import Division
 from autopar.api.workers.planned_part import PlannedPart
 from autopar.api.workers.traced_step import TracedStep
-from autopar.api.workers.work import Note, Share, as_array, share_of
+from autopar.api.workers.work import Note, Share, as_array, bytes_of, share_of
 from autopar.errors import MicrobatchError
 from autopar.transforms.microbatch.worker_programs import Input, Term, cut_for_workers
 from autopar.versions.consistency.policy import Policy, next_clock
@@ -46,7 +46,11 @@ class GradientWork:
             self._whole = PlannedPart.of(self._cut.whole.program, division.options)
         self.plans = {"worker": self._worker.plan, "update": self._update.plan}
         self._keys = tuple(f"term {n}" for n in range(len(self._cut.terms)))
+        self.pushed_bytes = bytes_of([*self._worker.output_shapes, np.int32()])
         self.pulls = [self._path(one) for one in self._cut.worker.inputs if one.source == "state"]
+        values = self._worker.program.trace
+        state = (n for n, one in enumerate(self._cut.worker.inputs) if one.source == "state")
+        self.pulled_bytes = bytes_of(values.avals[values.inputs[n]] for n in state)
 
     def deal(self, leaves: Sequence[Any]) -> list[Share]:
         """As `Work.deal`."""

@@ -22,7 +22,7 @@ from autopar.api.workers.combine import SHARES, combined
 from autopar.api.workers.division import Division
 from autopar.api.workers.planned_part import PlannedPart
 from autopar.api.workers.traced_step import TracedStep
-from autopar.api.workers.work import Note, Share, as_array, is_lockstep, share_of
+from autopar.api.workers.work import Note, Share, as_array, bytes_of, is_lockstep, share_of
 from autopar.errors import MicrobatchError, OptionError
 from autopar.planner.plan_assembly import input_roles
 from autopar.transforms.microbatch.batch_dims import Place, leading_dim
@@ -61,6 +61,8 @@ class LocalWork:
                 "with `outer`, the server averages weights, and neither the forward nor the backward pass reads a floating-point array of the state"
             )
         self._check_results()
+        self.pulled_bytes = bytes_of(values[i] for i in self.weights.values())
+        self.pushed_bytes = self.pulled_bytes + np.int32().nbytes
 
     def deal(self, leaves: Sequence[Any]) -> list[Share]:
         """As `Work.deal`."""

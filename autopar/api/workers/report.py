@@ -1,95 +1,34 @@
-"""Report on a run of data-parallel workers: versions, staleness, waiting and bytes of each worker.
+"""Report on a run of workers, and say what their policy costs.
 
-In: a store's report. Out: `WorkersReport`, which prints as text and as JSON.
+In: a store's report; planned parts and a policy. Out: `WorkersReport`, `WorkersPlan`. Waiting is simulated by the board that the store
+runs, with the predicted times of the parts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+import random
+from dataclasses import replace
 
-from rich.console import Console
-from rich.text import Text
-
-from autopar.system.text_tables import inset, new_table, plain_text
-from autopar.system.units import human_bytes, human_seconds
+from autopar.api.workers.division import Division
+from autopar.api.workers.work import Work
+from autopar.planner.request import requested_profile
+from autopar.plans.workers_plan import PolicyCost, WorkersPlan
+from autopar.report.workers import WorkerRow, WorkersReport
 from autopar.versions.consistency.policy import Policy, of_all
+from autopar.versions.consistency.simulate import simulate
+from autopar.versions.consistency.table import find
 from autopar.versions.store_values import StoreReport
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerRow:
-    """What one worker has done.
-
-    Args:
-        clock: the number of clocks that it has finished; None after it left.
-        staleness: how often it read weights with the slowest worker how many clocks behind.
-        waited_s: seconds for which its pulls waited for other workers.
-    """
-
-    clock: int | None
-    staleness: Mapping[int, int]
-    waited_s: float
-    pulled_bytes: int
-    pushed_bytes: int
-
-    @property
-    def num_reads(self) -> int:
-        return sum(self.staleness.values())
-
-    @property
-    def mean_staleness(self) -> float:
-        """In clocks; 0 without reads."""
-        return sum(value * count for value, count in self.staleness.items()) / max(self.num_reads, 1)
+#: Iterations of a worker that are simulated.
+_ITERATIONS = 200
+#: How much longer one worker takes.
+_STRAGGLERS = (1.0, 2.0, 5.0)
+#: Policies to compare with.
+_OTHERS = ("bsp", "async")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class WorkersReport:
-    """A run of workers. It prints as plain text.
-
-    Args:
-        policy: the name of the consistency policy.
-        num_versions: the number of updates of the state.
-        num_discarded: the number of workers' updates that the policy discarded.
-        bound: the most clocks by which a read may be stale under the policy; None if there is no bound.
-    """
-
-    program: str
-    policy: str
-    num_versions: int
-    num_discarded: int
-    bound: int | None
-    workers: tuple[WorkerRow, ...]
-
-    @property
-    def most_stale(self) -> int:
-        """The largest staleness of all reads."""
-        return max(max(row.staleness, default=0) for row in self.workers)
-
-    def __str__(self) -> str:
-        return plain_text(lambda console: render(self, console))
-
-    __repr__ = __str__
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything as JSON types: plain seconds and bytes."""
-        rows = [
-            {
-                "clock": row.clock,
-                "staleness": {str(value): count for value, count in sorted(row.staleness.items())},
-                "waited_s": row.waited_s,
-                "pulled_bytes": row.pulled_bytes,
-                "pushed_bytes": row.pushed_bytes,
-            }
-            for row in self.workers
-        ]
-        about = {name: getattr(self, name) for name in ("program", "policy", "num_versions", "num_discarded", "bound")}
-        return {"format": "autopar-workers", "version": 1, **about, "workers": rows}
-
-
-def report_of(program: str, policy: Policy, store: StoreReport) -> WorkersReport:
+def report_of(plan: WorkersPlan, policy: Policy, store: StoreReport) -> WorkersReport:
     """The report on a store's workers."""
     is_bound = math.isfinite(policy.bound) and policy.complete is of_all
     rows = [
@@ -103,39 +42,58 @@ def report_of(program: str, policy: Policy, store: StoreReport) -> WorkersReport
         for worker, clock in enumerate(store.clocks)
     ]
     return WorkersReport(
-        program=program,
+        program=plan.program,
         policy=policy.name,
         num_versions=max(store.versions),
         num_discarded=store.num_discarded,
         bound=int(policy.bound) if is_bound else None,
         workers=tuple(rows),
+        plan=plan,
     )
 
 
-def render(report: WorkersReport, console: Console) -> None:
-    """Print a report to a console, with styles if it supports them."""
-    console.print(
-        Text.assemble(
-            ("Workers of ", "bold"), (report.program, "bold"), f": {len(report.workers)} under {report.policy}"
-        )
+def workers_plan(name: str, policy: Policy, division: Division, work: Work) -> WorkersPlan:
+    """The plan of a step, with what its policy costs."""
+    profile, size = requested_profile(division.options.get("hardware")), len(division.devices[0])
+    others = division.num_workers - 1
+    link = profile.host_link if division.num_workers * size <= profile.devices_per_domain else profile.network_link
+    num_bytes = (work.pulled_bytes + work.pushed_bytes) / 2
+    message_s = others * num_bytes / size / link.bytes_per_s + link.latency_s if others else 0.0
+    plan = WorkersPlan(
+        program=name,
+        policy=policy.name,
+        num_workers=division.num_workers,
+        period=policy.period,
+        hardware=profile.name,
+        devices_per_worker=size,
+        parts=dict(work.plans),
+        pulled_bytes=work.pulled_bytes,
+        pushed_bytes=work.pushed_bytes,
+        message_s=message_s,
+        costs=(),
     )
-    bound = "without a bound" if report.bound is None else f"at most {report.bound} allowed"
-    console.print(
-        Text(
-            f"{report.num_versions} updates applied, {report.num_discarded} discarded; staleness at most"
-            f" {report.most_stale} ({bound})\n"
-        )
+    policies = [policy, *(other for other in map(find, _OTHERS) if other.name != policy.name)]
+    costs = tuple(_cost(one, plan, straggler) for one in policies for straggler in _STRAGGLERS)
+    return replace(plan, costs=costs)
+
+
+def _cost(policy: Policy, plan: WorkersPlan, straggler: float) -> PolicyCost:
+    """Simulate a policy. The update delays each clock; it does not delay other workers."""
+    count, update_s = plan.num_workers, plan.update_s / policy.period
+    slow = [random.Random(number).randrange(count) for number in range(_ITERATIONS * count)]
+
+    def compute_s(worker: int, iteration: int) -> float:
+        is_slow = slow[iteration % len(slow)] == worker
+        return plan.worker_s * (straggler if is_slow else 1.0) + update_s
+
+    num_clocks = max(_ITERATIONS // policy.period, 1)
+    run = simulate(policy, count, num_clocks, compute_s, lambda worker: plan.message_s if worker else 0.0)
+    pushed = run.num_applied + run.num_discarded
+    return PolicyCost(
+        policy=policy.name,
+        straggler=straggler,
+        batches_per_s=run.num_applied * policy.period / count / run.seconds if run.seconds else math.inf,
+        waiting=sum(run.waits_s) / (count * run.seconds) if run.seconds else 0.0,
+        most_stale=run.most_stale,
+        discarded=run.num_discarded / pushed if pushed else 0.0,
     )
-    names = ("worker", "reads", "staleness, mean", "at most", "waited", "pulled", "pushed")
-    table = new_table(*names, right=names[1:])
-    for worker, row in enumerate(report.workers):
-        table.add_row(
-            str(worker),
-            str(row.num_reads),
-            f"{row.mean_staleness:.1f}",
-            str(max(row.staleness, default=0)),
-            human_seconds(row.waited_s),
-            human_bytes(row.pulled_bytes),
-            human_bytes(row.pushed_bytes),
-        )
-    console.print(inset(table))

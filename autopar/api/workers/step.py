@@ -17,7 +17,7 @@ from autopar.api.dispatch import as_written
 from autopar.api.workers.division import check_options, divided
 from autopar.api.workers.gradient_work import GradientWork
 from autopar.api.workers.local_work import LocalWork, check_outer
-from autopar.api.workers.report import WorkersReport, report_of
+from autopar.api.workers.report import report_of, workers_plan
 from autopar.api.workers.run import Lockstep, Threads, runner_of
 from autopar.api.workers.traced_step import TracedStep, on_shares, traced_step
 from autopar.api.workers.work import Share, Work, is_lockstep
@@ -25,6 +25,8 @@ from autopar.errors import StepSignatureError
 from autopar.frontend.call import Call, opened
 from autopar.frontend.step import Step
 from autopar.jax_interop.compat import is_traced, shape_struct
+from autopar.plans.workers_plan import WorkersPlan
+from autopar.report.workers import WorkersReport
 from autopar.runtime import jit as execute
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import check_suits, find
@@ -71,6 +73,7 @@ class WorkersStep:
         self._divided: dict[Any, Divided] = {}
         self._run: _Run | None = None  # not drained
         self._last: _Run | None = None
+        self._unused: Sequence[Any] | None = None  # the state of a stream without batches
 
     @property
     def name(self) -> str:
@@ -144,6 +147,9 @@ class WorkersStep:
             StepSignatureError: nothing was run since the last `drain()`.
             Exception: what a worker raised.
         """
+        if self._unused is not None and self._run is None:
+            unused, self._unused = self._unused, None
+            return unused[0] if len(unused) == 1 else tuple(unused)
         if self._run is None:
             raise StepSignatureError(
                 f"`{self.name}` has nothing to drain: iterate over `{self.name}.stream(state, batches)` first"
@@ -164,7 +170,14 @@ class WorkersStep:
         """
         if self._last is None:
             raise StepSignatureError(f"`{self.name}` has not run yet, so there is nothing to report on")
-        return report_of(self.name, self.policy, self._last.runner.session.store.report())
+        store = self._last.runner.session.store
+        return report_of(self._planned(self._last.divided), self.policy, store.report())
+
+    def plan(self, *args: Any, **kwargs: Any) -> WorkersPlan:
+        """The plan for these arguments (arrays or `jax.ShapeDtypeStruct`s): those of the parts, and what the policy costs in bytes and
+        waiting. Nothing is compiled."""
+        with opened(self.called, args, kwargs) as call:
+            return self._planned(self._of(call))
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -172,6 +185,7 @@ class WorkersStep:
         self._check_drained()
         first = next(batches, self)
         if first is self:
+            self._unused = state
             return
         with opened(self.called, self._arguments(state, first, others), others) as call:
             leaves = jax.tree.leaves(call.trees)
@@ -210,8 +224,12 @@ class WorkersStep:
         if made.traced.state_names != call.all_names[:count]:
             raise StepSignatureError(
                 f"the state of `{self.name}` is {', '.join(made.traced.state_names)}, and `stream` was given"
-                f" {', '.join(call.all_names[:count])} as the state: where several arguments are state, give a tuple of them"
+                f" {', '.join(call.all_names[:count])} as the state: where several arguments are state, give a tuple of them; where"
+                f" one is taken for state by mistake, name the state in `carry={[*call.all_names[:count]]}`"
             )
+
+    def _planned(self, made: Divided) -> WorkersPlan:
+        return workers_plan(self.name, self.policy, self.division, made.work)
 
     def _of(self, call: Call) -> Divided:
         """The step divided for a call's shapes."""

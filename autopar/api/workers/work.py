@@ -6,7 +6,8 @@ its own, and pushes how they changed (local SGD, DiLoCo).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -29,10 +30,15 @@ class Work(Protocol):
 
     Attributes:
         plans: by the name of the part.
+        pulled_bytes, pushed_bytes: of array data, of one worker in one clock, if everything is sent.
     """
 
     @property
     def plans(self) -> Mapping[str, Plan]: ...
+    @property
+    def pulled_bytes(self) -> int: ...
+    @property
+    def pushed_bytes(self) -> int: ...
 
     def deal(self, leaves: Sequence[Any]) -> list[Share]:
         """Divide a batch among the workers.
@@ -93,6 +99,11 @@ class Session(Protocol):
 def is_lockstep(policy: Policy) -> bool:
     """Whether all workers of a clock wait for each other."""
     return policy.slack == 0 and not policy.catches_up
+
+
+def bytes_of(shapes: Iterable[Any]) -> int:
+    """Bytes of arrays, by their shapes and dtypes."""
+    return sum(math.prod(one.shape) * jax.numpy.dtype(one.dtype).itemsize for one in shapes)
 
 
 def share_of(cut: Cut, whole: Any, number: int) -> Any:

@@ -13,8 +13,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlotError
+from autopar.errors import OptionError, PlotError
 from autopar.pipeline.plan import AnyPlan
+from autopar.plans.workers_plan import WorkersPlan
 from autopar.report.breakdown import efficiency_text, number_of_devices, replicated_text, tie_text
 from autopar.report.considered import TITLE
 from autopar.report.explain import explain
@@ -32,18 +33,29 @@ from autopar.report.html.tables import (
     meshes_table,
 )
 from autopar.report.html.timeline import HATCH, pipeline_tracks, step_tracks
+from autopar.report.html.workers import (
+    costs_view,
+    histograms,
+    parts_table,
+    plan_cards,
+    run_cards,
+    workers_table,
+)
 from autopar.report.predicted_vs_compiled import Compiled, compiled_of, read_compiled
+from autopar.report.workers import WorkersReport
 from autopar.system.atomic_file import write_whole
 from autopar.system.text_tables import share_text
 from autopar.system.units import human_bytes, human_seconds
 from autopar.version import __version__
 
 
-def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: Any = None) -> None:
+def write_report(
+    plan: AnyPlan | WorkersPlan | WorkersReport, path: str | os.PathLike[str], *, verification: Any = None
+) -> None:
     """Write the report of a plan as an HTML page, which a browser opens without a network.
 
     Args:
-        plan: a plan of one program or of pipeline stages.
+        plan: a plan of one program, of pipeline stages or of workers; or the report on a run of workers.
         path: the file. It is written atomically.
         verification: the result of `verify` for this plan, or the file that `autopar verify --json` wrote. It is shown
             next to the predictions.
@@ -51,19 +63,29 @@ def write_report(plan: AnyPlan, path: str | os.PathLike[str], *, verification: A
     Raises:
         PlotError: the file cannot be written.
         VerifyError: the verification cannot be read, or belongs to another plan.
+        OptionError: a verification for workers, of which there is none.
     """
     check_can_write(path)
-    if verification is None:
-        compiled = ()
-    elif isinstance(verification, str | os.PathLike):
-        compiled = read_compiled(verification, plan.program.name, plan.strategy)
+    if isinstance(plan, WorkersPlan | WorkersReport):
+        if verification is not None:
+            raise OptionError("a verification belongs to the plan of one part: write a page of `plan.parts['worker']`")
+        text = workers_page(plan)
     else:
-        document = json.loads(json.dumps(verification.to_json()))  # as if read from a file: lists, not tuples
-        compiled = compiled_of(document, plan.program.name, plan.strategy)
+        text = page(explain(plan), _compiled(plan, verification))
     try:
-        write_whole(page(explain(plan), compiled), path)
+        write_whole(text, path)
     except OSError as error:
         raise _cannot_write(path, error.strerror or str(error)) from error
+
+
+def _compiled(plan: AnyPlan, verification: Any) -> Sequence[Compiled]:
+    """The compiled figures of a plan."""
+    if verification is None:
+        return ()
+    if isinstance(verification, str | os.PathLike):
+        return read_compiled(verification, plan.program.name, plan.strategy)
+    document = json.loads(json.dumps(verification.to_json()))  # as if read from a file: lists, not tuples
+    return compiled_of(document, plan.program.name, plan.strategy)
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
@@ -97,7 +119,38 @@ def page(explained: Explanation | StagesExplanation, compiled: Sequence[Compiled
     if compiled:
         body.append(_section("compiled", "Predicted against compiled", compiled_view(compiled)))
     body += _closing(explained)
-    name = explained.plan.program.name
+    title = f"Plan of {explained.plan.program.name} for {explained.plan.num_devices} {explained.plan.hardware}"
+    return _document(title, _headline(explained), body, known)
+
+
+def workers_page(shown: WorkersPlan | WorkersReport) -> str:
+    """The text of the page of a plan for workers, or of their run."""
+    plan = shown.plan if isinstance(shown, WorkersReport) else shown
+    body: list[Child] = []
+    if isinstance(shown, WorkersReport):
+        about = "How often a worker read weights with the slowest worker how many clocks behind. A clock is a pull and a push."
+        body = [
+            _section("staleness", "Staleness of each worker's reads", histograms(shown), about=about),
+            _section("workers", "What each worker has done", workers_table(shown)),
+        ]
+    body += [
+        _section("costs", "What the policy costs, predicted", costs_view(plan)),
+        _section("parts", "The plans of the parts", parts_table(plan)),
+        el("footer", el("p", f"Page by autopar {__version__}.")),
+    ]
+    devices = f"{plan.num_workers} workers, each on {plan.devices_per_worker} x {plan.hardware}"
+    figures = run_cards(shown) if isinstance(shown, WorkersReport) else plan_cards(plan)
+    what = "Run of " if isinstance(shown, WorkersReport) else "Plan of "
+    headline = el(
+        "header",
+        el("h1", what, el("code", plan.program), " under ", el("code", plan.policy)),
+        el("p", devices, class_="about"),
+        el("div", *_cards(figures), class_="cards"),
+    )
+    return _document(f"{what}{plan.program} under {plan.policy}", headline, body, {})
+
+
+def _document(title: str, headline: Element, body: Sequence[Child], known: dict[str, Any]) -> str:
     style, script = (
         (files("autopar.report.html") / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js")
     )
@@ -106,21 +159,27 @@ def page(explained: Explanation | StagesExplanation, compiled: Sequence[Compiled
         el("meta", charset="utf-8"),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("title", f"Plan of {name} for {explained.plan.num_devices} {explained.plan.hardware}"),
+        el("title", title),
         el("style", style),
     )
-    links = [el("a", title, href=f"#{key}") for key, title in _titles(body)]
-    main = el("main", *body)
+    links = [el("a", name, href=f"#{key}") for key, name in _titles(body)]
     parts = [
         HATCH,
-        _headline(explained),
+        headline,
         el("nav", *links, aria_label="Sections"),
-        main,
+        el("main", *body),
         el("div", id="shown", role="status", hidden=True),
         data("known", known),
         el("script", script),
     ]
     return "<!DOCTYPE html>\n" + written(el("html", head, el("body", *parts), lang="en")) + "\n"
+
+
+def _cards(figures: Sequence[tuple[str, str, str]]) -> list[Element]:
+    return [
+        el("div", el("span", name), el("strong", value), el("small", about), class_="card")
+        for name, value, about in figures
+    ]
 
 
 def _section(key: str, title: str, *inside: Child, about: str = "") -> Element:
@@ -165,10 +224,6 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
         third,
         ("certainty", *_certainty(explained)),
     )
-    cards = [
-        el("div", el("span", name), el("strong", value), el("small", about), class_="card")
-        for name, value, about in figures
-    ]
     return el(
         "header",
         el("h1", "Plan of ", el("code", plan.program.name), f" for {number_of_devices(plan)} x {plan.hardware}"),
@@ -177,7 +232,7 @@ def _headline(explained: Explanation | StagesExplanation) -> Element:
         *(el("p", *in_code(f"A tie: {text}."), class_="about") for text in _tie(explained)),
         el("p", shape, class_="about"),
         *(el("p", text, class_="about") for text in _efficiency(explained)),
-        el("div", *cards, class_="cards"),
+        el("div", *_cards(figures), class_="cards"),
     )
 
 
