@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import autopar
 from autopar.cost import all_reduce_steps
 from autopar.errors import StoreError
+from autopar.extend.layouts import ArraySize, Layout, Piece, Server, plan_layout
 from autopar.versions.store import VersionedStore
 from autopar.versions.traffic import (
     byteps_bytes,
@@ -28,11 +31,17 @@ from autopar.versions.traffic import (
 M, N, CLOCKS = 24, 10, 3
 
 
-def trained(sizes: dict[str, int], workers: int, shards: int) -> VersionedStore:
+def trained(
+    sizes: dict[str, int],
+    workers: int,
+    shards: int,
+    servers: Sequence[Server] | None = None,
+    layout: Layout | None = None,
+) -> VersionedStore:
     """A store after a few clocks in which every worker pulls and pushes everything."""
     places = [jax.devices()[number % 8] for number in range(shards)]
     values = {key: np.zeros(size, np.float32) for key, size in sizes.items()}
-    store = VersionedStore(values, workers=workers, shards=places)
+    store = VersionedStore(values, workers=workers, shards=places, servers=servers, layout=layout)
     for _ in range(CLOCKS):
         for worker in range(workers):
             pulled = store.pull(worker=worker, to=jax.devices()[worker % 8]).values
@@ -49,7 +58,8 @@ def counted(store: VersionedStore) -> dict[tuple[int | None, int], int]:
 
 
 def node_bytes(found: dict[tuple[int | None, int], int], worker: int | None, server: int | None) -> int:
-    """Bytes of a node that is this worker and this server; what it exchanges with itself costs nothing."""
+    """Bytes of a node that is this worker and this server; what it exchanges with itself costs nothing, whether the store
+    counts it or not."""
     return sum(size for pair, size in found.items() if (pair[0] == worker) != (pair[1] == server))
 
 
@@ -65,7 +75,9 @@ def test_a_centralized_server_exchanges_2mn_with_each_worker(workers: int) -> No
 @pytest.mark.parametrize("sizes", [(60, 60, 60, 60), (100, 20, 30, 50)])
 def test_sharded_servers_exchange_what_their_shards_say(sizes: tuple[int, ...]) -> None:
     """Also as nodes that are worker and server at once: with equal shards 2MN(P1 + P2 - 2) / P2."""
-    found = counted(trained({f"w{number}": size for number, size in enumerate(sizes)}, 4, 4))
+    pieces = {f"w{number}": (Piece(number, 0, size),) for number, size in enumerate(sizes)}
+    layout = Layout(pieces, (None,) * 4, (Fraction(0),) * 4, Fraction(0), False)
+    found = counted(trained({f"w{number}": size for number, size in enumerate(sizes)}, 4, 4, layout=layout))
     formula = parameter_server_bytes([4 * size for size in sizes], 4)
     for node in range(4):
         assert node_bytes(found, node, None) == formula.worker_bytes
@@ -96,21 +108,41 @@ def test_a_ring_and_a_sharded_server_among_the_workers_send_what_their_messages_
     assert ring_bytes(size, workers) == parameter_server_bytes(shards, workers).colocated_bytes[0]
 
 
-@pytest.mark.parametrize(("n", "k"), [(4, 0), (4, 1), (4, 2), (4, 4), (3, 5), (1, 0)])
-def test_byteps_loads_all_links_equally(n: int, k: int) -> None:
-    """Shards on the workers' machines and on CPU machines, in the shares of the formula, counted."""
+@pytest.mark.parametrize("workers", [2, 3, 4, 6])
+def test_a_store_whose_shards_are_with_the_workers_sends_what_a_ring_does(workers: int) -> None:
+    """Decentralized: a pull is an all-gather, a push a reduce-scatter; the array is divided by rows."""
+    size = 60
+    servers = [Server(worker=worker, message_s=0.0) for worker in range(workers)]
+    layout = plan_layout({"w": ArraySize(size, 4)}, [Server(message_s=0.0)] * workers, workers)
+    layout = replace(layout, workers=tuple(range(workers)))
+    for store in (
+        trained({"w": size}, workers, workers, layout=layout),
+        *([trained({"w": size}, workers, workers, servers)] if workers > 2 else []),
+    ):
+        found = counted(store)
+        assert not any(worker == shard for worker, shard in found)
+        for node in range(workers):
+            assert node_bytes(found, node, node) == ring_bytes(4 * size, workers)
+        assert (
+            ring_bytes(4 * size, workers)
+            == parameter_server_bytes([4 * size // workers] * workers, workers).colocated_bytes[0]
+        )
+        assert sum(found.values()) == 2 * 4 * size * (workers - 1)  # of an all-gather and a reduce-scatter
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 0), (4, 1), (4, 2), (4, 4), (3, 5)])
+def test_the_planned_layout_loads_all_links_as_byteps_does(n: int, k: int) -> None:
+    """Workers' machines and idle CPU machines serve rows of one array, in the shares of the formula, counted."""
     own, cpu = byteps_shares(n, k)
     assert n * own + k * cpu == 1
-    unit = max(own.denominator, cpu.denominator) * 4
-    shares = [own] * n + [cpu] * k
-    sizes = {f"{number:02}": int(share * unit) for number, share in enumerate(shares) if share}
-    found = counted(trained(sizes, n, len(sizes)))
-    numbers = {int(key): shard for shard, key in enumerate(sizes)}
+    unit = own.denominator * cpu.denominator * 4
+    servers = [Server(worker=number if number < n else None, message_s=0.0) for number in range(n + k)]
+    found = counted(trained({"w": unit}, n, n + k, servers))
     worker_bytes, cpu_bytes = byteps_bytes(4 * unit, n, k)
     for node in range(n):
-        assert node_bytes(found, node, numbers.get(node, -1)) == worker_bytes
+        assert node_bytes(found, node, node) == worker_bytes
     for node in range(n, n + k):
-        assert node_bytes(found, -1, numbers[node]) == cpu_bytes
+        assert node_bytes(found, -1, node) == cpu_bytes
     if 0 < k < n:
         assert worker_bytes == cpu_bytes == 4 * unit * Fraction(4 * n * (n - 1), n * n + k * n - 2 * k)
     if k == 0:

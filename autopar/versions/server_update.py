@@ -74,6 +74,10 @@ class Pushed:
         return whole + rows + sum(one.num_bytes for one in self.factors)
 
 
+#: A worker's update by key, or by part of a key.
+Update = Mapping[str, Pushed]
+
+
 @runtime_checkable
 class ServerUpdate(Protocol):
     """How a shard makes its next version."""

@@ -1,12 +1,12 @@
 """Divide the keys of a store into shards, each with a version of its own.
 
-In: arrays by key, and the places of the shards. Out: `Shard`s: neighbouring keys, in the order of strings, of about equal
-bytes.
+In: arrays by key, the places of the shards, and a layout or the rates of servers, from which one is planned. Out: `Shard`s, and
+where each key is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import StoreError
+from autopar.versions.division import Division, division_of
 from autopar.versions.keys import shown
+from autopar.versions.layout.layout import Layout, Piece
+from autopar.versions.layout.servers import Server
+from autopar.versions.layout_choice import Place, checked_layout, default_layout, size_of
 from autopar.versions.server_update import Pushed, ServerUpdate, Weights, update_of
 from autopar.versions.terms import TermsUpdate
-
-Place = jax.Device | jax.sharding.Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,39 +28,53 @@ class Shard:
     """One version of a shard.
 
     Args:
-        weights: its arrays by key.
+        weights: its arrays, or the rows of them that it has, by key.
+        keys: by name of what may be pushed, a part (`division`) or a term, its key for `update`.
         state: of the server's update, such as an optimizer's.
         version: the number of updates applied to it.
     """
 
     weights: Weights
+    keys: Mapping[str, str]
     update: ServerUpdate
     state: Any
     version: int = 0
 
-    @property
-    def taken(self) -> Collection[str]:
-        """The keys of what may be pushed to it."""
-        return self.update.takes if isinstance(self.update, TermsUpdate) else self.weights
+    def place(self, key: str) -> Place:
+        """Where an array is: `device_put` to a device takes half the time of that to its sharding."""
+        array = self.weights[key]
+        return array.sharding if len(array.devices()) > 1 else next(iter(array.devices()))
 
     def updated(self, updates: Sequence[Mapping[str, Pushed]]) -> Shard:
-        """The next version; the same one if no update has a key of the shard, or nothing that the server acts on."""
-        if not any(updates):
+        """The next version, by updates of parts, also those of other shards; the same one if none is of this shard, or
+        has nothing that the server acts on."""
+        own = [{self.keys[name]: pushed for name, pushed in update.items() if name in self.keys} for update in updates]
+        if not any(own):
             return self
-        weights, state = self.update.apply(self.weights, self.state, updates)
+        weights, state = self.update.apply(self.weights, self.state, own)
         if weights is self.weights:
             return self
         return replace(self, weights=weights, state=state, version=self.version + 1)
 
 
-def shards_of(values: Mapping[str, Any], update: Any, places: Sequence[Place] | None) -> tuple[Shard, ...]:
-    """The shards of a store, with copies of the values.
+def shards_of(
+    values: Mapping[str, Any],
+    update: Any,
+    places: Sequence[Place] | None = None,
+    *,
+    servers: Sequence[Server] | None = None,
+    layout: Layout | None = None,
+    num_workers: int = 1,
+) -> tuple[tuple[Shard, ...], Division, tuple[int | None, ...]]:
+    """The shards of a store, with copies of the values; where each key is; and the worker on the machine of each shard.
 
     Args:
         places: a device or a sharding for each shard; None for one shard that stays where its arrays are.
+        servers: their links and rates, one for each shard, from which a layout is planned; None for equal ones.
+        layout: which shard has which keys and rows, in place of a planned one.
 
     Raises:
-        StoreError: no keys, a key that is no string, a value that is no array, or more places than keys.
+        StoreError: no keys, a key that is no string, a value that is no array, or a layout that does not fit.
     """
     if not isinstance(values, Mapping) or not values:
         raise StoreError("a store needs arrays by key, as {'kernel': kernel}: flatten a pytree first")
@@ -71,55 +87,51 @@ def shards_of(values: Mapping[str, Any], update: Any, places: Sequence[Place] | 
         except (TypeError, ValueError) as error:
             raise StoreError(f"the value of {key!r} is no array, but a {type(value).__name__}: {error}") from None
     arrays = dict(sorted(arrays.items()))
+    kinds = {key: (array.shape, array.dtype) for key, array in arrays.items()}
     if places is None:
-        return (_shard(arrays, update, None),)
+        if servers is not None or layout is not None:
+            raise StoreError(
+                "`servers` and `layout` are for several shards: give `shards` a device or sharding for each"
+            )
+        division = division_of(
+            kinds, {key: (Piece(0, 0, size_of(shape, 1).num_rows),) for key, (shape, _) in kinds.items()}
+        )
+        return (_shard(arrays, {key: key for key in arrays}, update, None),), division, (None,)
     places = list(places)
-    if not 0 < len(places) <= len(arrays):
-        raise StoreError(f"{len(places)} shards were requested for {len(arrays)} keys: a shard has at least one key")
-    ranges = key_ranges({key: array.nbytes for key, array in arrays.items()}, len(places))
-    return tuple(
-        _shard({key: arrays[key] for key in keys}, update, place) for keys, place in zip(ranges, places, strict=True)
-    )
+    for place in places or [0]:
+        if not isinstance(place, Place):
+            has = f"has {shown(place)}" if places else "is empty"
+            raise StoreError(f"`shards` {has}: give a device or sharding for each shard")
+    if layout is not None and servers is not None:
+        raise StoreError("`layout` says what each server has, and `servers` plans it: give one of them")
+    if servers is not None and len(servers) != len(places):
+        raise StoreError(f"`servers` has {len(servers)} servers for {len(places)} shards: give one for each")
+    if layout is None:
+        layout = default_layout(arrays, update, places, servers, num_workers)
+    else:
+        layout = checked_layout(layout, arrays, len(places))
+    division = division_of(kinds, layout.pieces)
+    shards: list[Shard] = []
+    for number, place in enumerate(places):
+        own = {name: part for name, part in division.parts.items() if part.shard == number}
+        part_arrays = {
+            part.key: arrays[part.key]
+            if part.key not in division.divided
+            else arrays[part.key][part.first_row : part.first_row + part.num_rows]
+            for part in own.values()
+        }
+        shards.append(_shard(part_arrays, {name: part.key for name, part in own.items()}, update, place))
+    return tuple(shards), division, layout.workers
 
 
-def key_ranges(num_bytes: Mapping[str, int], num_shards: int) -> list[list[str]]:
-    """Cut keys, in their order, into so many ranges that the largest one is as small as possible.
-
-    >>> key_ranges({"a": 4, "b": 1, "c": 1, "d": 1}, 2)
-    [['a'], ['b', 'c', 'd']]
-    """
-    low, high = max(num_bytes.values(), default=0), sum(num_bytes.values())
-    while low < high:
-        middle = (low + high) // 2
-        if len(_filled(num_bytes, middle, num_shards)) <= num_shards:
-            high = middle
-        else:
-            low = middle + 1
-    return _filled(num_bytes, low, num_shards)
-
-
-def _filled(num_bytes: Mapping[str, int], limit: int, num_shards: int) -> list[list[str]]:
-    """Ranges of at most `limit` bytes, each as long as possible while a key is left for every later shard."""
-    ranges: list[list[str]] = [[]]
-    room = limit
-    for number, (key, size) in enumerate(num_bytes.items()):
-        keys_left, shards_left = len(num_bytes) - number, num_shards - len(ranges)
-        if ranges[-1] and (size > room or keys_left <= shards_left):
-            ranges.append([])
-            room = limit
-        ranges[-1].append(key)
-        room -= size
-    return ranges
-
-
-def _shard(arrays: Weights, update: Any, place: Place | None) -> Shard:
+def _shard(arrays: Weights, keys: Mapping[str, str], update: Any, place: Place | None) -> Shard:
     if place is not None:
         try:
             arrays = {key: jax.device_put(array, place) for key, array in arrays.items()}
         except ValueError as error:
             raise StoreError(f"a shard of {', '.join(arrays)} cannot be placed on {place}: {error}") from None
     owners = {key: array.devices() for key, array in arrays.items()}
-    first = next(iter(owners))
+    first = next(iter(owners), "")
     for key, devices in owners.items():
         if devices != owners[first]:
             raise StoreError(
@@ -127,7 +139,9 @@ def _shard(arrays: Weights, update: Any, place: Place | None) -> Shard:
                 " device or submesh: give `shards` a device or sharding for each shard"
             )
     made = update_of(update, arrays)
-    return Shard(arrays, made, made.init(arrays))
+    if isinstance(made, TermsUpdate):
+        keys = {key: key for key in made.takes}
+    return Shard(arrays, keys, made, made.init(arrays))
 
 
 def _named(devices: Iterable[Any]) -> str:

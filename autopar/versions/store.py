@@ -6,7 +6,6 @@ model is that of the Parameter Server (Li et al. 2014) with the clocks of SSP (H
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,14 +20,18 @@ from autopar.versions.checked_update import checked
 from autopar.versions.consistency.board import board_of
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import find
-from autopar.versions.gather import gathered, kept_of
+from autopar.versions.exchange import exchange_of
+from autopar.versions.gather import kept_of
 from autopar.versions.keys import Keys, selected
+from autopar.versions.layout.layout import Layout
+from autopar.versions.layout.servers import Server
+from autopar.versions.layout_choice import Place
 from autopar.versions.remote.server import serve
-from autopar.versions.shards import Place, shards_of
-from autopar.versions.store_state import Held, StoreState, Update, added
+from autopar.versions.server_update import Update
+from autopar.versions.shards import shards_of
+from autopar.versions.store_state import Held, StoreState, added
 from autopar.versions.store_values import Pulled, StoreReport
-from autopar.versions.terms import TermsUpdate, taken_as
-from autopar.versions.transport import LocalTransport
+from autopar.versions.terms import TermsUpdate
 from autopar.versions.wait import wait
 from autopar.versions.worker import Worker
 
@@ -48,6 +51,10 @@ class VersionedStore:
         workers: the number of workers; they are numbered from 0.
         consistency: the name of a policy, as `"bsp"`, `"ssp(3)"` or `"async"`, or a `Policy`.
         shards: a device or a sharding for each shard; None for one shard that stays where its arrays are.
+        servers: for each shard, the link and update rate of its machine, and the worker on it, whose own exchange with it is no
+            traffic: with one for each worker, the store is decentralized. Keys, and the rows of large arrays where `update` treats
+            elements alike, are laid out so that the slowest server takes least time. None for equal machines.
+        layout: which shard has which keys and rows, in place of a planned one (`autopar.extend.layouts`).
 
     Raises:
         StoreError: an argument that cannot be.
@@ -72,28 +79,28 @@ class VersionedStore:
         workers: int = 1,
         consistency: str | Policy = "bsp",
         shards: Sequence[Place] | None = None,
+        servers: Sequence[Server] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         board = board_of(find(consistency), workers)
         if isinstance(update, TermsUpdate) and shards is not None and len(shards) != 1:
             raise StoreError(
                 f"an update from terms makes all arrays, in one shard; {len(shards)} shards were requested"
             )
-        made = shards_of(values, update, shards)
-        first = dict(sorted((key, array) for shard in made for key, array in shard.weights.items()))
-        self._kinds = {key: (array.shape, array.dtype) for key, array in first.items()}
-        self._shapes = {key: array.shape for key, array in first.items()}
-        self._shard_of = {key: number for number, shard in enumerate(made) for key in shard.weights}
-        takes = update.takes if isinstance(update, TermsUpdate) else taken_as(first)
-        self._taken = {key: (one.shape, one.dtype) for key, one in takes.items()}
-        self._taken_shapes = {key: one.shape for key, one in takes.items()}
-        self._places: dict[str, Place] = {key: one.place for key, one in takes.items()}
-        at_once = frozenset(key for key, one in takes.items() if not one.may_wait)
+        made, self._division, owners = shards_of(
+            values, update, shards, servers=servers, layout=layout, num_workers=workers
+        )
+        self._shapes = self._division.shapes
+        terms = update.takes if isinstance(update, TermsUpdate) else {}
+        self._taken = {key: (one.shape, one.dtype) for key, one in terms.items()} or self._division.kinds
+        self._taken_shapes = {key: shape for key, (shape, _) in self._taken.items()}
+        self._exchange = exchange_of(made, self._division, owners, {key: one.place for key, one in terms.items()})
+        at_once = frozenset(key for key, one in terms.items() if not one.may_wait)
         self._state = StoreState(board, made, {}, (0,) * workers, (Held(),) * workers, at_once)
         self._changed = threading.Condition()
         self._callers = Callers()
-        self._transport = LocalTransport()
         self._open: list[tuple[int, Update]] = [(0, {})] * workers
-        self._read_before: list[dict[str, tuple[jax.Array, int]]] = [{} for _ in range(workers)]
+        self._read_before: list[dict[str, tuple[jax.Array, dict[int, int]]]] = [{} for _ in range(workers)]
         self._staleness = tuple(Counter[int]() for _ in range(workers))
         self._waits_s = [0.0] * workers
 
@@ -105,7 +112,7 @@ class VersionedStore:
     @property
     def kinds(self) -> Mapping[str, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each key."""
-        return self._kinds
+        return self._division.kinds
 
     @property
     def num_workers(self) -> int:
@@ -153,7 +160,7 @@ class VersionedStore:
                 self._called(worker)
                 state = self._state
                 if state.iterations[worker] % self.policy.period:  # the worker goes on with what it pulled at the start
-                    kept = kept_of(self._read_before[worker], chosen, self._shard_of, to)
+                    kept = kept_of(self._read_before[worker], chosen, to)
                     if kept is not None:
                         return Pulled(*kept, state.board.clocks.of(worker))
             wait_s = wait(self._changed, lambda: self._state.board, self._callers, worker, at_least_clock, timeout_s)
@@ -161,14 +168,13 @@ class VersionedStore:
                 self._note(worker, wait_s)
                 self._state = self._state.read(worker)
             state = self._state
-        values, versions = gathered(
-            state.shards, chosen, self._shard_of, functools.partial(self._transport.pull, worker, to)
-        )
+        values, versions = self._exchange.pull(state.shards, chosen, worker, to)
         if worker is None:
             return Pulled(values, versions, state.board.reached)
         if self.policy.period > 1:
             whole = (key for key, rows in chosen.items() if rows is None)
-            self._read_before[worker] |= {key: (values[key], versions[self._shard_of[key]]) for key in whole}
+            of = self._division.shards_of
+            self._read_before[worker] |= {key: (values[key], {one: versions[one] for one in of(key)}) for key in whole}
         return Pulled(values, versions, state.board.clocks.of(worker))
 
     def may_read(self, worker: int) -> bool:
@@ -186,11 +192,11 @@ class VersionedStore:
         Raises:
             StoreError: unknown keys or rows, or an array that does not fit.
         """
-        parts = checked(update, keys, selected(keys, self._taken_shapes), self._taken)
+        parts = self._division.update(checked(update, keys, selected(keys, self._taken_shapes), self._taken))
         self._called(worker)
         state = self._state
         if self.policy.period == 1 and self.policy.send is None:
-            parts = self._send(worker, parts)
+            parts = self._exchange.push(worker, parts)
         number, before = self._open[worker]
         count = state.iterations[worker]  # what was pushed before the last clock is done with
         self._open[worker] = (count, added(before, parts) if number == count else parts)
@@ -243,7 +249,7 @@ class VersionedStore:
                 num_discarded=board.num_discarded,
                 staleness=tuple(map(Counter, self._staleness)),
                 waits_s=tuple(self._waits_s),
-                traffic={key: replace(traffic) for key, traffic in self._transport.traffic.items()},
+                traffic={key: replace(traffic) for key, traffic in self._exchange.transport.traffic.items()},
             )
 
     def serve(self, name: str = "store", server: int = 0) -> None:
@@ -265,15 +271,9 @@ class VersionedStore:
         self._state.board.clocks.of(worker)
         self._callers.called(worker)
 
-    def _send(self, worker: int, update: Update) -> Update:
-        return {
-            key: self._transport.push(worker, self._shard_of.get(key, 0), pushed, self._places[key])
-            for key, pushed in update.items()
-        }
-
     def _sending(self, worker: int, update: Update) -> Update:
         """Move what was not moved when it was pushed."""
-        return self._send(worker, update) if self.policy.period > 1 or self.policy.send is not None else update
+        return self._exchange.push(worker, update) if self.policy.period > 1 or self.policy.send is not None else update
 
     def _note(self, worker: int, wait_s: float) -> None:
         """The first read of a worker in a clock counts for its staleness."""

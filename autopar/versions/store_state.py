@@ -15,11 +15,9 @@ import jax.numpy as jnp
 from autopar.errors import StoreError
 from autopar.versions.consistency.board import Board
 from autopar.versions.consistency.policy import Decision, Part
-from autopar.versions.server_update import Pushed
+from autopar.versions.server_update import Pushed, Update
 from autopar.versions.shards import Shard
 
-#: A worker's update by key.
-Update = Mapping[str, Pushed]
 #: Moves a worker's update to its shards.
 Send = Callable[[int, Update], Update]
 
@@ -99,10 +97,7 @@ class StoreState:
         pending, shards = dict(self.pending), self.shards
         for group in decision.groups:
             updates = [pending.pop((one.worker, one.clock)) for one in group]
-            shards = tuple(
-                shard.updated([{k: v for k, v in update.items() if k in shard.taken} for update in updates])
-                for shard in shards
-            )
+            shards = tuple(shard.updated(updates) for shard in shards)
         for one in decision.discarded:
             del pending[one.worker, one.clock]
         return replace(self, shards=shards, pending=pending)

@@ -56,15 +56,3 @@ class TermsUpdate:
             {key: one.whole for key, one in update.items() if one.whole is not None} for update in updates if update
         ]
         return self.function(weights, state, terms)
-
-
-def taken_as(arrays: Mapping[str, jax.Array]) -> dict[str, Taken]:
-    """Updates of the kinds of the arrays; `device_put` to a device takes half the time of that to its sharding."""
-    return {
-        key: Taken(
-            array.shape,
-            array.dtype,
-            array.sharding if len(array.devices()) > 1 else next(iter(array.devices())),
-        )
-        for key, array in arrays.items()
-    }

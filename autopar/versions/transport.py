@@ -6,13 +6,13 @@ In: pushed updates and pulled arrays. Out: the same on the device, or in the sha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
 
+from autopar.versions.layout_choice import Place
 from autopar.versions.server_update import Pushed
-from autopar.versions.shards import Place
 
 
 @dataclass(slots=True)
@@ -33,14 +33,17 @@ class LocalTransport:
     """Copies between devices of one process; an array that is where it should be is passed on as it is.
 
     Args:
+        workers: for each shard, the worker on its machine, whose pulls and pushes of it are no traffic.
         traffic: bytes by worker (None for a reader that is no worker) and number of the shard.
     """
 
+    workers: Sequence[int | None] = (None,)
     traffic: defaultdict[tuple[int | None, int], Traffic] = field(default_factory=lambda: defaultdict(Traffic))
 
     def push(self, worker: int, shard: int, pushed: Pushed, place: Place) -> Pushed:
         """Move an update to its shard."""
-        self.traffic[worker, shard].pushed_bytes += pushed.num_bytes
+        if worker != self.workers[shard]:
+            self.traffic[worker, shard].pushed_bytes += pushed.num_bytes
         return pushed.moved(place)
 
     def pull(
@@ -52,7 +55,8 @@ class LocalTransport:
             to: its device or sharding; None leaves arrays where they are.
             row_bytes: of the numbers of rows by which it asked for some arrays.
         """
-        self.traffic[worker, shard].pulled_bytes += row_bytes + sum(array.nbytes for array in arrays.values())
+        if worker is None or worker != self.workers[shard]:
+            self.traffic[worker, shard].pulled_bytes += row_bytes + sum(array.nbytes for array in arrays.values())
         if to is None or len(arrays) > 1:
             return dict(arrays) if to is None else jax.device_put(dict(arrays), to)
         return {key: jax.device_put(array, to) for key, array in arrays.items()}  # a single array takes half the time

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.versions.keys import Keys
-    from autopar.versions.shards import Place
+    from autopar.versions.layout_choice import Place
     from autopar.versions.store import Pulled, VersionedStore
 
 

@@ -15,9 +15,9 @@ from autopar.errors import ProcessError, StoreError
 from autopar.versions.consistency.mixing import Mixing, find_mixing
 from autopar.versions.gossip.peer import GossipTraffic, Peer
 from autopar.versions.keys import Keys
+from autopar.versions.layout_choice import Place
 from autopar.versions.remote.channel import Channel, open_channel
 from autopar.versions.server_update import Weights
-from autopar.versions.shards import Place
 from autopar.versions.store_values import Pulled
 
 

@@ -20,9 +20,10 @@ from autopar.versions.checked_update import checked
 from autopar.versions.consistency.mixing import Mixing
 from autopar.versions.gather import gathered
 from autopar.versions.keys import Keys, selected, shown
-from autopar.versions.server_update import Weights
-from autopar.versions.shards import Place, Shard, shards_of
-from autopar.versions.store_state import Update, added
+from autopar.versions.layout_choice import Place
+from autopar.versions.server_update import Update, Weights
+from autopar.versions.shards import Shard, shards_of
+from autopar.versions.store_state import added
 from autopar.versions.store_values import Pulled
 
 
@@ -66,7 +67,7 @@ class Peer:
         self, worker: int, values: Mapping[str, Any], update: Any, mixing: Mixing, place: Place | None
     ) -> None:
         self.worker, self.mixing = worker, mixing
-        (self.shard,) = shards_of(values, update, None if place is None else [place])
+        (self.shard,), self._division, _ = shards_of(values, update, None if place is None else [place])
         for key, array in self.shard.weights.items():
             if not jnp.issubdtype(array.dtype, jnp.inexact):
                 raise StoreError(
@@ -98,7 +99,7 @@ class Peer:
             return dict(arrays) if to is None else jax.device_put(dict(arrays), to)
 
         chosen = selected(keys, self.shapes)
-        values, versions = gathered([self.shard], chosen, dict.fromkeys(chosen, 0), hand_over)
+        values, versions = gathered([self.shard], chosen, self._division.parts, hand_over)
         return Pulled(values, versions, self.clock)
 
     def push(self, keys: Keys, update: Any) -> None:

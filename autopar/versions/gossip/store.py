@@ -15,8 +15,8 @@ from autopar.versions.callers import Callers
 from autopar.versions.consistency.mixing import Mixing, find_mixing
 from autopar.versions.gossip.peer import GossipTraffic, Peer
 from autopar.versions.keys import Keys
+from autopar.versions.layout_choice import Place
 from autopar.versions.server_update import Weights
-from autopar.versions.shards import Place
 from autopar.versions.store_values import Pulled
 from autopar.versions.wait import PART_OF_A_WAIT_S
 

@@ -13,10 +13,11 @@ import numpy as np
 from autopar.errors import ProcessError, StoreError
 from autopar.versions.checked_update import checked
 from autopar.versions.keys import Keys, selected
+from autopar.versions.layout_choice import Place
 from autopar.versions.remote.channel import Channel, open_channel
 from autopar.versions.remote.wire import packed_keys, packed_update
-from autopar.versions.shards import Place
-from autopar.versions.store_state import Update, added
+from autopar.versions.server_update import Update
+from autopar.versions.store_state import added
 from autopar.versions.store_values import Pulled
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.versions.factors import SufficientFactors
 from autopar.versions.keys import Selected
-from autopar.versions.store_state import Update
+from autopar.versions.server_update import Update
 
 
 def packed_keys(chosen: Selected) -> tuple[list[Any], list[jax.Array]]:
