@@ -21,6 +21,7 @@ from process_programs import tell
 
 import autopar
 from autopar.errors import StoreError
+from autopar.extend.layouts import ArraySize, Server, plan_layout
 
 WIDTH, BATCH = 16, 8
 OPTIMIZER = optax.adam(1e-2)
@@ -114,6 +115,50 @@ def served(policy: str, clocks: str, servers: str, slow: str) -> None:
             assert worker.clock() == clock + 1
         assert pulled is not None
         tell({"versions": pulled.versions, "clock": pulled.clock, "keys": [*pulled.values]})
+
+
+def decentralized(policy: str, clocks: str) -> None:
+    """Every process is a worker, and the server of the rows and keys that the layout gives it."""
+    index, count, num_clocks = jax.process_index(), jax.process_count(), int(clocks)
+    sizes = {key: ArraySize(array.shape[0], array.nbytes // max(1, array.shape[0])) for key, array in weights().items()}
+    servers = [Server(worker=worker, message_s=0.0) for worker in range(count)]
+    layout = plan_layout(sizes, servers, count, tolerance=0.0)
+    own = layout.part(weights(), index)
+    store = autopar.VersionedStore(own, update=OPTIMIZER, workers=count, consistency=policy)
+    wrong = ""
+    try:
+        autopar.StoreClient(
+            index, servers=count, own=autopar.VersionedStore({"x": np.zeros(1)}), layout=layout, name="wrong"
+        )
+    except StoreError as error:
+        wrong = str(error)
+    with autopar.StoreClient(index, servers=count, own=store, layout=layout) as worker:
+        for clock in range(num_clocks):
+            pulled = worker.pull().values
+            rows = worker.pull({"a/kernel": [15, 0, 7]}).values["a/kernel"]
+            assert (np.asarray(rows) == np.asarray(pulled["a/kernel"])[[15, 0, 7]]).all()
+            worker.push(None, gradients(pulled, batch(index, clock)))
+            worker.clock()
+    report = store.report()
+    tell(
+        {
+            "own": {key: np.asarray(array).tolist() for key, array in store.pull(worker=None).values.items()},
+            "expected": {
+                key: np.asarray(array).tolist()
+                for key, array in layout.part(synchronous(count, num_clocks, [sorted(weights())]), index).items()
+            },
+            "traffic": [[pair[0], one.pushed_bytes, one.pulled_bytes] for pair, one in report.traffic.items()],
+            "own_bytes": sum(array.nbytes for array in own.values()),
+            "own_rows": sum(
+                row in range(piece.first_row, piece.first_row + piece.num_rows)
+                for piece in [layout.keys_of(index).get("a/kernel")]
+                if piece
+                for row in (15, 0, 7)
+            ),
+            "staleness": max(max(counts) for counts in report.staleness),
+            "wrong": wrong,
+        }
+    )
 
 
 def calls() -> None:

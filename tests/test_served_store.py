@@ -12,6 +12,7 @@ from several_processes import Ended, run
 
 import autopar
 from autopar.errors import StoreError
+from autopar.versions.remote.served_keys import served_keys
 
 PROGRAMS = Path(__file__).parent / "store_programs.py"
 
@@ -38,6 +39,40 @@ def test_bsp_over_processes_is_the_synchronous_step_bit_for_bit(servers: int) ->
     for worker in told[servers:]:
         assert worker["keys"] == ["a/kernel", "b/bias", "c/kernel", "d/none"]
         assert worker["versions"] == {str(server): clocks - 1 for server in range(servers)}
+
+
+def test_processes_that_are_workers_and_servers_share_the_rows() -> None:
+    """Decentralized: each has a third of the bytes, calls its own store directly, and trains as one store does."""
+    clocks = 6
+    told = all_told(ran("decentralized", "bsp", str(clocks)))
+    total = sum(one["own_bytes"] for one in told)
+    for index, one in enumerate(told):
+        assert one["own"].keys() == one["expected"].keys() and one["own"]
+        for key, array in one["own"].items():
+            np.testing.assert_allclose(array, one["expected"][key], rtol=1e-5, atol=1e-6)
+        assert one["staleness"] == 0
+        rows = one["own_rows"] * (4 + 4 * 16)  # each clock pulls three rows again, and sends their numbers
+        others = [worker for worker in range(3) if worker != index]
+        assert sorted(one["traffic"])[-2:] == [
+            [w, clocks * one["own_bytes"], clocks * (one["own_bytes"] + rows)] for w in others
+        ]
+        assert abs(one["own_bytes"] - total / 3) <= 64  # a row
+        assert (
+            one["wrong"]
+            == f"the layout gives server {index} other keys or rows than its store has: make the store of `layout.part(values, {index})`"
+        )
+
+
+def test_what_servers_announce_must_be_every_row_once() -> None:
+    first = {"w": ([2, 3], "float32", 0, 5), "b": ([], "float32", 0, 1)}
+    assert served_keys([first, {"w": ([3, 3], "float32", 2, 5)}]).kinds == {
+        "b": ((), np.float32),
+        "w": ((5, 3), np.float32),
+    }
+    with pytest.raises(StoreError, match="servers 0 and 1 both have the key 'w'"):
+        served_keys([first, first])
+    with pytest.raises(StoreError, match=re.escape("no server has row 2 of 'w': start all servers of the layout")):
+        served_keys([first])
 
 
 def test_ssp_over_processes_is_at_most_s_clocks_stale_and_reaches_it() -> None:

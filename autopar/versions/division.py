@@ -85,15 +85,16 @@ class Division:
             found |= {name: self._own(name, pushed) for name in self.divided[key]}
         return found
 
-    def joined(self, values: Mapping[str, jax.Array], chosen: Selected) -> dict[str, jax.Array]:
+    def concatenated(self, values: Mapping[str, jax.Array], chosen: Selected) -> dict[str, jax.Array]:
         """Arrays, or their rows, by key; those of divided keys on the device of their first part."""
         if self.divided.keys().isdisjoint(chosen):
             return dict(values)
         return {
-            key: self._joined(key, rows, values) if key in self.divided else values[key] for key, rows in chosen.items()
+            key: self._concatenated(key, rows, values) if key in self.divided else values[key]
+            for key, rows in chosen.items()
         }
 
-    def _joined(self, key: str, rows: np.ndarray | None, values: Mapping[str, jax.Array]) -> jax.Array:
+    def _concatenated(self, key: str, rows: np.ndarray | None, values: Mapping[str, jax.Array]) -> jax.Array:
         names = [name for name in self.divided[key] if name in values]
         if not names:  # no rows were chosen
             shape, dtype = self.kinds[key]
@@ -121,16 +122,17 @@ class Division:
                 factors.append(own)
             else:
                 wholes.append(own.product())
-        rows = [(numbers, values, self._inside(name, numbers)) for numbers, values in pushed.rows]
-        own_rows = tuple(
-            (numbers[inside] - part.first_row, values[np.flatnonzero(inside)])
-            for numbers, values, inside in rows
-            if inside.any()
-        )
+        rows: list[tuple[np.ndarray, jax.Array]] = []
+        for numbers, values in pushed.rows:
+            inside = np.flatnonzero(self._inside(name, numbers))
+            if inside.size or not (
+                rows or wholes or factors
+            ):  # a part that gets nothing gets no rows, which is a step too
+                rows.append((numbers[inside] - part.first_row, values[inside]))
         whole = None
         for term in wholes:
             whole = term if whole is None else whole + term
-        return Pushed(whole, own_rows, tuple(factors))
+        return Pushed(whole, tuple(rows), tuple(factors))
 
 
 def division_of(kinds: Kinds, pieces: Mapping[str, Sequence[Piece]]) -> Division:

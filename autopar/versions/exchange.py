@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -32,6 +32,11 @@ class Exchange:
     targets: Mapping[str, tuple[int, Place]]
     transport: LocalTransport
 
+    def at_worker(self, worker: int) -> Exchange:
+        """The same with all shards on a worker's machine."""
+        workers = [worker] * len(self.transport.workers)
+        return replace(self, transport=replace(self.transport, workers=workers))
+
     def pull(
         self, shards: Sequence[Shard], chosen: Selected, worker: int | None, to: Place | None
     ) -> tuple[dict[str, jax.Array], dict[int, int]]:
@@ -41,7 +46,7 @@ class Exchange:
         at_once = to if parts is chosen or isinstance(to, jax.Device) else None
         hand_over = functools.partial(self.transport.pull, worker, at_once)
         values, versions = gathered(shards, parts, self.division.parts, hand_over)
-        values = self.division.joined(values, chosen)
+        values = self.division.concatenated(values, chosen)
         return values if at_once is to else jax.device_put(values, to), versions
 
     def push(self, worker: int, update: Update) -> Update:

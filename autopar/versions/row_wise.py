@@ -1,4 +1,4 @@
-"""Find out whether an update treats every element of an array alike, so that its rows can be on several servers.
+"""Find out whether an update is elementwise, so that the rows of an array can be on several servers.
 
 In: a server's update and the weights. Out: yes if that is proven from its trace: SGD, Adam and their like are elementwise; LAMB,
 Adafactor, norms, and Python functions need whole arrays.

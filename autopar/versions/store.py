@@ -252,18 +252,22 @@ class VersionedStore:
                 traffic={key: replace(traffic) for key, traffic in self._exchange.transport.traffic.items()},
             )
 
-    def serve(self, name: str = "store", server: int = 0) -> None:
+    def at_worker(self, worker: int) -> None:
+        """Say that all shards are on a worker's machine: what it exchanges with them is no traffic."""
+        self._exchange = self._exchange.at_worker(worker)
+
+    def serve(self, name: str = "store", server: int = 0, *, layout: Layout | None = None) -> None:
         """Serve the store to workers in other processes (`StoreClient`), until all have left. Call
         `jax.distributed.initialize` first.
 
         Args:
             name: of the store; the same in all its servers and workers.
-            server: the number of this server, from 0; each has other keys.
+            server: the number of this server, from 0; each has other keys, or other rows of them by the `layout`.
 
         Raises:
             StoreError: workers failed or died, by name; or the policy cannot be served.
         """
-        serve(self, name, server)
+        serve(self, name, server, layout)
 
     # -- helpers -----------------------------------------------------------------------------
 

@@ -63,6 +63,6 @@ class Layout:
         slowest = max(self.seconds)
         over = float(slowest / self.bound_s - 1) if self.bound_s else 0.0
         return (
-            f"{len(self.pieces)} arrays on {self.num_servers} servers, {divided} of them divided by rows: a clock takes the"
+            f"{len(self.pieces)} {'array' if len(self.pieces) == 1 else 'arrays'} on {self.num_servers} servers, {divided} of them divided by rows: a clock takes the"
             f" slowest server {float(slowest):.3g} s, {100 * over:.1f} % over the bound"
         )

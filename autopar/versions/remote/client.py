@@ -5,20 +5,26 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from autopar.errors import ProcessError, StoreError
 from autopar.versions.checked_update import checked
+from autopar.versions.division import Division
 from autopar.versions.keys import Keys, selected
 from autopar.versions.layout_choice import Place
 from autopar.versions.remote.channel import Channel, open_channel
+from autopar.versions.remote.own_server import OwnServer
+from autopar.versions.remote.served_keys import served_keys
 from autopar.versions.remote.wire import packed_keys, packed_update
 from autopar.versions.server_update import Update
 from autopar.versions.store_state import added
 from autopar.versions.store_values import Pulled
+
+if TYPE_CHECKING:
+    from autopar.versions.layout.layout import Layout
+    from autopar.versions.store import VersionedStore
 
 
 class StoreClient:
@@ -26,35 +32,43 @@ class StoreClient:
 
     Args:
         worker: its number, from 0; each is one process.
-        servers: the number of server processes. Each serves its own keys, and decides on its own when updates are applied.
+        servers: the number of server processes. Each serves its own keys, or rows, and decides on its own when updates are
+            applied.
         name: of the store.
         to: the worker's device or sharding, where its pulls go; None for the first device of its process.
+        own: a store that this process serves to the others, as the server of the worker's number: with one in each process the
+            store is decentralized. The worker calls it directly, which is no traffic. A block that ends without an error waits
+            until the other workers have left it.
+        layout: of `own`.
 
     Raises:
         StoreError: `jax.distributed.initialize` was not called, there is no such worker or it has a client,
-            or two servers have a key.
+            or two servers have the same rows.
     """
 
-    def __init__(self, worker: int, *, servers: int = 1, name: str = "store", to: Place | None = None) -> None:
+    def __init__(
+        self,
+        worker: int,
+        *,
+        servers: int = 1,
+        name: str = "store",
+        to: Place | None = None,
+        own: VersionedStore | None = None,
+        layout: Layout | None = None,
+    ) -> None:
         self._worker, self._to = worker, to
         self._channel: Channel = open_channel(name, f"worker {worker}")
         self._numbers: list[Iterator[int]] = [itertools.count() for _ in range(servers)]
         self._open: Update = {}
-        self._kinds: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-        self._server_of: dict[str, int] = {}
-        self._first_shard = [0]
-        for server in range(servers):
-            hello = self._channel.peek(f"{server}/hello", f"server {server}")
+        self._own = None if own is None else OwnServer(own, worker, servers, name, layout)
+        hellos = [self._channel.peek(f"{server}/hello", f"server {server}") for server in range(servers)]
+        for hello in hellos:
             if not isinstance(worker, int) or isinstance(worker, bool) or not 0 <= worker < hello["workers"]:
                 raise StoreError(
                     f"there is no worker {worker!r}: the store is served to workers 0 to {hello['workers'] - 1}"
                 )
-            self._first_shard.append(self._first_shard[-1] + hello["shards"])
-            for key, (shape, dtype) in hello["kinds"].items():
-                if key in self._server_of:
-                    raise StoreError(f"servers {self._server_of[key]} and {server} both have the key {key!r:.80}")
-                self._server_of[key] = server
-                self._kinds[key] = (tuple(shape), jax.numpy.dtype(dtype))
+        self._first_shard = [0, *itertools.accumulate(hello["shards"] for hello in hellos)]
+        self._division: Division = served_keys([hello["kinds"] for hello in hellos])
         try:
             self._channel.service.put(f"{self._channel.root}/clients/{worker}", b"")
         except ProcessError as error:
@@ -62,55 +76,90 @@ class StoreClient:
                 f"worker {worker} of the store {name!r} has, or had, a client already, or process 0 is gone: give each process"
                 f" another worker ({error})"
             ) from error
-        self._kinds = dict(sorted(self._kinds.items()))
-        self._shapes = {key: shape for key, (shape, _) in self._kinds.items()}
+        self._shapes = self._division.shapes
         self._channel.beat()
 
     def pull(self, keys: Keys = None, at_least_clock: int = 0, *, timeout_s: float | None = None) -> Pulled:
         """As `VersionedStore.pull`; shards are numbered server after server."""
         chosen = selected(keys, self._shapes)
+        by_server = self._by_server(self._division.chosen(chosen))
         calls: dict[int, int] = {}
-        for server in {self._server_of[key]: None for key in chosen}:
-            described, rows = packed_keys({key: r for key, r in chosen.items() if self._server_of[key] == server})
-            request = {"call": "pull", "keys": described, "at_least_clock": at_least_clock, "timeout_s": timeout_s}
-            calls[server] = self._request(server, request, rows)
+        for server, own in by_server.items():
+            if not self._is_own(server):
+                described, rows = packed_keys({self._key(name): rows for name, rows in own.items()})
+                request = {"call": "pull", "keys": described, "at_least_clock": at_least_clock, "timeout_s": timeout_s}
+                calls[server] = self._request(server, request, rows)
         values: dict[str, jax.Array] = {}
         versions: dict[int, int] = {}
         clocks: list[int] = []
-        for server, number in calls.items():
-            answer, arrays = self._answer(server, number)
-            values |= dict(zip(answer["keys"], arrays, strict=True))
-            versions |= {self._first_shard[server] + shard: version for shard, version in answer["versions"]}
-            clocks.append(answer["clock"])
-        values = {key: values[key] for key in chosen}
+        for server, own in by_server.items():
+            if self._own is not None and self._is_own(server):
+                pulled = self._own.pull(
+                    {self._key(name): rows for name, rows in own.items()}, at_least_clock, timeout_s
+                )
+                arrays, found, clock = [*pulled.values.values()], pulled.versions.items(), pulled.clock
+            else:
+                answer, arrays = self._answer(server, calls[server])
+                found, clock = answer["versions"], answer["clock"]
+            values |= dict(zip(own, arrays, strict=True))
+            versions |= {self._first_shard[server] + shard: version for shard, version in found}
+            clocks.append(clock)
+        arrays_by_key = self._division.concatenated(values, chosen)
+        values = {key: arrays_by_key[key] for key in chosen}
         return Pulled(
             values if self._to is None else jax.device_put(values, self._to), versions, min(clocks, default=0)
         )
 
     def push(self, keys: Keys, update: Any) -> None:
         """As `VersionedStore.push`; it is sent at `clock()`."""
-        self._open = added(self._open, checked(update, keys, selected(keys, self._shapes), self._kinds))
+        whole = checked(update, keys, selected(keys, self._shapes), self._division.kinds)
+        self._open = added(self._open, self._division.update(whole))
 
     def clock(self) -> int:
         """As `VersionedStore.clock`."""
         update, self._open = self._open, {}
         calls: dict[int, int] = {}
+        by_server = self._by_server(update)
         for server in range(len(self._numbers)):
-            own = {key: pushed for key, pushed in update.items() if self._server_of[key] == server}
-            lines, arrays = packed_update(own)
-            calls[server] = self._request(server, {"call": "clock", "update": lines}, arrays)
-        return min(self._answer(server, number)[0]["clock"] for server, number in calls.items())
+            if not self._is_own(server):
+                lines, arrays = packed_update(self._keyed(by_server.get(server, {})))
+                calls[server] = self._request(server, {"call": "clock", "update": lines}, arrays)
+        clocks = [] if self._own is None else [self._own.clock(self._keyed(by_server.get(self._worker, {})))]
+        return min([*clocks, *(self._answer(server, number)[0]["clock"] for server, number in calls.items())])
 
     def __enter__(self) -> StoreClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         call: dict[str, Any] = {"call": "leave"} if error is None else {"call": "fail", "error": repr(error)[:500]}
-        numbers = [self._request(server, call) for server in range(len(self._numbers))]
+        others = [server for server in range(len(self._numbers)) if not self._is_own(server)]
+        calls = {server: self._request(server, call) for server in others}
+        if self._own is not None:
+            self._own.leave(error)
         if error is None:
-            for server, number in enumerate(numbers):
+            for server, number in calls.items():
                 self._answer(server, number)
+            if self._own is not None:
+                self._own.wait()
         self._channel.over.set()
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _is_own(self, server: int) -> bool:
+        return self._own is not None and server == self._worker
+
+    def _key(self, name: str) -> str:
+        return self._division.parts[name].key
+
+    def _keyed(self, update: Update) -> Update:
+        """Parts of one server by its own keys."""
+        return {self._key(name): pushed for name, pushed in update.items()}
+
+    def _by_server(self, parts: Any) -> dict[int, Any]:
+        found: dict[int, Any] = {}
+        for name, value in parts.items():
+            found.setdefault(self._division.parts[name].shard, {})[name] = value
+        return found
 
     def _request(self, server: int, request: dict[str, Any], arrays: Any = ()) -> int:
         number = next(self._numbers[server])

@@ -7,7 +7,7 @@ of the store.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,14 +17,25 @@ from autopar.versions.remote.channel import Channel, open_channel
 from autopar.versions.remote.wire import unpacked_keys, unpacked_update
 
 if TYPE_CHECKING:
+    from autopar.versions.layout.layout import Layout
     from autopar.versions.store import VersionedStore
 
 
-def serve(store: VersionedStore, name: str, server: int) -> None:
+def serve(store: VersionedStore, name: str, server: int, layout: Layout | None) -> None:
     """Answer requests until every worker has left or failed.
 
     Raises:
         StoreError: the policy works in the workers' processes; or workers failed: the message names them.
+    """
+    answer(store, announce(store, name, server, layout), name, server, range(store.num_workers))
+
+
+def announce(store: VersionedStore, name: str, server: int, layout: Layout | None) -> Channel:
+    """Tell the workers what a server has.
+
+    Raises:
+        StoreError: the policy works in the workers' processes, the layout gives the server something else, or there is such a
+            server.
     """
     policy = store.policy
     if policy.period > 1 or policy.send is not None:
@@ -32,9 +43,10 @@ def serve(store: VersionedStore, name: str, server: int) -> None:
             f"the policy {policy.name!r} adds up updates in the worker, which a store that is served cannot: pull and push once"
             " in n iterations, or serve another policy"
         )
+    rows = _rows(store, server, layout)
     channel = open_channel(name, f"server {server}")
     channel.beat()
-    kinds = {key: [list(shape), str(dtype)] for key, (shape, dtype) in store.kinds.items()}
+    kinds = {key: [list(shape), str(dtype), *rows[key]] for key, (shape, dtype) in store.kinds.items()}
     hello = {"kinds": kinds, "workers": store.num_workers, "shards": store.num_shards}
     try:
         channel.send(f"{server}/hello", hello)
@@ -43,10 +55,33 @@ def serve(store: VersionedStore, name: str, server: int) -> None:
             f"a store {name!r} with a server {server} is served already, or process 0 is gone: give each store a `name`, and"
             f" its servers the numbers from 0 ({error})"
         ) from error
+    return channel
+
+
+def _rows(store: VersionedStore, server: int, layout: Layout | None) -> dict[str, tuple[int, int]]:
+    """For each key, the first of the rows that the server has, and the rows of the whole array."""
+    have = {key: shape[0] if shape else 1 for key, (shape, _) in store.kinds.items()}
+    if layout is None:
+        return {key: (0, rows) for key, rows in have.items()}
+    pieces = layout.keys_of(server)
+    if {key: piece.num_rows for key, piece in pieces.items()} != have:
+        raise StoreError(
+            f"the layout gives server {server} other keys or rows than its store has: make the store of"
+            f" `layout.part(values, {server})`"
+        )
+    return {key: (piece.first_row, sum(one.num_rows for one in layout.pieces[key])) for key, piece in pieces.items()}
+
+
+def answer(store: VersionedStore, channel: Channel, name: str, server: int, workers: Collection[int]) -> None:
+    """Answer requests until these workers have left or failed.
+
+    Raises:
+        StoreError: workers failed: the message names them.
+    """
     failures: dict[int, BaseException] = {}
     threads = [
         threading.Thread(target=_answer_all, args=(store, channel, server, worker, failures), daemon=True)
-        for worker in range(store.num_workers)
+        for worker in workers
     ]
     try:
         for thread in threads:

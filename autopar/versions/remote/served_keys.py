@@ -1,0 +1,46 @@
+"""Put together what the servers of a store announce.
+
+In: for each server, by key the shape and dtype of its array, the first row of it, and the rows of the whole. Out: a `Division` over the
+servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.errors import StoreError
+from autopar.versions.division import Division, division_of
+from autopar.versions.keys import shown
+from autopar.versions.layout.layout import Piece
+
+
+def served_keys(announced: Sequence[Mapping[str, Any]]) -> Division:
+    """Where the keys of a served store are.
+
+    Raises:
+        StoreError: two servers have the same rows, or some rows are missing.
+    """
+    kinds: dict[str, tuple[tuple[int, ...], Any]] = {}
+    pieces: dict[str, list[Piece]] = {}
+    for server, keys in enumerate(announced):
+        for key, (shape, dtype, first, total) in keys.items():
+            kinds[key] = ((total, *shape[1:]) if shape else (), jnp.dtype(dtype))
+            pieces.setdefault(key, []).append(Piece(server, first, shape[0] if shape else 1))
+    for key, parts in pieces.items():
+        parts.sort(key=lambda piece: (piece.first_row, piece.server))
+        end, last = 0, parts[0]
+        for piece in parts:
+            if piece.first_row < end or (piece is not last and piece.first_row == last.first_row):
+                raise StoreError(f"servers {last.server} and {piece.server} both have the key {key!r:.80}")
+            if piece.first_row > end:
+                break
+            end, last = end + piece.num_rows, piece
+        whole = kinds[key][0][0] if kinds[key][0] else 1
+        if end != whole:
+            raise StoreError(
+                f"no server has row {end} of {shown(key)}: start all servers of the layout, and say how many (`servers=`)"
+            )
+    return division_of(dict(sorted(kinds.items())), pieces)
