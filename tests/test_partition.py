@@ -719,7 +719,15 @@ def test_blocks_between_an_embedding_and_a_head_stay_whole() -> None:
     found = repeated(flops, cuts)
     assert found.starts[1:] == tuple(3 + 10 * block for block in range(1, 13))
     assert len(set(found.keys[1:-1])) == 1
-    assert found.repeats(len(flops))
+    assert found.repeats([1] * len(flops))
+
+
+def test_iterations_of_a_loop_repeat_though_more_equations_lie_around_it() -> None:
+    """Eight iterations of a hundred equations each, and forty single equations: most of what is planned repeats."""
+    flops, cuts = [*[100.0] * 8, *[1.0] * 40], [9.0] * 48
+    found = repeated(flops, cuts)
+    assert not found.repeats([1] * 48)
+    assert found.repeats([*[100] * 8, *[1] * 40])
 
 
 def test_more_modules_than_layers_are_shared_out_equally() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -135,6 +136,17 @@ def test_never_worse_than_one_stage_or_one_device_each() -> None:
     assert len(alone.stages) == 1
     assert {stage.submesh.shape.num_devices for stage in apart.stages} == {1}
     assert best.step_time_s <= min(alone.step_time_s, apart.step_time_s)
+
+
+def test_one_stage_is_not_planned_beside_one_program() -> None:
+    """The limit is the time of one program on all devices, which one stage is too."""
+    without = search_on(Cluster((DeviceGroup(SLOW.name, 2, 2),)), SLOW)
+    limited = replace(without, limit_s=1e3)
+    assert math.isfinite(without.outcome().one_stage_s)
+    found = limited.outcome()
+    assert math.isinf(found.one_stage_s)
+    assert found.step is not None
+    assert len(found.step.stages) > 1
 
 
 def test_two_kinds_of_devices() -> None:

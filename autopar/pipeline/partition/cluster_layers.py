@@ -62,12 +62,16 @@ class Clustering:
         ends = [*self.starts[1:], num_operators]
         return tuple(range(start, end) for start, end in zip(self.starts, ends, strict=True))
 
-    def repeats(self, num_operators: int) -> bool:
-        """Whether single layers and pairs of neighbours, each kind once, have fewer operators than all layers."""
-        sizes = [len(layer) for layer in self.layers(num_operators)]
+    def repeats(self, sizes_of: Sequence[int]) -> bool:
+        """Whether single layers and pairs of neighbors, each kind once, are smaller together than all layers.
+
+        Args:
+            sizes_of: the number of equations of each operator; an iteration of a loop is one operator.
+        """
+        sizes = [sum(sizes_of[layer.start : layer.stop]) for layer in self.layers(len(sizes_of))]
         singles = dict(zip(self.keys, sizes, strict=True))
         pairs = Counter(pairwise(self.keys))
-        return sum(singles.values()) + sum(singles[a] + singles[b] for a, b in pairs) < num_operators
+        return sum(singles.values()) + sum(singles[a] + singles[b] for a, b in pairs) < sum(sizes)
 
 
 def repeated_layers(

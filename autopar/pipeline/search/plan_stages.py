@@ -139,10 +139,10 @@ def _layers(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts) ->
     chain = cuttable.chain
     cuts, num_units = [0.0, *chain.cut_bytes], len(chain.units)
     repeated = repeated_layers(chain.flops, cuts, most_layers=_MOST_LAYERS)
-    if repeated is not None and repeated.repeats(num_units):
-        sizes = (cuttable.flow.units[i] for i in chain.units)
+    sizes = [unit.stop - unit.start for unit in (cuttable.flow.units[i] for i in chain.units)]
+    if repeated is not None and repeated.repeats(sizes):
         num_plans = len(STATE_PRICES) * len(likely_shapes(request.cluster))
-        if cuttable.stacks or num_plans * sum(unit.stop - unit.start for unit in sizes) > _MOST_PLANNED:
+        if cuttable.stacks or num_plans * sum(sizes) > _MOST_PLANNED:
             return repeated, None
     _, count = _numbers(cuttable, request)
     layers, together = cuttable.layers(range(num_units), count), (0,) * num_units

@@ -181,7 +181,9 @@ class StageSearch:
             for kind, virtual in self._kinds(schedules, usual)
             for search in reversed(searches)
         ]
-        alone = [self.one_stage()] if self.num_stages in (None, 1) and partitioner is None else []
+        # With a limit, one program on all devices is planned already, which one stage would be too.
+        may_be_one = self.num_stages in (None, 1) and partitioner is None and math.isinf(self.limit_s)
+        alone = [self.one_stage()] if may_be_one else []
         for outcome in (*alone, *outcomes):
             found += [] if outcome.step is None else [outcome.step]
             reasons += [outcome.reason] if outcome.reason else []
