@@ -94,14 +94,14 @@ class Branches:
         )
 
     def _bound(self, first: int, last: int, shape: SubmeshShape) -> StageCost:
-        """A lower bound of the cost. Parts share the work of single layers at best; the work of a run is no less
-        than that of its layers if costs are superadditive. On an unsplit submesh, the cost of a single layer is
-        exact."""
+        """A lower bound of the cost. Parts share the work of a run at best, so the problem's bound of all devices holds for
+        them too. Without one, the work of a run is no less than that of its layers if costs are superadditive, and on an
+        unsplit submesh the cost of a single layer is exact."""
         inner, nothing = self.problem.bound, StageCost(forward_s=0.0)
+        if inner is not None:
+            return inner(first, last, replace(shape, parts=1))
         part = _part(shape)
         if shape.parts == 1 or part is None:
-            if inner is not None:
-                return inner(first, last, shape)
             return (self._cost(first, last, shape) if first == last else None) or nothing
         if self.problem.growth is not Growth.SUPERADDITIVE:
             return nothing

@@ -112,20 +112,28 @@ class _OnSubmeshes:
         shape = self.meshes[0].shape
         self.shape = self.prices.shapes.index(shape)
         self._sent = np.zeros((problem.num_layers, len(self.placement)))
+        sent_s = {  # inside a host, and between hosts
+            same_host: [0.0, *(problem.transfer_s(n, shape, shape, same_host) for n in range(1, problem.num_layers))]
+            for same_host in (True, False)
+        }
         for stage, (here, there) in enumerate(pairwise(self.placement)):
             ways = [(self.meshes[a], self.meshes[b]) for a, b in zip(here, there, strict=True) if a != b]
             if ways:
-                same_host = all(mesh.shares_host(following) for mesh, following in ways)
-                for layer in range(1, problem.num_layers):
-                    self._sent[layer, stage] = problem.transfer_s(layer, shape, shape, same_host)
+                self._sent[:, stage] = sent_s[all(mesh.shares_host(following) for mesh, following in ways)]
         in_flight = problem.objective.in_flight
         self.in_flight = np.array([in_flight(count - 1 - number, count) for number in range(count)], float)
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.shape, self.shape + 1)
 
     def cheapest(self, limit: float) -> tuple[float, Stages | None] | None:
         """See `bottleneck.Variant`."""
         costs, rest = self._tables(limit)
         if not np.isfinite(rest[0, 0]):
             return None
+        if rest[0, 0] + self.least_limit() >= self.prices.problem.limit_s:  # stages that fit together cost no less
+            return float(rest[0, 0]), None
         search = _DepthFirst(self, costs, rest)
         search.run()
         if search.steps >= self.step_limit:
@@ -139,7 +147,7 @@ class _OnSubmeshes:
         """See `bottleneck.Variant`; transfers, and memory that stages share, are ignored."""
         prices, num_stages = self.prices, len(self.placement)
         repeated = prices.repeated[:, :, self.shape]
-        fits = prices.fitting(self.in_flight)[:, :, self.shape]
+        fits = prices.fitting(self.in_flight, self._own)[:, :, 0]
         rest = np.full(len(repeated) + 1, np.inf)
         rest[-1] = 0.0
         for stage in reversed(range(num_stages)):
@@ -169,7 +177,7 @@ class _OnSubmeshes:
         prices, objective = self.prices, self.prices.problem.objective
         num_layers, num_stages = len(prices.once), len(self.placement)
         once, repeated = prices.once[:, :, self.shape], prices.repeated[:, :, self.shape]
-        num_bytes = prices.holding(self.in_flight)[:, :, self.shape]
+        num_bytes = prices.holding(self.in_flight, self._own)[:, :, 0]
         if equal_state:
             each = sum(map(len, self.placement)) // len(self.meshes)
             num_bytes = num_bytes + (each - 1) * prices.state[:, :, self.shape, None]

@@ -209,13 +209,14 @@ class Prices:
         """Whether a run with so many in-flight microbatches is within the budget, except for rounding."""
         return self.holds(run, in_flight) <= self.budget[run[2]] * (1 + ROUNDING)
 
-    def fitting(self, in_flight: np.ndarray) -> np.ndarray:
-        """`fits` for all runs and each of these numbers: bool[layers, layers, shapes, numbers]."""
-        return self.holding(in_flight) <= (self.budget * (1 + ROUNDING))[:, None]
+    def fitting(self, in_flight: np.ndarray, shapes: slice = slice(None)) -> np.ndarray:
+        """`fits` for all runs on some shapes and each of these numbers: bool[layers, layers, shapes, numbers]."""
+        return self.holding(in_flight, shapes) <= (self.budget[shapes] * (1 + ROUNDING))[:, None]
 
-    def holding(self, in_flight: np.ndarray) -> np.ndarray:
-        """Bytes per device of all runs with each of these numbers: float[layers, layers, shapes, numbers]."""
-        return (self.state + self.working)[..., None] + self.flight[..., None] * in_flight
+    def holding(self, in_flight: np.ndarray, shapes: slice = slice(None)) -> np.ndarray:
+        """Bytes per device of all runs on some shapes with each of these numbers: float[layers, layers, shapes, numbers]."""
+        state, working, flight = (table[:, :, shapes, None] for table in (self.state, self.working, self.flight))
+        return state + working + flight * in_flight
 
     def figures(self, stages: Sequence[Stage]) -> tuple[float, float]:
         """The sum of `once` and the largest `repeated` by the tables, with transfers; memory is ignored."""

@@ -8,6 +8,7 @@ branches in parallel. It partitions the layers as a chain on submeshes that may 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -29,7 +30,7 @@ from autopar.pipeline.schedule.table import objective_of
 from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, unsplit_backward
+from autopar.pipeline.search.stage_search import FAR, SLOW, Outcome, StagedStep, unsplit_backward
 from autopar.pipeline.search.transfer_prices import sends_of, sent_s
 from autopar.solve.problem import Status
 
@@ -50,6 +51,7 @@ class BranchSearch:
         num_stages: the exact number of stages; None for any. Then all split submeshes of a partition run equally many.
         layouts: the meshes and shardings of stages that the user fixes.
         planning: options of `StageCosts`.
+        limit_s: the step time from which on steps are of no use.
     """
 
     cuttable: Cuttable
@@ -60,6 +62,7 @@ class BranchSearch:
     num_stages: int | None = None
     layouts: StageLayouts = field(default_factory=StageLayouts)
     planning: Mapping[str, Any] = field(default_factory=dict)
+    limit_s: float = math.inf
     _costs: dict[int, StageCosts] = field(default_factory=dict)
     _num_planned: int = 0
 
@@ -91,13 +94,16 @@ class BranchSearch:
             layer_keys=self.layers.keys,
             shapes=costs.in_options(shapes, budget_bytes),
             bound=costs.bound,
+            limit_s=FAR * self.limit_s,
         )
         partitioner = ExactPartitioner(time_limit_s=self.time_limit_s, relative_gap=_RELATIVE_GAP)
         backwards: list[Backward] = ["whole", "split"] if self._trains else ["none"]
         to_split = None if self.layouts.by_size is None else costs.in_options(self._splittable(), budget_bytes)
         steps: list[StagedStep] = []
+        may_fit = False
         for branches, split in self._problems(problem, count, to_split):
             partition = partitioner.partition(split)
+            may_fit |= partition.status is not Status.INFEASIBLE
             if self.num_stages is not None:  # other divisions of the stages among submeshes were not searched
                 partition = replace(partition, status=Status.UNPROVEN, lower_bound_s=0.0)
             found = dict.fromkeys((partition.stages, *partition.others))
@@ -106,11 +112,13 @@ class BranchSearch:
             wanted = [one for one in laid if self.num_stages in (None, len(one.stages))]
             steps += [one.run(backward) for one in wanted[:_MOST_SIMULATED] for backward in backwards]
         fitting = [step for step in steps if step.over(budget_bytes) <= 1]
+        is_slow = math.isfinite(self.limit_s) and may_fit
         outcomes: list[tuple[str, Outcome]] = []
         for name in (NAMES[backward] for backward in backwards):
             of_schedule = [step for step in fitting if step.schedule.name == name]
             best = min(of_schedule, key=lambda step: step.step_time_s, default=None)
-            outcomes.append((name, Outcome(best, "no branches side by side fit")))
+            reason = SLOW if is_slow else "no branches side by side fit"
+            outcomes.append((name, Outcome(best, reason, is_slow=is_slow and best is None)))
         return outcomes
 
     def planned(

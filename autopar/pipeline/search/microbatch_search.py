@@ -136,7 +136,10 @@ class _Climb:
             self.one_stage_on = self.one_stage_on or tuple(s for s in search.shapes if s.num_devices == whole)
             if outcome.step is not None and (self.best is None or outcome.step.step_time_s < self.best.step_time_s):
                 self.best = outcome.step
-        return self.tried[at].step_time_s
+        tried = self.tried[at]
+        return min(
+            tried.step_time_s, tried.outcome.bound_s
+        )  # steps that are too slow still say where others are less so
 
     def _shapes(self, at: int) -> list[SubmeshShape] | None:
         """The shapes to search for a number of microbatches; None for all."""

@@ -226,6 +226,7 @@ class _Planning:
             self.searches.num_stages,
             self.layouts,
             request.planning,
+            request.limit_s,
         )
         self.tried: list[StagesTried] = []
         #: By whether stages fork, the best: the number of microbatches, the step, and the searches whose layers it has.

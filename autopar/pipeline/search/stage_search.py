@@ -53,8 +53,8 @@ from autopar.solve.problem import Status
 _MOST_SIMULATED = 3
 
 #: Partitions whose objective is above the limit by this factor are not simulated; a simulation may be faster than the objective.
-_FAR = 1.25
-_SLOW = "no stages are fast enough, by a bound"
+FAR = 1.25
+SLOW = "no stages are fast enough, by a bound"
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
 Schedules = Sequence[str | ScheduleKind]
@@ -108,12 +108,14 @@ class Outcome:
         reason: why nothing fits.
         one_stage_s: seconds of the fastest step with one stage, whether it fits or not; `inf` if none was searched.
         is_slow: whether steps may fit, but none that is fast enough.
+        bound_s: a lower bound of the objective of steps that are not fast enough.
     """
 
     step: StagedStep | None
     reason: str = ""
     one_stage_s: float = math.inf
     is_slow: bool = False
+    bound_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +192,8 @@ class StageSearch:
         best = min(found, key=lambda step: step.step_time_s, default=None)
         one_stage_s = min((outcome.one_stage_s for outcome in alone), default=math.inf)
         is_slow = best is None and any(outcome.is_slow for outcome in (*alone, *outcomes))
-        return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s, is_slow)
+        bound_s = min((outcome.bound_s for outcome in outcomes), default=math.inf)
+        return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s, is_slow, bound_s)
 
     def one_stage(self) -> Outcome:
         """All layers as one stage, on any of the shapes: intra-operator parallelism only."""
@@ -316,7 +319,7 @@ class StageSearch:
             shapes=self.shapes,
             bound=self.bound,
             num_stages=self.num_stages,
-            limit_s=_FAR * self.limit_s,
+            limit_s=FAR * self.limit_s,
             may_have=lambda num_submeshes: unmet(kind, shape(num_submeshes)) is None,
         )
         partition = partitioner.partition(problem)
@@ -330,7 +333,8 @@ class StageSearch:
         if steps:
             return Outcome(min(steps, key=lambda step: step.step_time_s))
         is_slow = math.isfinite(self.limit_s) and partition.status is not Status.INFEASIBLE
-        return Outcome(None, partition.reason or (_SLOW if is_slow else ""), is_slow=is_slow)
+        bound_s = partition.lower_bound_s if is_slow else math.inf
+        return Outcome(None, partition.reason or (SLOW if is_slow else ""), is_slow=is_slow, bound_s=bound_s)
 
     def _steps(self, kind: ScheduleKind, virtual: int, partition: Partition, cost: Cost) -> Iterator[StagedStep]:
         """The best partitions that a schedule can run, simulated."""
