@@ -130,6 +130,23 @@ def searches_of(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts
     )
 
 
+def _branch_search(
+    cuttable: Cuttable, forked: ForkedLayers, request: StageRequest, layouts: StageLayouts
+) -> BranchSearch:
+    """The search for branches side by side."""
+    return BranchSearch(
+        cuttable,
+        forked,
+        request.cluster,
+        request.profiles,
+        _SEARCH_LIMIT_S,
+        None if request.stages == "auto" else request.stages,
+        layouts,
+        request.planning,
+        request.limit_s,
+    )
+
+
 def _layers(cuttable: Cuttable, request: StageRequest, layouts: StageLayouts) -> tuple[Clustering, Units | None]:
     """The layers of a step, and its units if each has a price of its own.
 
@@ -217,17 +234,7 @@ class _Planning:
         self.layouts = self._layouts(forks=forked is not None)
         self.searches = searches_of(self.cuttable, request, self.layouts)
         self.num_layers = len(self.searches.clustering.starts)
-        self.branches = forked and BranchSearch(
-            self.cuttable,
-            forked,
-            request.cluster,
-            request.profiles,
-            _SEARCH_LIMIT_S,
-            self.searches.num_stages,
-            self.layouts,
-            request.planning,
-            request.limit_s,
-        )
+        self.branches = forked and _branch_search(self.cuttable, forked, request, self.layouts)
         self.tried: list[StagesTried] = []
         #: By whether stages fork, the best: the number of microbatches, the step, and the searches whose layers it has.
         self.best: dict[bool, tuple[int, StagedStep, Searches]] = {}

@@ -171,7 +171,6 @@ class StageSearch:
             partitioner: by default the package's partitioners.
             usual: whether only the usual number of virtual stages per submesh of each schedule is searched.
         """
-        found, reasons = [], []
         several = self.shapes
         if partitioner is None and self.num_stages != 1:  # `one_stage` covers all devices as one submesh
             several = tuple(shape for shape in self.shapes if shape.num_devices < self.cluster.num_devices)
@@ -186,14 +185,7 @@ class StageSearch:
         # With a limit, one program on all devices is planned already, which one stage would be too.
         may_be_one = self.num_stages in (None, 1) and partitioner is None and math.isinf(self.limit_s)
         alone = [self.one_stage()] if may_be_one else []
-        for outcome in (*alone, *outcomes):
-            found += [] if outcome.step is None else [outcome.step]
-            reasons += [outcome.reason] if outcome.reason else []
-        best = min(found, key=lambda step: step.step_time_s, default=None)
-        one_stage_s = min((outcome.one_stage_s for outcome in alone), default=math.inf)
-        is_slow = best is None and any(outcome.is_slow for outcome in (*alone, *outcomes))
-        bound_s = min((outcome.bound_s for outcome in outcomes), default=math.inf)
-        return Outcome(best, reasons[-1] if reasons and best is None else "", one_stage_s, is_slow, bound_s)
+        return _fastest(alone, outcomes)
 
     def one_stage(self) -> Outcome:
         """All layers as one stage, on any of the shapes: intra-operator parallelism only."""
@@ -373,6 +365,20 @@ class StageSearch:
             timeline, peaks = staged_timeline(one, costs, sends, submeshes_of(stages)), staged_peaks(one, costs)
             steps.append(StagedStep(tuple(stages), tuple(costs), sends, one, timeline, peaks, partition, kind=kind))
         return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
+
+
+def _fastest(alone: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome:
+    """The best of one stage and of several; if nothing fits, why."""
+    every = (*alone, *outcomes)
+    best = min((one.step for one in every if one.step), key=lambda step: step.step_time_s, default=None)
+    reason = next((one.reason for one in reversed(every) if one.reason), "")
+    return Outcome(
+        best,
+        "" if best else reason,
+        one_stage_s=min((one.one_stage_s for one in alone), default=math.inf),
+        is_slow=best is None and any(one.is_slow for one in every),
+        bound_s=min((one.bound_s for one in outcomes), default=math.inf),
+    )
 
 
 def _why_not(kind: ScheduleKind, most: PipelineShape, num_stages: int | None) -> str:
