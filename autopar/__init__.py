@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar import inference as inference
     from autopar import vector_search as vector_search
     from autopar.api.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from autopar.api.checkpoint.store_checkpoints import StoreCheckpoints as StoreCheckpoints
     from autopar.api.make_plan import plan as plan
     from autopar.api.parallelize import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
@@ -67,6 +68,7 @@ _DEFINED_IN = {
     "replay": "autopar.xla_replay.run",
     "Replay": "autopar.xla_replay.replay",
     "StepReport": "autopar.api.step_report",
+    "StoreCheckpoints": "autopar.api.checkpoint.store_checkpoints",
     "StoreClient": "autopar.versions.remote.client",
     "SufficientFactors": "autopar.versions.factors",
     "Verification": "autopar.verification.verification",

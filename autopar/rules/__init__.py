@@ -2,5 +2,5 @@
 
 In: a node of the `Graph`.
 Out: factors, strategies, and the groups of nodes that share one strategy; `table.RULES` has all rules.
-Imported by: frontend, cost, formulate, transforms, xla_model, planner, runtime, pipeline, api, inference, code_export.
+Imported by: frontend, cost, formulate, transforms, xla_model, planner, runtime, versions, pipeline, api, inference, code_export.
 """

@@ -110,6 +110,8 @@ def shards_of(
         layout = default_layout(arrays, update, places, servers, num_workers)
     else:
         layout = checked_layout(layout, arrays, len(places))
+    if isinstance(update, TermsUpdate) and len(places) != 1:
+        raise StoreError(f"an update from terms makes all arrays, in one shard; {len(places)} shards were requested")
     division = division_of(kinds, layout.pieces)
     shards: list[Shard] = []
     for number, place in enumerate(places):

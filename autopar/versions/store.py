@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
-
 from autopar.errors import StoreError
 from autopar.versions.callers import Callers
 from autopar.versions.checked_update import checked
@@ -26,9 +24,11 @@ from autopar.versions.keys import Keys, selected
 from autopar.versions.layout.layout import Layout
 from autopar.versions.layout.servers import Server
 from autopar.versions.layout_choice import Place
+from autopar.versions.progress import Progress
 from autopar.versions.remote.server import serve
 from autopar.versions.server_update import Update
 from autopar.versions.shards import shards_of
+from autopar.versions.snapshot import Snapshot, loaded, taken
 from autopar.versions.store_state import Held, StoreState, added
 from autopar.versions.store_values import Pulled, StoreReport
 from autopar.versions.terms import TermsUpdate
@@ -83,10 +83,6 @@ class VersionedStore:
         layout: Layout | None = None,
     ) -> None:
         board = board_of(find(consistency), workers)
-        if isinstance(update, TermsUpdate) and shards is not None and len(shards) != 1:
-            raise StoreError(
-                f"an update from terms makes all arrays, in one shard; {len(shards)} shards were requested"
-            )
         made, self._division, owners = shards_of(
             values, update, shards, servers=servers, layout=layout, num_workers=workers
         )
@@ -97,12 +93,8 @@ class VersionedStore:
         self._exchange = exchange_of(made, self._division, owners, {key: one.place for key, one in terms.items()})
         at_once = frozenset(key for key, one in terms.items() if not one.may_wait)
         self._state = StoreState(board, made, {}, (0,) * workers, (Held(),) * workers, at_once)
-        self._changed = threading.Condition()
-        self._callers = Callers()
-        self._open: list[tuple[int, Update]] = [(0, {})] * workers
-        self._read_before: list[dict[str, tuple[jax.Array, dict[int, int]]]] = [{} for _ in range(workers)]
-        self._staleness = tuple(Counter[int]() for _ in range(workers))
-        self._waits_s = [0.0] * workers
+        self._changed, self._callers = threading.Condition(), Callers()
+        self._progress = Progress.of(workers)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -160,12 +152,12 @@ class VersionedStore:
                 self._called(worker)
                 state = self._state
                 if state.iterations[worker] % self.policy.period:  # the worker goes on with what it pulled at the start
-                    kept = kept_of(self._read_before[worker], chosen, to)
+                    kept = kept_of(self._progress.before[worker], chosen, to)
                     if kept is not None:
                         return Pulled(*kept, state.board.clocks.of(worker))
             wait_s = wait(self._changed, lambda: self._state.board, self._callers, worker, at_least_clock, timeout_s)
             if worker is not None:
-                self._note(worker, wait_s)
+                self._progress.note(worker, self._state.board, wait_s)
                 self._state = self._state.read(worker)
             state = self._state
         values, versions = self._exchange.pull(state.shards, chosen, worker, to)
@@ -174,7 +166,9 @@ class VersionedStore:
         if self.policy.period > 1:
             whole = (key for key, rows in chosen.items() if rows is None)
             of = self._division.shards_of
-            self._read_before[worker] |= {key: (values[key], {one: versions[one] for one in of(key)}) for key in whole}
+            self._progress.before[worker] |= {
+                key: (values[key], {one: versions[one] for one in of(key)}) for key in whole
+            }
         return Pulled(values, versions, state.board.clocks.of(worker))
 
     def may_read(self, worker: int) -> bool:
@@ -197,9 +191,9 @@ class VersionedStore:
         state = self._state
         if self.policy.period == 1 and self.policy.send is None:
             parts = self._exchange.push(worker, parts)
-        number, before = self._open[worker]
+        number, before = self._progress.opened[worker]
         count = state.iterations[worker]  # what was pushed before the last clock is done with
-        self._open[worker] = (count, added(before, parts) if number == count else parts)
+        self._progress.opened[worker] = (count, added(before, parts) if number == count else parts)
 
     def clock(self, *, worker: int = 0) -> int:
         """Finish a worker's clock: its update is now the policy's to apply.
@@ -210,9 +204,9 @@ class VersionedStore:
         with self._changed:
             self._called(worker)
             state = self._state
-            number, update = self._open[worker]
+            number, update = self._progress.opened[worker]
             self._state = state.finished(worker, update if number == state.iterations[worker] else {}, self._sending)
-            self._open[worker] = (self._state.iterations[worker], {})  # keeps no array longer than needed
+            self._progress.opened[worker] = (self._state.iterations[worker], {})  # keeps no array longer than needed
             self._changed.notify_all()
             return self._state.board.clocks.of(worker)
 
@@ -225,9 +219,7 @@ class VersionedStore:
 
     def worker(self, index: int, to: Place | None = None) -> Worker:
         """One worker's view of the store, as a context: it leaves at the end, and after an error others stop waiting for it.
-
-        Args:
-            to: the worker's device or sharding, where its pulls go.
+        Its pulls go `to` its device or sharding.
         """
         self._state.board.clocks.of(index)
         return Worker(self, index, to)
@@ -246,15 +238,31 @@ class VersionedStore:
             return StoreReport(
                 versions=tuple(shard.version for shard in self._state.shards),
                 clocks=board.clocks.vector,
+                iterations=self._state.iterations,
                 num_discarded=board.num_discarded,
-                staleness=tuple(map(Counter, self._staleness)),
-                waits_s=tuple(self._waits_s),
+                staleness=tuple(map(Counter, self._progress.staleness)),
+                waits_s=tuple(self._progress.waits_s),
                 traffic={key: replace(traffic) for key, traffic in self._exchange.transport.traffic.items()},
             )
 
     def at_worker(self, worker: int) -> None:
         """Say that all shards are on a worker's machine: what it exchanges with them is no traffic."""
         self._exchange = self._exchange.at_worker(worker)
+
+    def snapshot(self) -> Snapshot:
+        """Everything that changes in the store, at one time."""
+        with self._changed:
+            return taken(self._state, self._progress)
+
+    def load(self, snapshot: Snapshot) -> None:
+        """Replace everything that changes by a snapshot of a store that was made with the same arguments.
+
+        Raises:
+            StoreError: it is of another store, or damaged; the store is as it was.
+        """
+        with self._changed:
+            self._state, self._progress = loaded(snapshot, self._state, self._exchange.targets)
+            self._changed.notify_all()
 
     def serve(self, name: str = "store", server: int = 0, *, layout: Layout | None = None) -> None:
         """Serve the store to workers in other processes (`StoreClient`), until all have left. Call
@@ -278,10 +286,3 @@ class VersionedStore:
     def _sending(self, worker: int, update: Update) -> Update:
         """Move what was not moved when it was pushed."""
         return self._exchange.push(worker, update) if self.policy.period > 1 or self.policy.send is not None else update
-
-    def _note(self, worker: int, wait_s: float) -> None:
-        """The first read of a worker in a clock counts for its staleness."""
-        board = self._state.board
-        self._waits_s[worker] += wait_s
-        if not board.has_read[worker]:
-            self._staleness[worker][board.clocks.staleness(worker)] += 1

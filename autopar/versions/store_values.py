@@ -34,6 +34,7 @@ class StoreReport:
     Args:
         versions: of each shard.
         clocks: of each worker; None for one that left.
+        iterations: the number of iterations that each worker has finished; several make a clock under `every`.
         num_discarded: the number of workers' updates that the policy discarded.
         staleness: for each worker, how often it read with the slowest worker how many clocks behind.
         waits_s: for each worker, the seconds for which its pulls waited.
@@ -42,6 +43,7 @@ class StoreReport:
 
     versions: tuple[int, ...]
     clocks: tuple[int | None, ...]
+    iterations: tuple[int, ...]
     num_discarded: int
     staleness: tuple[Counter[int], ...]
     waits_s: tuple[float, ...]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from autopar.api.workers.work import Share
@@ -36,18 +37,43 @@ class Deal:
     is_over: bool = False
     at: dict[int, int] = field(default_factory=dict)
     _shares: dict[int, list[Share]] = field(default_factory=dict)
-    _left: deque[tuple[int, Share]] = field(default_factory=deque)
+    _left: deque[tuple[tuple[int, int], Share]] = field(default_factory=deque)  # with batch and number
+    _taken: dict[int, tuple[int, int]] = field(default_factory=dict)
+    _done: set[tuple[int, int]] = field(default_factory=set)  # before a restart
     _waiting: dict[int, int] = field(default_factory=dict)  # worker -> number of its batch
 
     def add(self, shares: list[Share]) -> None:
-        """Add a batch."""
+        """Add a batch. After a restart, only shares that were not computed before are dealt."""
         with self.changed:
+            number = self.num_batches
             if self.is_fixed:
-                self._shares[self.num_batches] = shares
+                self._shares[number] = shares
             else:
-                self._left.extend(enumerate(shares))
+                self._left.extend(
+                    ((number, n), share) for n, share in enumerate(shares) if (number, n) not in self._done
+                )
+                self._done = {one for one in self._done if one[0] > number}
             self.num_batches += 1
             self.changed.notify_all()
+
+    def not_computed(self) -> list[tuple[int, int]]:
+        """Batch and number of the shares that are dealt on demand and not computed."""
+        return sorted([*(which for which, _ in self._left), *self._taken.values()])
+
+    def computed(self, worker: int) -> None:
+        """A worker has computed the share that it took."""
+        self._taken.pop(worker, None)
+
+    def restart(self, first: int, not_computed: Collection[tuple[int, int]], num_batches: int) -> None:
+        """Go on where another deal ended.
+
+        Args:
+            first: the number of the next batch that is added.
+            not_computed: of the other deal, which had dealt `num_batches`.
+        """
+        self.num_batches = first
+        every = ((batch, n) for batch in range(first, num_batches) for n in range(self.num_workers))
+        self._done = set(every) - set(not_computed)
 
     def end(self) -> None:
         """Say that there are no further batches. What is dealt is still computed."""
@@ -86,7 +112,8 @@ class Deal:
             self._waiting.pop(worker, None)
             if self.is_fixed:
                 return self._shares[iteration][worker]
-            return self._left.popleft()[1]
+            self._taken[worker], share = self._left.popleft()
+            return share
 
     def _has(self, worker: int, iteration: int) -> bool:
         return iteration in self._shares if self.is_fixed else bool(self._left)

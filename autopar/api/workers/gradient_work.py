@@ -21,6 +21,7 @@ from autopar.api.workers.work import Note, Share, as_array, bytes_of, share_of
 from autopar.errors import MicrobatchError
 from autopar.transforms.microbatch.worker_programs import Input, Term, cut_for_workers
 from autopar.versions.consistency.policy import Policy, next_clock
+from autopar.versions.snapshot import Snapshot
 from autopar.versions.store import VersionedStore
 from autopar.versions.terms import Taken, TermsUpdate
 
@@ -132,8 +133,9 @@ class GradientSession:
     def __init__(self, work: GradientWork, store: VersionedStore, dispatching: AbstractContextManager[Any]) -> None:
         self.work, self.store, self.dispatching = work, store, dispatching
         self._pulled: dict[int, Mapping[str, jax.Array]] = {}
-        self._count = [0] * store.num_workers
-        self._clocks = [clock or 0 for clock in store.report().clocks]
+        self._count: list[int] = []
+        self._clocks: list[int] = []
+        self._look_up()
 
     def iteration(self, worker: int) -> int:
         """As `Session.iteration`."""
@@ -171,6 +173,20 @@ class GradientSession:
     def state(self) -> dict[str, Any]:
         """As `Session.state`."""
         return self.store.pull(worker=None).values
+
+    def snapshot(self) -> Snapshot:
+        """As `Session.snapshot`."""
+        return self.store.snapshot()
+
+    def load(self, snapshot: Snapshot) -> None:
+        """As `Session.load`."""
+        self.store.load(snapshot)
+        self._look_up()
+
+    def _look_up(self) -> None:
+        """Take counts and clocks from the store."""
+        report = self.store.report()
+        self._count, self._clocks = list(report.iterations), [clock or 0 for clock in report.clocks]
 
 
 def _check_terms(terms: Sequence[Term], policy: Policy) -> None:

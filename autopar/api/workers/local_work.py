@@ -23,13 +23,14 @@ from autopar.api.workers.division import Division
 from autopar.api.workers.planned_part import PlannedPart
 from autopar.api.workers.traced_step import TracedStep
 from autopar.api.workers.work import Note, Share, as_array, bytes_of, is_lockstep, share_of
-from autopar.errors import MicrobatchError, OptionError
+from autopar.errors import MicrobatchError, OptionError, StoreError
 from autopar.planner.plan_assembly import input_roles
 from autopar.transforms.microbatch.batch_dims import Place, leading_dim
 from autopar.transforms.microbatch.slices import Cut
 from autopar.transforms.microbatch.worker_programs import Term
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.server_update import Transformation, update_of
+from autopar.versions.snapshot import Name, Snapshot, as_like, raw
 from autopar.versions.store import VersionedStore
 from autopar.versions.terms import Taken, TermsUpdate
 
@@ -50,7 +51,8 @@ class LocalWork:
         self._state = {position for position, _ in step.pairs}
         self._step = PlannedPart.of(local, division.options)
         self.plans = {"worker": self._step.plan}
-        roles, values = input_roles(graph), [graph.values[v] for v in graph.inputs]
+        trace = step.program.as_written.trace
+        roles, values = input_roles(graph), [trace.avals[v] for v in trace.inputs]
         self.weights = {
             step.paths[i]: i
             for i in sorted(self._state)
@@ -237,6 +239,37 @@ class LocalSession:
         """As `Session.state`: the server's weights, and the rest of worker 0."""
         paths = self.work.step.paths
         return {paths[i]: array for i, array in self.states[0].items()} | self.store.pull(worker=None).values
+
+    def snapshot(self) -> Snapshot:
+        """As `Session.snapshot`."""
+        paths, of_store = self.work.step.paths, self.store.snapshot()
+        arrays: dict[Name, Any] = {("store", *name): array for name, array in of_store.arrays.items()}
+        for worker, (state, before) in enumerate(zip(self.states, self._before, strict=True)):
+            arrays |= {("local", worker, paths[i]): raw(array) for i, array in state.items()}
+            arrays |= {("start", worker, n): array for n, array in enumerate(before)}
+        return Snapshot(arrays, {"store": dict(of_store.about), "counts": list(self.counts)})
+
+    def load(self, snapshot: Snapshot) -> None:
+        """As `Session.load`."""
+        local, start, paths = snapshot.within("local"), snapshot.within("start"), self.work.step.paths
+        try:
+            counts = [int(count) for count in snapshot.about["counts"]]
+            states = [
+                {i: as_like(local[worker, paths[i]], like, repr(paths[i])) for i, like in state.items()}
+                for worker, state in enumerate(self.states)
+            ]
+            before = [
+                [as_like(start[worker, n], state[i], path) for n, (path, i) in enumerate(self.work.weights.items())]
+                if (worker, 0) in start
+                else []
+                for worker, state in enumerate(self.states)
+            ]
+            of_store = Snapshot(snapshot.within("store"), snapshot.about["store"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StoreError(f"the snapshot of the workers is of another step, or damaged: {error}") from error
+        self.store.load(of_store)
+        self.counts, self.states, self._before = counts, states, before
+        self._clocks = [clock or 0 for clock in self.store.report().clocks]
 
     def _push(self, worker: int) -> None:
         with self.dispatching:

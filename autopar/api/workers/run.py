@@ -11,12 +11,14 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from autopar.api.workers.deal import Deal
 from autopar.api.workers.work import Session, Share, Work, is_lockstep
+from autopar.errors import StoreError
 from autopar.versions.consistency.policy import Policy
+from autopar.versions.snapshot import Snapshot
 
 #: Turns an item of the user's batches into the shares of the workers.
 Dealer = Callable[[Any], list[Share]]
@@ -33,6 +35,18 @@ class Runner(Protocol):
 
     def finish(self) -> None:
         """Finish what is in flight; workers leave."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """Everything that changes, between two iterations of each worker."""
+        ...
+
+    def load(self, snapshot: Snapshot) -> int:
+        """Go on from a snapshot. Returns the number of the batch that must be given next.
+
+        Raises:
+            StoreError: it is of another step, or damaged.
+        """
         ...
 
 
@@ -57,6 +71,7 @@ class Lockstep:
         self.noted = deque[list[Any]]()
         self.session = work.session(leaves, self.noted.append, nullcontext())
         self._is_over = False
+        self._num_batches = 0
 
     def step(self, shares: Sequence[Share]) -> None:
         """Run one iteration of the workers whose turn it is."""
@@ -68,6 +83,7 @@ class Lockstep:
         for worker in turn:
             session.finish(worker)
         session.end_round()
+        self._num_batches += 1
 
     def results(self, batches: Iterable[Any], deal: Dealer) -> Iterator[list[Any]]:
         """As `Runner.results`."""
@@ -88,6 +104,18 @@ class Lockstep:
             for worker in range(self.session.store.num_workers):
                 self.session.leave(worker)
 
+    def snapshot(self) -> Snapshot:
+        """As `Runner.snapshot`."""
+        _check_runs(is_over=self._is_over)
+        return _with(self.session.snapshot(), {"batches": self._num_batches})
+
+    def load(self, snapshot: Snapshot) -> int:
+        """As `Runner.load`."""
+        dealt = _dealt(snapshot)
+        self.session.load(snapshot)
+        self._num_batches = dealt["batches"]
+        return self._num_batches
+
 
 class Threads:
     """A thread for each worker."""
@@ -100,6 +128,7 @@ class Threads:
         dispatching: AbstractContextManager[Any] = threading.Lock() if is_shared else nullcontext()
         self.session = work.session(leaves, self._note, dispatching)
         self.errors: list[BaseException] = []
+        self._is_paused, self._computing, self._is_over = False, set[int](), False
         self.threads = [
             threading.Thread(target=self._work, args=(worker,), name=f"worker {worker}", daemon=True)
             for worker in range(num_workers)
@@ -135,12 +164,64 @@ class Threads:
         Raises:
             Exception: what a worker raised.
         """
+        self._is_over = True
         self.deal.end()
         for thread in self.threads:
             while thread.is_alive():
                 thread.join(0.2)  # so that Ctrl-C is handled
         if self.errors:
             raise self.errors[0]
+
+    def snapshot(self) -> Snapshot:
+        """As `Runner.snapshot`. Workers finish the iteration that they compute, and wait meanwhile."""
+        _check_runs(is_over=self._is_over)
+        with self._paused():
+            if self.errors:
+                raise self.errors[0]
+            deal, workers = self.deal, range(self.deal.num_workers)
+            left = deal.not_computed()
+            iterations = [self.session.iteration(worker) for worker in workers]
+            first = min(iterations) if deal.is_fixed else min([batch for batch, _ in left], default=deal.num_batches)
+            about = {"batches": deal.num_batches, "first": first, "not_computed": left}
+            return _with(self.session.snapshot(), about)
+
+    def load(self, snapshot: Snapshot) -> int:
+        """As `Runner.load`."""
+        dealt = _dealt(snapshot)
+        self.session.load(snapshot)
+        first = dealt.get("first", dealt["batches"])
+        self.deal.restart(first, {(batch, n) for batch, n in dealt.get("not_computed", ())}, dealt["batches"])
+        self.deal.at.update({worker: self.session.iteration(worker) for worker in self.deal.at})
+        return first
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """A context in which no worker computes."""
+        with self.deal.changed:
+            self._is_paused = True
+            while self._computing:
+                self.deal.changed.wait(0.2)
+        try:
+            yield
+        finally:
+            with self.deal.changed:
+                self._is_paused = False
+                self.deal.changed.notify_all()
+
+    @contextmanager
+    def _iteration(self, worker: int) -> Iterator[None]:
+        """A context in which a worker computes; it begins when nothing is paused."""
+        with self.deal.changed:
+            while self._is_paused:
+                self.deal.changed.wait()
+            self._computing.add(worker)
+        try:
+            yield
+        finally:
+            with self.deal.changed:
+                self.deal.computed(worker)
+                self._computing.discard(worker)
+                self.deal.changed.notify_all()
 
     def _note(self, outputs: list[Any]) -> None:
         with self.deal.changed:
@@ -168,12 +249,33 @@ class Threads:
                 share = self._begun(worker)
                 if share is None or self.errors:
                     break
-                session.compute(worker, share, wait=True)
-                session.finish(worker)
-            session.leave(worker)
+                with self._iteration(worker):
+                    session.compute(worker, share, wait=True)
+                    session.finish(worker)
+            with self._iteration(worker):
+                session.leave(worker)
         except BaseException as error:
             self.errors.append(error)  # the first one is the cause: others fail because they wait for this worker
             session.store.fail(worker, error)
             self.deal.end()
         finally:
             self.deal.leave(worker)
+
+
+def _check_runs(*, is_over: bool) -> None:
+    if is_over:
+        raise StoreError(
+            "the stream is over, and its workers have left: save during the stream; after it, save the state that `drain()` returns"
+        )
+
+
+def _with(snapshot: Snapshot, dealt: dict[str, Any]) -> Snapshot:
+    return Snapshot(snapshot.arrays, {**snapshot.about, "deal": dealt})
+
+
+def _dealt(snapshot: Snapshot) -> dict[str, Any]:
+    """Which examples were dealt, of a snapshot."""
+    dealt = snapshot.about.get("deal")
+    if not isinstance(dealt, dict) or not isinstance(dealt.get("batches"), int):
+        raise StoreError("the snapshot says nothing about batches: it is of a store alone, not of a step")
+    return dealt

@@ -19,7 +19,13 @@ from autopar.api.workers.gradient_work import GradientWork
 from autopar.api.workers.local_work import LocalWork, check_outer
 from autopar.api.workers.report import report_of, workers_plan
 from autopar.api.workers.run import Lockstep, Threads, runner_of
-from autopar.api.workers.traced_step import TracedStep, on_shares, traced_step
+from autopar.api.workers.traced_step import (
+    TracedStep,
+    arguments_of,
+    check_state_first,
+    on_shares,
+    traced_step,
+)
 from autopar.api.workers.work import Share, Work, is_lockstep
 from autopar.errors import StepSignatureError
 from autopar.frontend.call import Call, opened
@@ -30,6 +36,7 @@ from autopar.report.workers import WorkersReport
 from autopar.runtime import jit as execute
 from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import check_suits, find
+from autopar.versions.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +169,52 @@ class WorkersStep:
             leaves[traced.paths.index(path)] = leaf
         return traced.state(leaves)
 
+    def snapshot(self) -> Snapshot:
+        """Everything that changes in the present run, between two iterations of each worker: state, clocks, what was pushed and not
+        applied, and which examples were computed. `StoreCheckpoints` writes it.
+
+        Raises:
+            StepSignatureError: nothing runs.
+            StoreError: the stream is over.
+        """
+        if self._run is None:
+            raise StepSignatureError(
+                f"`{self.name}` does not run: there is nothing to save but the state that `drain()` returned"
+            )
+        return self._run.runner.snapshot()
+
+    def resume(self, snapshot: Snapshot, *args: Any, **kwargs: Any) -> tuple[Any, int]:
+        """Begin a run from a snapshot of this step.
+
+        Args:
+            args, kwargs: the step's arguments, as for `plan`; the state is only read for its shapes.
+
+        Returns:
+            The state, and the number of the first batch that is needed: call the step with this very state, or give it to `stream` with
+            batches from this one on. Workers that were ahead skip what they computed.
+
+        Raises:
+            StoreError: the snapshot is of another step, policy or number of workers, or damaged.
+        """
+        self._check_drained()
+        with opened(self.called, args, kwargs) as call:
+            made, leaves = self._of(call), jax.tree.leaves(call.trees)
+        zeros = [
+            jax.numpy.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+            for leaf in leaves
+        ]
+        run = self._new_run(made, zeros)
+        try:
+            first = run.runner.load(snapshot)
+        except BaseException:
+            self._run = None
+            raise
+        state = run.runner.session.state()
+        for position, _ in made.traced.pairs:
+            leaves[position] = state[made.traced.paths[position]]
+        run.returned = [leaves[position] for position, _ in made.traced.pairs]
+        return made.traced.state(leaves), first
+
     def report(self) -> WorkersReport:
         """Versions, staleness, waiting and bytes of each worker in the present run, or in the last one.
 
@@ -187,18 +240,19 @@ class WorkersStep:
         if first is self:
             self._unused = state
             return
-        with opened(self.called, self._arguments(state, first, others), others) as call:
+        with opened(self.called, arguments_of(self.called, state, first, others), others) as call:
             leaves = jax.tree.leaves(call.trees)
             execute.check_not_deleted(call.input_paths, leaves)
             made, key = self._of(call), call.key
-            self._check_state_first(made, call, len(state))
-            run = self._new_run(made, leaves)
+            check_state_first(made.traced, call, len(state))
+            run = self._continued(made, leaves)
+            run.returned = None
         skeleton = jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))
         counter = itertools.count()
 
         def deal(batch: Any) -> list[Share]:
             number = next(counter)
-            with opened(self.called, self._arguments(skeleton, batch, others), others) as call:
+            with opened(self.called, arguments_of(self.called, skeleton, batch, others), others) as call:
                 if call.key != key:
                     raise StepSignatureError(
                         f"batch {number} of the stream has other shapes than the first: give batches of the same shapes, and leave out"
@@ -208,25 +262,6 @@ class WorkersStep:
 
         for outputs in run.runner.results(itertools.chain([first], batches), deal):
             yield made.traced.rest(outputs)
-
-    def _arguments(self, state: Sequence[Any], batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
-        left = [name for name in self.called.required[len(state) :] if name not in others]
-        if len(left) == 1 or not self.called.required:
-            return (*state, batch)
-        if isinstance(batch, tuple) and len(batch) == len(left):
-            return (*state, *batch)
-        raise StepSignatureError(
-            f"`{self.name}` takes {', '.join(self.called.parameters)}: with the state first, each batch is a tuple of"
-            f" {', '.join(left) or 'nothing'}; give other arguments by name"
-        )
-
-    def _check_state_first(self, made: Divided, call: Call, count: int) -> None:
-        if made.traced.state_names != call.all_names[:count]:
-            raise StepSignatureError(
-                f"the state of `{self.name}` is {', '.join(made.traced.state_names)}, and `stream` was given"
-                f" {', '.join(call.all_names[:count])} as the state: where several arguments are state, give a tuple of them; where"
-                f" one is taken for state by mistake, name the state in `carry={[*call.all_names[:count]]}`"
-            )
 
     def _planned(self, made: Divided) -> WorkersPlan:
         return workers_plan(self.name, self.policy, self.division, made.work)

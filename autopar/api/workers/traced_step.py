@@ -7,7 +7,7 @@ rest of the results are put together again.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax
 from autopar.errors import StepSignatureError
 from autopar.frontend.call import Call
 from autopar.frontend.pytrees import Kept, put_together
+from autopar.frontend.step import Step
 from autopar.frontend.trace_builder import flat_border
 from autopar.jax_interop.compat import shape_struct
 from autopar.transforms.microbatch.batch_dims import leading_dim
@@ -142,3 +143,39 @@ def on_shares(call: Call, traced: TracedStep, num_workers: int, carry: Sequence[
         list(zip(trace.outputs, trace.output_paths, strict=True)),
     )
     return program_of_trace(replace(trace, **border), pairs, tuple(i for i, _ in pairs), ())
+
+
+def arguments_of(step: Step, state: Sequence[Any], batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The positional arguments of a call in a stream.
+
+    Args:
+        batch: the argument after the state; a tuple of all of them if there are several.
+        others: arguments that are given by name.
+
+    Raises:
+        StepSignatureError: the batch has another number of arguments.
+    """
+    left = [name for name in step.required[len(state) :] if name not in others]
+    if len(left) == 1 or not step.required:
+        return (*state, batch)
+    if isinstance(batch, tuple) and len(batch) == len(left):
+        return (*state, *batch)
+    raise StepSignatureError(
+        f"`{step.name}` takes {', '.join(step.parameters)}: with the state first, each batch is a tuple of"
+        f" {', '.join(left) or 'nothing'}; give other arguments by name"
+    )
+
+
+def check_state_first(traced: TracedStep, call: Call, count: int) -> None:
+    """Refuse a stream whose first `count` arguments are not the state.
+
+    Raises:
+        StepSignatureError: they are not.
+    """
+    given = call.all_names[:count]
+    if traced.state_names != given:
+        raise StepSignatureError(
+            f"the state of `{call.step.name}` is {', '.join(traced.state_names)}, and `stream` was given {', '.join(given)} as the"
+            " state: where several arguments are state, give a tuple of them; where one is taken for state by mistake, name the"
+            f" state in `carry={[*given]}`"
+        )

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.plans.plan import Plan
 from autopar.transforms.microbatch.slices import Cut
 from autopar.versions.consistency.policy import Policy
+from autopar.versions.snapshot import Snapshot
 from autopar.versions.store import VersionedStore
 
 #: What a worker needs of a batch, ready for its devices.
@@ -95,6 +96,18 @@ class Session(Protocol):
         """The newest state, by path."""
         ...
 
+    def snapshot(self) -> Snapshot:
+        """Everything that changes; no worker computes."""
+        ...
+
+    def load(self, snapshot: Snapshot) -> None:
+        """The inverse of `snapshot`.
+
+        Raises:
+            StoreError: it is of another session, or damaged.
+        """
+        ...
+
 
 def is_lockstep(policy: Policy) -> bool:
     """Whether all workers of a clock wait for each other."""
@@ -103,7 +116,7 @@ def is_lockstep(policy: Policy) -> bool:
 
 def bytes_of(shapes: Iterable[Any]) -> int:
     """Bytes of arrays, by their shapes and dtypes."""
-    return sum(math.prod(one.shape) * jax.numpy.dtype(one.dtype).itemsize for one in shapes)
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in shapes)
 
 
 def share_of(cut: Cut, whole: Any, number: int) -> Any:
