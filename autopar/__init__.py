@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from autopar.versions.factors import SufficientFactors as SufficientFactors
     from autopar.versions.gossip.client import GossipClient as GossipClient
     from autopar.versions.gossip.store import GossipStore as GossipStore
+    from autopar.versions.host_memory.stream import stream_parameters as stream_parameters
     from autopar.versions.remote.client import StoreClient as StoreClient
     from autopar.versions.store import VersionedStore as VersionedStore
     from autopar.xla_replay.replay import Replay as Replay
@@ -70,6 +71,7 @@ _DEFINED_IN = {
     "StepReport": "autopar.api.step_report",
     "StoreCheckpoints": "autopar.api.checkpoint.store_checkpoints",
     "StoreClient": "autopar.versions.remote.client",
+    "stream_parameters": "autopar.versions.host_memory.stream",
     "SufficientFactors": "autopar.versions.factors",
     "Verification": "autopar.verification.verification",
     "verify": "autopar.verification.verify",

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.versions.factors import SufficientFactors
+from autopar.versions.host_memory.memory_kinds import on_device
 from autopar.versions.keys import Selected
 from autopar.versions.layout.layout import Piece
 from autopar.versions.server_update import Pushed, Update
@@ -100,7 +101,7 @@ class Division:
             shape, dtype = self.kinds[key]
             return jnp.zeros((0, *shape[1:]), dtype)
         place = values[names[0]].sharding
-        whole = jnp.concatenate([jax.device_put(values[name], place) for name in names])
+        whole = jnp.concatenate([on_device(jax.device_put(values[name], place)) for name in names])
         if rows is None:
             return whole
         order = np.concatenate([np.flatnonzero(self._inside(name, rows)) for name in names])

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import numpy as np
 
 from autopar.errors import StoreError
 from autopar.versions.division import Part
+from autopar.versions.host_memory.memory_kinds import host_sharding, in_host_memory, put
 from autopar.versions.keys import Selected, shown
 from autopar.versions.layout_choice import Place
 from autopar.versions.shards import Shard
@@ -38,13 +40,19 @@ def gathered(
                 f"the array of {shown(name)} was donated by a reader: copy what you pull before donating it"
             )
         if rows is not None:
-            array = array[rows]
+            array = _rows(array, rows)
             row_bytes[number] = row_bytes.get(number, 0) + rows.nbytes
         by_shard.setdefault(number, {})[name] = array
     values: dict[str, jax.Array] = {}
     for number, arrays in by_shard.items():
         values |= hand_over(number, arrays, row_bytes.get(number, 0))
     return {name: values[name] for name in chosen}, {number: shards[number].version for number in by_shard}
+
+
+def _rows(array: jax.Array, rows: np.ndarray) -> jax.Array:
+    if not in_host_memory(array):
+        return array[rows]
+    return jax.device_put(np.asarray(array)[rows], host_sharding(array))  # devices do not index host memory
 
 
 def kept_of(
@@ -59,4 +67,4 @@ def kept_of(
         return None
     values = {key: before[key][0] for key in chosen}
     versions = {shard: version for key in chosen for shard, version in before[key][1].items()}
-    return values if to is None else jax.device_put(values, to), versions
+    return values if to is None else {key: put(array, to) for key, array in values.items()}, versions

@@ -13,6 +13,7 @@ import jax
 
 from autopar.errors import StoreError
 from autopar.versions.division import part_name
+from autopar.versions.host_memory.memory_kinds import is_in_host_memory
 from autopar.versions.keys import shown
 from autopar.versions.layout.layout import Layout
 from autopar.versions.layout.plan import ArraySize, plan_layout
@@ -29,7 +30,10 @@ def default_layout(
     """The planner's layout. Arrays are divided only between single devices, by an update that treats their rows alike."""
     kinds = {key: jax.ShapeDtypeStruct(array.shape, array.dtype) for key, array in arrays.items()}
     sizes = {key: size_of(array.shape, array.dtype.itemsize) for key, array in arrays.items()}
-    single = all(isinstance(place, jax.Device) or len(place.device_set) == 1 for place in places)
+    single = all(
+        isinstance(place, jax.Device) or (len(place.device_set) == 1 and not is_in_host_memory(place))
+        for place in places
+    )
     names = sorted(arrays)
     confusing = {key for key in names if any(name.startswith(part_name(key)) for name in names)}
     whole = confusing if single and is_elementwise(update, kinds) else None

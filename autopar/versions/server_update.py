@@ -20,6 +20,7 @@ import optax
 
 from autopar.errors import StoreError
 from autopar.versions.factors import SufficientFactors
+from autopar.versions.host_memory.memory_kinds import in_host_memory, on_device, put
 
 Weights = dict[str, jax.Array]
 
@@ -42,7 +43,7 @@ class Pushed:
     def plus(self, other: Pushed) -> Pushed:
         """The sum of two pushes of one worker."""
         wholes = [one.whole for one in (self, other) if one.whole is not None]
-        whole = functools.reduce(operator.add, wholes) if wholes else None
+        whole = functools.reduce(_sum, wholes) if wholes else None
         return Pushed(whole, self.rows + other.rows, self.factors + other.factors)
 
     def dense(self, like: jax.Array) -> jax.Array:
@@ -55,15 +56,15 @@ class Pushed:
 
     def moved(self, place: Any) -> Pushed:
         """The same on another device or in another sharding; rows and factors go to all devices of a sharding."""
-        whole = None if self.whole is None else jax.device_put(self.whole, place)
+        whole = None if self.whole is None else put(self.whole, place)
         if not self.rows and not self.factors:
             return Pushed(whole)
         if isinstance(place, jax.sharding.NamedSharding):
             place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
         return Pushed(
             whole,
-            tuple((rows, jax.device_put(values, place)) for rows, values in self.rows),
-            tuple(SufficientFactors(*jax.device_put((one.left, one.right), place)) for one in self.factors),
+            tuple((rows, put(values, place)) for rows, values in self.rows),
+            tuple(SufficientFactors(put(one.left, place), put(one.right, place)) for one in self.factors),
         )
 
     @property
@@ -194,6 +195,12 @@ def _total(weights: Weights, updates: Sequence[Mapping[str, Pushed]]) -> Weights
         terms = [update[key].dense(array) for update in updates if key in update]
         total[key] = _summed(terms) if terms else jnp.zeros_like(array)
     return total
+
+
+def _sum(first: Any, second: Any) -> Any:
+    """The sum of two pushes, where the first one is."""
+    total = on_device(first) + on_device(second)
+    return jax.device_put(total, first.sharding) if in_host_memory(first) else total
 
 
 @jax.jit

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 from autopar.errors import StoreError
 from autopar.versions.division import Division, division_of
+from autopar.versions.host_memory.memory_kinds import in_host_memory, is_in_host_memory, on_device
+from autopar.versions.host_memory.update import UpdateInHostMemory
 from autopar.versions.keys import shown
 from autopar.versions.layout.layout import Layout, Piece
 from autopar.versions.layout.servers import Server
@@ -43,7 +45,7 @@ class Shard:
     def place(self, key: str) -> Place:
         """Where an array is: `device_put` to a device takes half the time of that to its sharding."""
         array = self.weights[key]
-        return array.sharding if len(array.devices()) > 1 else next(iter(array.devices()))
+        return array.sharding if len(array.devices()) > 1 or in_host_memory(array) else next(iter(array.devices()))
 
     def updated(self, updates: Sequence[Mapping[str, Pushed]]) -> Shard:
         """The next version, by updates of parts, also those of other shards; the same one if none is of this shard, or
@@ -140,9 +142,12 @@ def _shard(arrays: Weights, keys: Mapping[str, str], update: Any, place: Place |
                 f"{shown(first)} is on {_named(owners[first])} and {shown(key)} on {_named(devices)}, but a shard is on one"
                 " device or submesh: give `shards` a device or sharding for each shard"
             )
-    made = update_of(update, arrays)
+    in_host = is_in_host_memory(place)
+    made = update_of(update, {key: on_device(array) for key, array in arrays.items()} if in_host else arrays)
     if isinstance(made, TermsUpdate):
         keys = {key: key for key in made.takes}
+    if in_host:
+        made = UpdateInHostMemory(made)
     return Shard(arrays, keys, made, made.init(arrays))
 
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from autopar.errors import StoreError
 from autopar.versions.consistency.board import Board
 from autopar.versions.consistency.policy import Decision, Part
+from autopar.versions.host_memory.memory_kinds import on_device
 from autopar.versions.server_update import Pushed, Update
 from autopar.versions.shards import Shard
 
@@ -134,4 +135,4 @@ def _magnitude(pushed: Pushed) -> float:
     arrays = [values for _, values in pushed.rows] + [factors.product() for factors in pushed.factors]
     arrays += [] if pushed.whole is None else [pushed.whole]
     size = sum(array.size for array in arrays)
-    return sum(float(jnp.abs(array).sum()) for array in arrays) / size if size else 0.0
+    return sum(float(jnp.abs(on_device(array)).sum()) for array in arrays) / size if size else 0.0

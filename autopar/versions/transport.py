@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import jax
 
+from autopar.versions.host_memory.memory_kinds import in_host_memory, put
 from autopar.versions.layout_choice import Place
 from autopar.versions.server_update import Pushed
 
@@ -57,6 +58,8 @@ class LocalTransport:
         """
         if worker is None or worker != self.workers[shard]:
             self.traffic[worker, shard].pulled_bytes += row_bytes + sum(array.nbytes for array in arrays.values())
-        if to is None or len(arrays) > 1:
-            return dict(arrays) if to is None else jax.device_put(dict(arrays), to)
-        return {key: jax.device_put(array, to) for key, array in arrays.items()}  # a single array takes half the time
+        if to is None:
+            return dict(arrays)
+        if len(arrays) > 1 and not any(map(in_host_memory, arrays.values())):
+            return jax.device_put(dict(arrays), to)
+        return {key: put(array, to) for key, array in arrays.items()}  # a single array takes half the time
