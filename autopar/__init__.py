@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autopar.api.checkpoint.checkpoints import Checkpoints as Checkpoints
     from autopar.api.checkpoint.store_checkpoints import StoreCheckpoints as StoreCheckpoints
     from autopar.api.make_plan import plan as plan
-    from autopar.api.parallelize import ParallelStep as ParallelStep
+    from autopar.api.parallel_step import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
     from autopar.api.step_report import StepReport as StepReport
     from autopar.api.workers.step import WorkersStep as WorkersStep
@@ -60,7 +60,7 @@ _DEFINED_IN = {
     "let_arrays_pass": "autopar.runtime.distributed.cpu_transport",
     "load_plan": "autopar.pipeline.plan_files",
     "parallelize": "autopar.api.parallelize",
-    "ParallelStep": "autopar.api.parallelize",
+    "ParallelStep": "autopar.api.parallel_step",
     "PipelinePlan": "autopar.pipeline.plan",
     "plan": "autopar.api.make_plan",
     "Plan": "autopar.plans.plan",
@@ -80,6 +80,7 @@ _DEFINED_IN = {
     "watch": "autopar.runtime.distributed.watchdog",
     "WorkersPlan": "autopar.plans.workers_plan",
     "WorkersReport": "autopar.report.workers",
+    "StreamedStep": "autopar.api.streamed_step",
     "WorkersStep": "autopar.api.workers.step",
     "write_report": "autopar.report.html.document",
 }

@@ -40,6 +40,7 @@ def test_quickstart_trains_and_explains_on_eight_devices(monkeypatch: pytest.Mon
         ("mixture_of_experts", "balance"),
         ("resnet_batch_norm", "accuracy"),
         ("finetune_bert", "loss"),
+        ("async_pipeline", "2 stages on 2 + 2 devices, 2bw"),
     ],
 )
 def test_an_example_trains(name: str, shown: str) -> None:

@@ -25,6 +25,7 @@ from autopar.pipeline.partition.sends import Exchange, Send, edges_between, link
 from autopar.pipeline.partition.step_time import staged_timeline, task_seconds
 from autopar.pipeline.run.executor import Pipeline
 from autopar.pipeline.run.instructions import Call, Move
+from autopar.pipeline.run.transfers import Crossing
 from autopar.pipeline.schedule.simulate import Links, Seconds, TransferSeconds, simulate
 from autopar.pipeline.schedule.table import SCHEDULES, build
 from autopar.pipeline.schedule.tasks import Schedule, Task, chain_with
@@ -285,6 +286,7 @@ def test_the_plan_prices_what_the_executor_sends() -> None:
         if isinstance(one, Move):
             way = stage_of[one.reads[0]], stage_of[one.writes[0]], one.task is not None
             moves[way] += 1
+            assert isinstance(one.crossing, Crossing)
             sizes[way] += one.crossing.dtype.itemsize * int(np.prod(one.crossing.shape))
     exchanges = exchanges_of([stage.program for stage in pipeline.stages])
     each = [one for one in exchanges if one.when == "microbatch"]

@@ -353,7 +353,11 @@ def centered(state: Any, batch: Any) -> tuple[Any, Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
-    "stages": (lambda: workers(centered, "bsp", stages=2), OptionError, "`stages`=2: pipelines are synchronous"),
+    "stages": (
+        lambda: workers(centered, "bsp", stages=2),
+        OptionError,
+        "`stages`=2: pipelines have 'pipedream', 'vertical'",
+    ),
     "plan": (lambda: workers(centered, "bsp", plan="plan.json"), OptionError, "leave `plan` out"),
     "option": (lambda: workers(centered, "bsp", pin={}), OptionError, "`pin` does not go with `consistency`"),
     "policy": (lambda: workers(centered, "bps"), StoreError, "Did you mean 'bsp'"),

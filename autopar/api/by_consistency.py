@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.api.streamed_step import StreamedStep
 from autopar.api.workers.step import WorkersStep
 from autopar.errors import OptionError
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
 
 
 def step_by_consistency(step: Callable[..., Any], consistency: Any, plan: Any, options: Mapping[str, Any]) -> Any:
@@ -24,9 +27,17 @@ def step_by_consistency(step: Callable[..., Any], consistency: Any, plan: Any, o
     Raises:
         OptionError: they do not go together.
     """
-    if options.get("stages") not in (None, 1):
+    of_stages = options.get("stages") not in (None, 1) or isinstance(plan, PipelinePlan)
+    if isinstance(consistency, str) and consistency in ASYNCHRONOUS:
+        if not of_stages and plan is None:
+            raise OptionError(
+                f"`consistency` is {consistency!r}, an asynchronous pipeline: give the number of `stages` too, or 'auto'"
+            )
+        return StreamedStep(step, consistency, plan, options)
+    if of_stages:
         raise OptionError(
-            f"`consistency` is {consistency!r} with `stages`={options['stages']!r}: pipelines are synchronous. Leave"
-            " `consistency` out; or leave `stages` out, for data-parallel workers"
+            f"`consistency` is {consistency!r} with `stages`={options.get('stages')!r}: pipelines have"
+            f" {', '.join(map(repr, ASYNCHRONOUS))}. Take one of them; leave `consistency` out for a synchronous pipeline, or"
+            " `stages` for data-parallel workers"
         )
     return WorkersStep(step, consistency, plan, options)

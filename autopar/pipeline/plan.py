@@ -7,28 +7,36 @@ Out: read by `run.step` and the reports; saved as JSON like every plan.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from autopar.errors import ScheduleError
 from autopar.ir.placement import Part, Parts
-from autopar.ir.sharding import TensorSharding
-from autopar.pipeline.partition.cluster import Cluster, Submesh, submeshes_of
+from autopar.pipeline.partition.cluster import Cluster, submeshes_of
 from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.partition.sends import Send, edges_between
 from autopar.pipeline.partition.step_time import staged_timeline, task_seconds
+from autopar.pipeline.partition.streamed_time import StreamedTime, streamed_time
+from autopar.pipeline.plan_records import (
+    LeafPart,
+    PipelinePrediction,
+    SearchOutcome,
+    StagePlan,
+    StagesTried,
+    WeightVersions,
+)
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.own_schedule import OwnSchedule
-from autopar.pipeline.schedule.table import SCHEDULES, build
+from autopar.pipeline.schedule.table import KINDS, build
 from autopar.pipeline.schedule.tasks import Schedule, Shares, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.token_slices import TERAPIPE, terapipe
 from autopar.pipeline.schedule.verifier import check_replicas
 from autopar.plans.columnar_numbers import in_columns, reader, write_document
 from autopar.plans.considered import Considered
-from autopar.plans.json_codec import MaybeInfinite, WrongFieldError, as_it_is, decoder, encode, read_document, without
+from autopar.plans.json_codec import WrongFieldError, as_it_is, decoder, encode, read_document, without
 from autopar.plans.plan import Plan, sixth_to_seventh
 from autopar.plans.records import Efficiency, ProgramSignature, TensorPlan
 from autopar.plans.validate import check_plan, check_positions, check_sharding
@@ -77,110 +85,6 @@ MIGRATIONS = (as_it_is, _second_to_third, as_it_is, as_it_is, as_it_is, _sixth_t
 VERSION = len(MIGRATIONS) + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """A run of layers on a submesh.
-
-    Args:
-        first_layer, last_layer: the first and last layer, inclusive.
-        submesh: that of its first replica; of most schedules, the only one.
-        replicas: the submeshes of its other replicas, each with equal state.
-        cost: the estimated cost for which the search chose it; bytes are per device.
-        plan: the plan of the stage's program.
-    """
-
-    first_layer: int
-    last_layer: int
-    submesh: Submesh
-    cost: StageCost
-    plan: Plan
-    replicas: tuple[Submesh, ...] = ()
-
-    @property
-    def devices(self) -> range:
-        """The device numbers of its first replica, host after host."""
-        return self.submesh.devices
-
-    @property
-    def places(self) -> tuple[Submesh, ...]:
-        """The submesh of each replica."""
-        return (self.submesh, *self.replicas)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafPart:
-    """An array of the step's arguments or results, or some of its layers, on the submesh of a stage.
-
-    Args:
-        stage: the stage whose submesh holds it.
-        sharding: its sharding there.
-        rows: the layer dim, the first layer, and the one after the last; None for the whole array.
-    """
-
-    stage: int
-    sharding: TensorSharding
-    rows: tuple[int, int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinePrediction:
-    """The prediction for a pipelined step.
-
-    Args:
-        step_time_s: the simulated step time.
-        bubble_fraction: the idle fraction of all devices' time.
-        stage_bytes: the peak bytes per device of each submesh.
-    """
-
-    step_time_s: float
-    bubble_fraction: float
-    stage_bytes: tuple[float, ...]
-
-    @property
-    def peak_bytes(self) -> float:
-        """The largest peak of any device."""
-        return max(self.stage_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagesTried:
-    """An alternative that was searched; `step_time_s` is `inf` if nothing fitted.
-
-    Args:
-        schedule: the schedule's name; "" for one program on all devices.
-        reason: why nothing fitted.
-        planned: whether each stage was planned with what it sends; otherwise the stages have the costs of planned layers.
-    """
-
-    schedule: str
-    num_stages: int
-    num_microbatches: int
-    step_time_s: MaybeInfinite
-    peak_bytes: MaybeInfinite
-    planned: bool = False
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchOutcome:
-    """How the search ended.
-
-    Args:
-        gap: (cost - lower bound) / cost of the partition, by its objective.
-        num_planned: the number of runs of layers that were planned to estimate their costs.
-        among: the partitions that `status` and `gap` refer to; "" if the partitioner bounds nothing. The default is
-            that of files without this field.
-        search_time_s: seconds of this search; not saved.
-    """
-
-    status: str
-    gap: float
-    num_layers: int
-    num_planned: int
-    among: str = "stages in the order of the devices"
-    search_time_s: float | None = field(default=None, compare=False)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
     """Everything decided about a pipelined step. `in_tree` / `out_tree` are JAX tree structures and not saved.
@@ -200,6 +104,7 @@ class PipelinePlan:
         token_slices: the tokens of each slice, if microbatches run in slices of tokens (`terapipe`).
         slice_shares: the share of each slice in the seconds of a microbatch's forward pass, and of its backward pass.
         read_state: positions of inputs that are state of another step, in whose stages this one runs (`like`).
+        weight_versions: what each stage keeps in an asynchronous schedule; empty in others.
         tried: the stages that were searched.
         considered: with `everything="auto"`, this plan and the alternatives, each with the reason why it was not chosen.
         efficiency: the data for MFU and throughput; None in plans of older files.
@@ -231,6 +136,7 @@ class PipelinePlan:
     token_slices: tuple[int, ...] = ()
     slice_shares: Shares = ()
     read_state: tuple[int, ...] = ()
+    weight_versions: tuple[WeightVersions, ...] = ()
     tried: tuple[StagesTried, ...] = ()
     considered: tuple[Considered, ...] = ()
     notes: tuple[str, ...] = ()
@@ -311,9 +217,27 @@ class PipelinePlan:
         return any_edges.side_by_side(len(self.stages), edges_between(self.sends))
 
     def timeline(self) -> PipelineTimeline:
-        """The simulated timeline of one step."""
+        """The simulated timeline of one step; of an asynchronous schedule, of one batch alone."""
         costs = [one.cost for one in self.stages]
         return staged_timeline(self.tasks(), costs, self.sends, submeshes_of(self.stages))
+
+    def streamed(self, costs: Sequence[StageCost] | None = None) -> StreamedTime | None:
+        """The simulated stream of batches of an asynchronous schedule; None of another one.
+
+        Args:
+            costs: of the stages; by default as planned.
+        """
+        kind = KINDS.get(self.schedule)
+        if kind is None or not kind.is_asynchronous:
+            return None
+        used = [one.cost for one in self.stages] if costs is None else costs
+        edges = chain_with(len(self.stages), edges_between(self.sends))
+        return streamed_time(kind, self.num_microbatches, edges, used, self.sends, submeshes_of(self.stages))
+
+    def shown_timeline(self) -> PipelineTimeline:
+        """The simulated timeline that shows the schedule: of a step, or of the first batches of a stream."""
+        streamed = self.streamed()
+        return self.timeline() if streamed is None else replace(streamed.timeline, versions=streamed.reads)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON types, as `save` writes it, without `in_tree` and `out_tree`."""
@@ -324,6 +248,7 @@ class PipelinePlan:
             "splits_loops",
             "token_slices",
             "slice_shares",
+            "weight_versions",
         ):  # newer than version 8
             if not body[name]:
                 del body[name]
@@ -370,6 +295,7 @@ def _check(plan: PipelinePlan) -> None:
     _check_layers(plan, layer)
     _check_sends(plan)
     _check_schedule(plan)
+    _check_versions(plan)
     _check_prices(plan)
     for name, leaves, tensors in (
         ("input_parts", plan.input_parts, plan.inputs),
@@ -420,8 +346,8 @@ def _check_schedule(plan: PipelinePlan) -> None:
         len(plan.slice_shares) != len(plan.token_slices) or any(min(one) < 0 for one in plan.slice_shares)
     ):
         raise WrongFieldError("slice_shares", "must have a pair of shares, none negative, for each slice of tokens")
-    if plan.own_schedule is None and plan.schedule not in SCHEDULES:
-        raise WrongFieldError("schedule", f"is {plan.schedule!r}, which is none of {', '.join(SCHEDULES)}")
+    if plan.own_schedule is None and plan.schedule not in KINDS:
+        raise WrongFieldError("schedule", f"is {plan.schedule!r}, which is none of {', '.join(KINDS)}")
     field = "schedule" if plan.own_schedule is None else "own_schedule"
     try:
         tasks = plan.tasks()
@@ -437,6 +363,17 @@ def _check_schedule(plan: PipelinePlan) -> None:
         )
     if tasks.replicas != plan.submeshes_of:
         raise WrongFieldError("stages", f"must be on the submeshes on which {plan.schedule!r} runs them")
+
+
+def _check_versions(plan: PipelinePlan) -> None:
+    """Refuse versions of weights of a synchronous schedule, or impossible ones."""
+    kept, kind = plan.weight_versions, KINDS.get(plan.schedule)
+    if bool(kept) != (kind is not None and kind.is_asynchronous) or (kept and len(kept) != len(plan.stages)):
+        raise WrongFieldError(
+            "weight_versions", "must have an entry for each stage of an asynchronous schedule, else none"
+        )
+    if any(one.copies < 1 or one.num_bytes < 0 or not 0 <= one.least_delay <= one.most_delay for one in kept):
+        raise WrongFieldError("weight_versions", "must have a copy at least, and no negative bytes or delays")
 
 
 def _check_prices(plan: PipelinePlan) -> None:

@@ -21,7 +21,7 @@ from autopar.pipeline.draw.text import timeline_text
 from autopar.pipeline.partition.sends import Send
 from autopar.pipeline.plan import PipelinePlan, StagePlan
 from autopar.pipeline.schedule import dag as any_edges
-from autopar.pipeline.schedule.table import SCHEDULES
+from autopar.pipeline.schedule.table import KINDS
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.report.breakdown import efficiency_text, replicated_text
 from autopar.report.considered import considered_json, considered_section
@@ -83,7 +83,7 @@ class StagesExplanation:
 
 def explain_stages(plan: PipelinePlan) -> StagesExplanation:
     """Explain a pipeline plan: `print(explain_stages(plan))`."""
-    timeline = plan.timeline()
+    timeline = plan.shown_timeline()
     stages = tuple(explain_program(stage.plan) for stage in plan.stages)
     return StagesExplanation(plan, timeline, submesh_uses(plan, timeline), stages)
 
@@ -101,7 +101,7 @@ def render_stages_summary(plan: PipelinePlan, console: Console) -> None:
 
 def stages_json(plan: PipelinePlan) -> dict[str, Any]:
     """The explanation as JSON types: seconds and bytes as numbers, infinite ones as null."""
-    timeline = plan.timeline()
+    timeline = plan.shown_timeline()
     document = {
         "format": "autopar-stages-explanation",
         "version": 2,
@@ -117,6 +117,7 @@ def stages_json(plan: PipelinePlan) -> dict[str, Any]:
         "stages": [_stage_json(stage) for stage in plan.stages],
         "sends": [asdict(one) for one in plan.sends],
         "side_by_side": plan.side_by_side(),
+        "weight_versions": [asdict(one) for one in plan.weight_versions],
         "timeline": timeline.rows(),
         "submeshes": [asdict(use) | {"peak_bytes": use.peak_bytes} for use in submesh_uses(plan, timeline)],
         "tried": [asdict(other) for other in plan.tried],
@@ -142,7 +143,8 @@ def _stage_json(stage: StagePlan) -> dict[str, Any]:
 def _print(explained: StagesExplanation, console: Console) -> None:
     plan = explained.plan
     console.print(Group(*_head(plan), *_totals(plan), *_stages(plan)))
-    console.print(Text("Timeline of a step, simulated", "bold"), Text())
+    of = "a stream of batches" if plan.weight_versions else "a step"
+    console.print(Text(f"Timeline of {of}, simulated", "bold"), Text())
     console.print(inset(timeline_text(explained.timeline, width=min(console.width, TEXT_WIDTH) - 4)), Text())
     console.print(Group(*_tried(plan), *notes_section(plan.notes)))
 
@@ -154,7 +156,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
         sure = f"not bounded; {outcome.status}"
     among = f" among {outcome.among}" if outcome.among and len(plan.stages) > 1 else ""
     searched = f"{outcome.num_layers} layers, {outcome.num_planned} runs of layers planned"
-    descriptions = {**any_edges.DESCRIPTIONS, **{name: kind.description for name, kind in SCHEDULES.items()}}
+    descriptions = {**any_edges.DESCRIPTIONS, **{name: kind.description for name, kind in KINDS.items()}}
     own = plan.own_schedule
     description = descriptions.get(plan.schedule, "") if own is None else own.description
     took = "" if outcome.search_time_s is None else f", {human_seconds(outcome.search_time_s)}"
@@ -168,6 +170,8 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
         facts.append(("In parallel", "; ".join(f"stages {_branches(fork)}" for fork in branches)))
     if any(stage.replicas for stage in plan.stages):
         facts.append(("Replicas", _replicas_text(plan)))
+    if plan.weight_versions:
+        facts.append(("Versions", _versions_text(plan)))
     if plan.own_statistics:
         text = "each microbatch has its own batch statistics, which changes the step slightly"
         facts.append(("Statistics", text))
@@ -186,6 +190,18 @@ def _replicas_text(plan: PipelinePlan) -> str:
         return text
     slowest = max(sends, key=lambda one: one.seconds)
     return f"{text} a step, at most {human_bytes(slowest.num_bytes)} in {human_seconds(slowest.seconds)}"
+
+
+def _versions_text(plan: PipelinePlan) -> str:
+    """The versions of its weights that each stage keeps, and the delay of its gradients."""
+    kept = plan.weight_versions
+    delays = [range_text(one.least_delay, one.most_delay) for one in kept]
+    sizes = [human_bytes(one.num_bytes) for one in kept]
+    each = sizes[0] if len(set(sizes)) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
+    return (
+        f"by stage, {', '.join(str(one.copies) for one in kept)} copies of the weights, each of {each} per device; gradients are"
+        f" {', '.join(delays)} updates late"
+    )
 
 
 def stages_replicated(plan: PipelinePlan) -> list[str]:

@@ -50,7 +50,9 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
         timeline: the simulated timeline of the plan.
     """
     costs = [stage.cost for stage in plan.stages]
-    schedule, submeshes = plan.tasks(), submeshes_of(plan.stages)
+    streamed, submeshes = plan.streamed(), submeshes_of(plan.stages)
+    schedule = plan.tasks() if streamed is None else streamed.schedule
+    versions = [(one.copies - 1) * one.num_bytes for one in plan.weight_versions] or [0.0] * len(costs)
     flight_bytes = bytes_during_tasks(schedule, costs)
     uses = []
     for submesh, (order, during_tasks) in enumerate(zip(schedule.orders, flight_bytes, strict=True)):
@@ -66,7 +68,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
                 stages=tuple(stages),
                 phases=tuple((phase, seconds[phase]) for phase in PHASES if seconds[phase]),
                 idle_s=timeline.idle_s[submesh],
-                state_bytes=sum(costs[stage].state_bytes for stage in stages),
+                state_bytes=sum(costs[stage].state_bytes + versions[stage] for stage in stages),
                 working_bytes=max((costs[stage].working_bytes for stage in stages), default=0.0),
                 in_flight=tuple((starts[task], bytes_) for task, bytes_ in zip(order, during_tasks, strict=True)),
             )

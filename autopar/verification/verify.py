@@ -16,7 +16,8 @@ from typing import Any, Literal, overload
 import jax
 
 from autopar.api.make_plan import plan_program
-from autopar.api.parallelize import ParallelStep, parallelize
+from autopar.api.parallel_step import ParallelStep
+from autopar.api.parallelize import parallelize
 from autopar.api.plan_in_stages import cluster_of
 from autopar.errors import BudgetError, ClusterError, TimeLimitError, VerifyError
 from autopar.frontend.step import Step

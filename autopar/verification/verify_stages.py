@@ -323,7 +323,9 @@ def _step_time(plan: PipelinePlan, stages: Sequence[StageVerification]) -> Figur
     known = [cost for cost in costs if cost is not None]
     replayed = None
     if len(known) == len(costs):
-        replayed = staged_timeline(plan.tasks(), known, plan.sends, submeshes_of(plan.stages)).makespan_s
+        streamed = plan.streamed(known)
+        timeline = staged_timeline(plan.tasks(), known, plan.sends, submeshes_of(plan.stages))
+        replayed = timeline.makespan_s if streamed is None else streamed.step_s
     return Figure("step time", "s", plan.prediction.step_time_s, replayed, STEP_TIME_TOLERANCE)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.api.checkpoint import state_tree as checkpoint_state
 from autopar.api.checkpoint.folder import ABOUT, EXTRA, PLAN, CheckpointFolder, DamagedError, about_of, digest, store
-from autopar.api.parallelize import ParallelStep
+from autopar.api.parallel_step import ParallelStep
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.frontend.state import makes_state, state_apart
 from autopar.pipeline.plan import AnyPlan

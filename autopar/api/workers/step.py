@@ -24,6 +24,7 @@ from autopar.api.workers.traced_step import (
     arguments_of,
     check_state_first,
     on_shares,
+    state_arguments_of,
     traced_step,
 )
 from autopar.api.workers.work import Share, Work, is_lockstep
@@ -141,7 +142,7 @@ class WorkersStep:
             StepSignatureError: the last stream was not drained, or the arguments do not fit the step.
         """
         self._check_drained()
-        first = state if type(state) is tuple else (state,)
+        first = state_arguments_of(self.called, state, others)
         return self._streamed(first, iter(batches), others)
 
     def drain(self) -> Any:

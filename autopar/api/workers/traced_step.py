@@ -93,14 +93,37 @@ def traced_step(call: Call, carry: Sequence[str] | None) -> TracedStep:
     Raises:
         StepSignatureError: the step changes objects in place, returns no state, or returns more than arrays.
     """
-    name = call.step.name
+    check_is_plain(call, "workers need")
+    program = program_of_call(call, carry=carry, donate=())
+    return taken_apart(call, program, program.as_written.graph.carried)
+
+
+def check_is_plain(call: Call, who: str) -> None:
+    """Refuse a step that changes objects in place.
+
+    Args:
+        who: what needs the state as a value.
+
+    Raises:
+        StepSignatureError: it is one.
+    """
     if call.held:
         raise StepSignatureError(
-            f"`{name}` takes objects that it changes in place, and workers need the state as a value: write it as a function from"
+            f"`{call.step.name}` takes objects that it changes in place, and {who} the state as a value: write it as a function from"
             " a state to a new one, with `nnx.split` and `nnx.merge`"
         )
-    program = program_of_call(call, carry=carry, donate=())
-    pairs = program.as_written.graph.carried
+
+
+def taken_apart(call: Call, program: Program, pairs: Sequence[tuple[int, int]]) -> TracedStep:
+    """The parts of a traced step.
+
+    Args:
+        pairs: positions of input and output leaves that hold the same state.
+
+    Raises:
+        StepSignatureError: the step returns no state, or more than arrays.
+    """
+    name = call.step.name
     if not pairs:
         raise StepSignatureError(
             f"`{name}` returns none of its arguments updated, so there are no weights to keep: return the new state first, as"
@@ -143,6 +166,16 @@ def on_shares(call: Call, traced: TracedStep, num_workers: int, carry: Sequence[
         list(zip(trace.outputs, trace.output_paths, strict=True)),
     )
     return program_of_trace(replace(trace, **border), pairs, tuple(i for i, _ in pairs), ())
+
+
+def state_arguments_of(step: Step, state: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The first arguments of a step, which are state: a tuple is several, unless the step takes two, the state and a batch.
+
+    Args:
+        others: arguments that are given by name.
+    """
+    left = [name for name in step.required if name not in others]
+    return state if type(state) is tuple and len(left) != 2 else (state,)
 
 
 def arguments_of(step: Step, state: Sequence[Any], batch: Any, others: Mapping[str, Any]) -> tuple[Any, ...]:

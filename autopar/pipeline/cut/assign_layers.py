@@ -157,7 +157,8 @@ class _Homes:
             return max(_among(of_parameter, may), default=most)
         common = _among(set.intersection(*(where for _, where in held)), may)
         if common:
-            return max(common)
+            # A term of a gradient where the parameter is: else the gradient would pass between layers after the loop.
+            return max(self._renews(unit.results).intersection(common) or common)
         # In a chain, the values of such a layer pass the cut before it, or are all made before the cut after it.
         between = range(max(min(where) for _, where in held), min(max(where) for _, where in held) + 1)
         between = between if self.is_chain else range(0)

@@ -20,7 +20,8 @@ SlotKind = Literal["once", "each", "carry"]
 
 #: When a piece outside the loop can run: 0 before the loop or 1 after it, then how many times values have passed
 #: between stages.
-Level = tuple[int, int]
+#: In an asynchronous pipeline, a third part is the group of a piece before the loop.
+Level = tuple[int, ...]
 
 
 #: Run equations from one position to before another; bring a value into the loop or out of it, by the equation that

@@ -19,7 +19,7 @@ from autopar.frontend.trace import Trace
 from autopar.frontend.trace_builder import flat_border
 from autopar.ir.graph import Graph
 from autopar.pipeline.cut.assign_layers import Homes, homes_of, labelled
-from autopar.pipeline.cut.extract_stages import Cut, Port, StageTrace, stage_trace, stage_traces
+from autopar.pipeline.cut.extract_stages import Cut, LeafKey, Port, StageTrace, stage_trace, stage_traces
 from autopar.pipeline.cut.flow import Chain, Flow, chain_of
 from autopar.pipeline.cut.hoist_cotangent_sums import added_where_made
 from autopar.pipeline.cut.layer_loops import Stack, stack_of, stacks_of
@@ -290,6 +290,16 @@ class Layers:
             return port
         leaf = (self.cut.inputs if port.kind == "argument" else self.cut.outputs)[port.value]
         return replace(port, value=leaf.position, rows=leaf.rows)
+
+
+def carried_leaves(stages: Sequence[StageProgram]) -> dict[LeafKey, LeafKey]:
+    """The result that replaces each carried argument."""
+    found: dict[LeafKey, LeafKey] = {}
+    for stage in stages:
+        for position, result in stage.program.graph.carried:
+            if stage.inputs[position].kind == "argument":
+                found[stage.inputs[position].leaf] = stage.outputs[result].leaf
+    return found
 
 
 def layers_between(starts: Sequence[int], num_units: int) -> list[int]:

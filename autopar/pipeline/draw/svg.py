@@ -21,6 +21,7 @@ _STYLE = (
     f"text{{fill:{INK}}} .title{{font-weight:bold;font-size:14px}} .name,.key{{font-size:12px}}"
     " .tick{font-size:11px;fill:#59626d} .number{font-size:11px;text-anchor:middle} .line{stroke:#c3c9d0;stroke-width:1}"
 )
+_VERSION_STYLE = " .version{font-size:8px;font-weight:bold;fill:#8c1d40}"
 
 
 def timeline_svg(*timelines: PipelineTimeline) -> str:
@@ -40,7 +41,8 @@ def timeline_svg(*timelines: PipelineTimeline) -> str:
         f' font-family="Helvetica, Arial, \'DejaVu Sans\', sans-serif" role="img" aria-label={about}>'
     )
     ground = f'<rect width="{_WIDTH}" height="{height:g}" fill="#ffffff"/>'
-    return "\n".join([head, f"<style>{_STYLE}</style>", ground, *parts, "</svg>"]) + "\n"
+    style = _STYLE + (_VERSION_STYLE if any(timeline.versions for timeline in timelines) else "")
+    return "\n".join([head, f"<style>{style}</style>", ground, *parts, "</svg>"]) + "\n"
 
 
 def _panel(timeline: PipelineTimeline, top: float, whole: float, title: str) -> list[str]:
@@ -81,7 +83,9 @@ def _task(span: Span, timeline: PipelineTimeline, stages: tuple[int, ...], y: fl
     task = span.task
     colour = shade(task.stage, stages, LOOKS[task.phase].colour)
     start, end = span.start_s - timeline.start_s, span.end_s - timeline.start_s
-    tooltip = f"{task}, submesh {span.submesh}: {_exact(start)} to {_exact(end)}, {_exact(span.seconds)}"
+    version = timeline.versions.get(task)
+    reads = "" if version is None else f", reads version {version}"
+    tooltip = f"{task}{reads}, submesh {span.submesh}: {_exact(start)} to {_exact(end)}, {_exact(span.seconds)}"
     edge = ' stroke="#ffffff"' if width >= 3 else ""  # a thinner task would be all edge
     parts = [
         f'<rect class="{task.phase}" x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="{_ROW}" fill="{colour}"{edge}>'
@@ -90,8 +94,11 @@ def _task(span: Span, timeline: PipelineTimeline, stages: tuple[int, ...], y: fl
     number = "U" if task.phase == "update" else str(task.microbatch)
     if len(number) * _CHARACTER + 2 <= width:
         middle = x + width / 2
+        small = ""
+        if version is not None and (len(number) + 0.8 * len(str(version))) * _CHARACTER + 2 <= width:
+            small = f'<tspan class="version" dy="4">{version}</tspan>'
         parts.append(
-            f'<text class="number" x="{middle:.2f}" y="{y + _ROW / 2 + 4:g}" pointer-events="none">{number}</text>'
+            f'<text class="number" x="{middle:.2f}" y="{y + _ROW / 2 + 4:g}" pointer-events="none">{number}{small}</text>'
         )
     return parts
 
@@ -110,6 +117,10 @@ def _legend(timelines: Sequence[PipelineTimeline], top: float) -> list[str]:
         x += 19 + 6.6 * len(name) + 18
     if any(len(t.stages_on(submesh)) > 1 for t in timelines for submesh in range(t.num_submeshes)):
         parts.append(f'<text class="key" x="{x:g}" y="{top + 11.5:g}">lighter: a submesh\'s later stages</text>')
+    if any(timeline.versions for timeline in timelines):
+        parts.append(
+            f'<text class="key" x="{x:g}" y="{top + 11.5:g}">small: the version of the weights that it reads</text>'
+        )
     return parts
 
 

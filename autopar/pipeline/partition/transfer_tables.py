@@ -51,7 +51,11 @@ class Transfers:
         Returns:
             The hops, and the runs that exceed the limit even with the fastest transfer: bool, shaped as `repeated`.
         """
-        inside, across = (np.where(np.isfinite(t), self._once * t, np.inf)[:, None] for t in (self.inside, self.across))
+        # A factor of 0 leaves impossible transfers impossible.
+        inside, across = (
+            np.multiply(self._once, t, out=np.full(t.shape, np.inf), where=np.isfinite(t))[:, None]
+            for t in (self.inside, self.across)
+        )
         level = np.zeros(repeated.shape, int)
         if self._repeated == 0 or np.isinf(limit):
             return Hops(inside, across, level), repeated > limit

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -24,11 +24,18 @@ from autopar.pipeline.cut.pieces import Slot
 from autopar.pipeline.run.instances import Instances
 from autopar.pipeline.run.piece_programs import StagePieces
 from autopar.pipeline.run.stacked_leaves import StackedLeaf, held_part, part_of
-from autopar.pipeline.run.transfers import Crossing, is_mine, unchanged_wire, wire
+from autopar.pipeline.run.transfers import Crossing, Leg, Wire, is_mine, unchanged_wire, wire
 from autopar.runtime.own_arrays import is_own
 
 #: The arrays of the pipeline, by register; None for an empty register and for an array that only other processes have.
 Values = list[Any]
+
+
+class Registers(Protocol):
+    """Arrays by register, such as `Values`."""
+
+    def __getitem__(self, register: int, /) -> Any: ...
+    def __setitem__(self, register: int, value: Any, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,35 @@ class _ArgumentUse:
     is_mine: bool
     crossing: Crossing | None
     prepare: Any
+
+    def crossing_from(self, source: NamedSharding) -> StateCrossing:
+        """The transfer of a new value of the argument, from its home stage, during a stream of batches."""
+        wire = Wire(source, self.sharding) if self.crossing is None else self.crossing.wire
+        return StateCrossing(wire, self.crossing, self.prepare)
+
+
+@dataclass(frozen=True, slots=True)
+class StateCrossing:
+    """Moves new values of state from its home stage to another one; like a `Crossing`."""
+
+    wire: Wire
+    crossing: Crossing | None
+    prepare: Any
+    is_here: bool = False
+
+    @property
+    def is_mine(self) -> bool:
+        return is_mine(self.wire.source) or is_mine(self.wire.target)
+
+    @property
+    def legs(self) -> list[Leg]:
+        return [] if self.crossing is None else self.crossing.legs
+
+    def move(self, value: Any) -> Any:
+        """Start to move an array; None stands for an array that only other processes have."""
+        if self.crossing is None:
+            return None if value is None else jax.device_put(value, self.wire.target)
+        return self.crossing.move(value if value is None or self.prepare is None else self.prepare(value))
 
 
 class PipelineArguments:
@@ -96,18 +132,28 @@ class PipelineArguments:
                     if s != home and instances.replica(s) == replica and i in stages[s].arguments:
                         self._add(i, stages[s], s, port, source)
 
+    @property
+    def num_registers(self) -> int:
+        """The number of registers of arguments, which come first."""
+        return len(self.stage_of)
+
     def arrivals(self, stage: int) -> dict[Slot, NamedSharding]:
         """The expected shardings of a stage's arguments that may arrive with another sharding."""
         return dict(self._arrivals[stage])
 
-    def place(self, leaves: Sequence[Any], values: Values) -> None:
+    def place(self, leaves: Sequence[Any], values: Registers, only: Collection[LeafKey] | None = None) -> None:
         """Fill the registers of arguments. A donated array that the user made is copied, unless `may_take`.
+
+        Args:
+            only: the arguments to place; by default all.
 
         Raises:
             BatchError: an array spans several processes with another sharding than the pipeline expects.
         """
         count = Counter(map(id, leaves)) if self.donated else Counter()
         for i, uses in self.uses.items():
+            if only is not None and i not in only:
+                continue
             home, given = uses[0], leaves[i[0]]
             leaf = part_of(given, i[1], home.sharding)
             if _is_in_place(leaf, home.sharding):
@@ -155,7 +201,7 @@ class PipelineArguments:
         use = _ArgumentUse(s, slot, register, source, is_replica, sharding, is_mine(sharding), crossing, prepare)
         self.uses[i].append(use)
 
-    def _from_home(self, i: LeafKey, leaf: Any, given: Any, is_copied: bool, values: Values) -> None:
+    def _from_home(self, i: LeafKey, leaf: Any, given: Any, is_copied: bool, values: Registers) -> None:
         """Place an argument that is already at home, on the first replica at least.
 
         Args:
@@ -178,7 +224,7 @@ class PipelineArguments:
                 sent = one.prepare(sent)
             values[one.register] = one.crossing.move(sent)
 
-    def _from_host(self, leaf: Any, uses: Sequence[_ArgumentUse], values: Values) -> None:
+    def _from_host(self, leaf: Any, uses: Sequence[_ArgumentUse], values: Registers) -> None:
         """Place a leaf that every process has whole: each process keeps its own shards."""
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise BatchError(

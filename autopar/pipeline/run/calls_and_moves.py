@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.pipeline.run.arguments import Values
+from autopar.pipeline.run.arguments import Registers, StateCrossing
 from autopar.pipeline.run.broadcast import Broadcaster
 from autopar.pipeline.run.moves_of_others import MovesOfOthers
 from autopar.pipeline.run.piece_programs import Key, PieceProgram
@@ -43,7 +43,7 @@ class Call:
     donated: Callable[[], Sequence[int]] = tuple
     after_first: Callable[[], None] = lambda: None
 
-    def run(self, values: Values) -> None:
+    def run(self, values: Registers) -> None:
         inputs = [values[i] for i in self.reads]
         self.settle(inputs)
         results = self.program.jitted(*inputs)
@@ -63,13 +63,13 @@ class Call:
 class Move:
     """Transfers an array to another submesh. `task` is the task that produced it."""
 
-    crossing: Crossing
+    crossing: Crossing | StateCrossing
     task: Task | None
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     frees: tuple[int, ...] = ()
 
-    def run(self, values: Values) -> None:
+    def run(self, values: Registers) -> None:
         values[self.writes[0]] = self.crossing.move(values[self.reads[0]])
         for i in self.frees:
             values[i] = None
@@ -85,7 +85,7 @@ class Broadcast:
     task: Task | None = None
     frees: tuple[int, ...] = ()
 
-    def run(self, values: Values) -> None:
+    def run(self, values: Registers) -> None:
         values[self.writes[0]] = self.broadcaster.broadcast(values[self.reads[0]])
         for i in self.frees:
             values[i] = None
@@ -101,7 +101,7 @@ class Count:
     task: Task | None = None
     frees: tuple[int, ...] = ()
 
-    def run(self, values: Values) -> None:
+    def run(self, values: Registers) -> None:
         self.moves.count()
 
 

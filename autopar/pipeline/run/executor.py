@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.pieces import Layout, pieces_of
-from autopar.pipeline.cut.unroll_layers import Rows
-from autopar.pipeline.run.arguments import PipelineArguments
+from autopar.pipeline.cut.stage_programs import carried_leaves
+from autopar.pipeline.run.arguments import PipelineArguments, Values
 from autopar.pipeline.run.instances import Instances
-from autopar.pipeline.run.instructions import Instructions, Values, instructions_of
+from autopar.pipeline.run.instructions import Instructions, by_leaf, instructions_of
 from autopar.pipeline.run.levels import levels_of
 from autopar.pipeline.run.piece_programs import PlannedStage, StagePieces
 from autopar.pipeline.run.stacked_leaves import assembled, over_replicas, sharding_of_parts
@@ -78,7 +78,7 @@ class Pipeline:
         self.pieces = [
             StagePieces(_on_replica(stages[s], replica), taken[s], layouts[s]) for s, replica in self.instances
         ]
-        self.carried = _carried(stages)
+        self.carried = carried_leaves([one.program for one in stages])
         self.homes = _homes(stages, homes or {})
         may_donate = {leaf for leaf in self.homes if (leaf in self.carried if donated is None else leaf[0] in donated)}
         self.arguments = PipelineArguments(self.pieces, self.instances, self.homes, may_donate, may_take=may_take)
@@ -127,25 +127,14 @@ class Pipeline:
 
     def end(self, values: Values) -> list[Any]:
         """The results, from the registers after the last instruction."""
-        parts = _by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
+        parts = by_leaf({leaf: result.read(values) for leaf, result in self.instructions.results.items()})
         # A scalar constant becomes a new array in each step, because the caller may donate it.
         return [assembled(parts[i]) if i in parts else jnp.array(self.literals[i]) for i in range(self.num_outputs)]
 
 
-_T = TypeVar("_T")
-
-
-def _by_leaf(parts: Mapping[LeafKey, _T]) -> dict[int, dict[Rows | None, _T]]:
-    """The parts of each leaf, by position."""
-    found: dict[int, dict[Rows | None, _T]] = {}
-    for (position, rows), part in parts.items():
-        found.setdefault(position, {})[rows] = part
-    return found
-
-
 def _whole(parts: Mapping[LeafKey, NamedSharding]) -> dict[int, NamedSharding]:
     """The shardings of whole leaves, given those of their parts; without leaves that no `NamedSharding` describes."""
-    whole = {position: sharding_of_parts(own) for position, own in _by_leaf(parts).items()}
+    whole = {position: sharding_of_parts(own) for position, own in by_leaf(parts).items()}
     return {position: sharding for position, sharding in whole.items() if sharding is not None}
 
 
@@ -154,17 +143,6 @@ def _on_replica(stage: PlannedStage, replica: int) -> PlannedStage:
     meshes = (stage.mesh, *stage.replicas)
     others = tuple(mesh for n, mesh in enumerate(meshes) if n != replica)
     return replace(stage, mesh=meshes[replica], replicas=others)
-
-
-def _carried(stages: Sequence[PlannedStage]) -> dict[LeafKey, LeafKey]:
-    """The result that replaces each carried argument."""
-    found: dict[LeafKey, LeafKey] = {}
-    for stage in stages:
-        inputs, outputs = stage.program.inputs, stage.program.outputs
-        for position, result in stage.program.program.graph.carried:
-            if inputs[position].kind == "argument":
-                found[inputs[position].leaf] = outputs[result].leaf
-    return found
 
 
 def _homes(stages: Sequence[PlannedStage], given: Mapping[LeafKey, int]) -> dict[LeafKey, tuple[int, Any]]:

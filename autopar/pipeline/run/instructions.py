@@ -10,25 +10,26 @@ counts their moves between processes (`moves_of_others`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import ScheduleError
-from autopar.jax_interop import compat as jax_compat
 from autopar.pipeline.cut.extract_stages import LeafKey, Port
 from autopar.pipeline.cut.pieces import Slot, piece_name
-from autopar.pipeline.run.arguments import PipelineArguments, Values
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.arguments import PipelineArguments, Registers
 from autopar.pipeline.run.broadcast import Broadcaster, is_small
 from autopar.pipeline.run.calls_and_moves import Broadcast, Call, Count, Instruction, Move
 from autopar.pipeline.run.instances import Instances
 from autopar.pipeline.run.moves_of_others import MovesOfOthers
-from autopar.pipeline.run.piece_programs import Compiled, Key, Send, StagePieces
+from autopar.pipeline.run.piece_programs import Key, StagePieces
 from autopar.pipeline.run.register_lifetimes import Lifetimes
+from autopar.pipeline.run.sent_by_pieces import ProgramsOfPieces
 from autopar.pipeline.run.stacked_leaves import array_of_replicas, over_replicas
-from autopar.pipeline.run.transfers import Crossing, Leg, Wire, is_mine, wire, without_shards
+from autopar.pipeline.run.transfers import Crossing, Leg, Wire, is_mine, without_shards
 from autopar.pipeline.schedule.tasks import PHASES, Task
 
 
@@ -46,7 +47,7 @@ class Result:
     sharding: NamedSharding
     absent: Any = None
 
-    def read(self, values: Values) -> Any:
+    def read(self, values: Registers) -> Any:
         """The result, after the last instruction."""
         found = [values[register] for register in self.registers]
         if all(value is None for value in found):
@@ -87,23 +88,6 @@ def instructions_of(
     return _Listing(stages, instances, tasks, arguments, carried, compiler_options).run()
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """One transfer from a stage to a slot of another stage."""
-
-    target: int
-    slot: Slot
-    crossing: Crossing
-
-
-@dataclass(slots=True)
-class _Sends:
-    """The values that a piece sends. A value is resharded once for all receivers that share a wire."""
-
-    sends: list[Send] = field(default_factory=list)
-    paths: list[list[_Path]] = field(default_factory=list)
-
-
 class _Listing:
     """Builds the instructions."""
 
@@ -134,22 +118,8 @@ class _Listing:
         self.runs = {(instances.of_task(task), task.microbatch // self.num_slices) for task in tasks}
         #: Registers from which a replica sends to one in another process.
         self.sent_away: set[int] = set()
-        self.sends = [{key: self._sends(s, key) for key in stage.whole} for s, stage in enumerate(stages)]
-        compiled: dict[Mesh, Compiled] = {}
-        self.programs = [
-            {
-                key: stage.program(
-                    key,
-                    self.sends[s][key].sends,
-                    self._arrivals(s),
-                    self.num_microbatches,
-                    compiler_options,
-                    compiled.setdefault(stage.stage.mesh, {}),
-                )
-                for key in stage.whole
-            }
-            for s, stage in enumerate(stages)
-        ]
+        made = ProgramsOfPieces(stages, instances, arguments, self.num_microbatches, compiler_options)
+        self.sends, self.programs = made.sends, made.programs
         self._check_covered()
 
     def run(self) -> Instructions:
@@ -175,7 +145,7 @@ class _Listing:
                 self._call(s, level, None)
         lifetimes = Lifetimes(self.arguments, self.sent_away, by_position=self.instances.num_replicas > 1)
         lifetimes.settle(self.steps, {register for one in self.results.values() for register in one.registers})
-        steps = tuple(self._own_steps())
+        steps = tuple(own_steps(self.steps, self.stages))
         return Instructions(steps, len(self.stage_of), self.results, tuple(self.stage_of))
 
     def _check_covered(self) -> None:
@@ -195,60 +165,6 @@ class _Listing:
                     f"the schedule never runs the {task}, so the step's results would be wrong. Schedule all tasks of"
                     " every stage, or use a schedule of the package"
                 )
-
-    # -- transfers ---------------------------------------------------------------------------
-
-    def _sends(self, s: int, key: Key) -> _Sends:
-        """The values that a piece sends, and their receivers."""
-        stage = self.stages[s]
-        piece, ports = stage.whole[key], stage.stage.program.outputs
-        found = _Sends()
-        outputs: list[tuple[Port, Slot | int]] = [
-            (Port("inside", value), slot)
-            for value, inner in stage.pieces.gives_inside.items()
-            for slot in piece.gives
-            if slot.value == inner
-        ]
-        outputs += [(ports[i], i) for i in piece.outputs if ports[i].kind == "outside"]
-        avals = stage.avals()
-        for port, what in outputs:
-            for t, other in enumerate(self.stages):
-                if self.instances.replica(t) != self.instances.replica(s):
-                    continue
-                inner = other.pieces.takes_inside.get(port.value) if port.kind == "inside" else None
-                slot = other.outside.get(port) if inner is None else Slot("each", inner)
-                if slot is None or t == s:
-                    continue
-                raw = jax_compat.raw_struct(avals[port])
-                passing = wire(raw.shape, stage.out_shardings[port], other.shardings[port])
-                path = _Path(t, slot, Crossing(raw.shape, raw.dtype, passing))
-                self._add(found, Send(what, stage.out_shardings[port], passing.source), path)
-        return found
-
-    def _add(self, found: _Sends, send: Send, path: _Path) -> None:
-        for known, paths in zip(found.sends, found.paths, strict=True):
-            if known == send and not (path.crossing.is_here or paths[0].crossing.is_here):
-                paths.append(path)
-                return
-        found.sends.append(send)
-        found.paths.append([path])
-
-    def _arrivals(self, t: int) -> dict[Slot, NamedSharding]:
-        """The expected shardings of values that arrive at a stage with another sharding or dtype."""
-        found = self.arguments.arrivals(t)
-        stage = self.stages[t]
-        wanted = {Slot("each", inner): Port("inside", value) for value, inner in stage.pieces.takes_inside.items()}
-        wanted.update({slot: port for port, slot in stage.outside.items()})
-        for sends in self.sends:
-            for one in sends.values():
-                for path in (path for paths in one.paths for path in paths if path.target == t):
-                    sharding = stage.shardings[wanted[path.slot]]
-                    if (
-                        path.crossing.wire.target != sharding
-                        or stage.layout.trace.avals[path.slot.value].dtype != path.crossing.dtype
-                    ):
-                        found[path.slot] = sharding
-        return found
 
     # -- instructions ------------------------------------------------------------------------
 
@@ -327,7 +243,7 @@ class _Listing:
             self.steps.append(Broadcast(broadcaster, (register,), (copy,)))
             self.results[result] = Result((copy,), broadcaster.sharding)
             return
-        self.results[result] = Result((register,), sharding, _absent(aval, sharding))
+        self.results[result] = Result((register,), sharding, absent(aval, sharding))
 
     def _add_replica(self, result: LeafKey, aval: Any, register: int, sharding: NamedSharding) -> None:
         """Add what another replica has of a result."""
@@ -335,26 +251,38 @@ class _Listing:
         parts = [*self.replica_shardings.get(result, [known.sharding]), sharding]
         self.replica_shardings[result] = parts
         whole = over_replicas(parts)
-        self.results[result] = Result((*known.registers, register), whole, _absent(aval, whole))
-
-    def _own_steps(self) -> Iterator[Instruction]:
-        """The instructions of this process, in order. Moves between others are counted before the next instruction that
-        passes arrays between processes."""
-        here = jax.process_index()
-        mine = [any(d.process_index == here for d in stage.stage.mesh.devices.flat) for stage in self.stages]
-        counts: dict[Any, Callable[[], Any]] = {}
-        others: list[Leg] = []
-        for one in (*self.steps, None):
-            if isinstance(one, Move) and not one.crossing.is_mine:
-                others += one.crossing.legs
-                continue
-            if others and (one is None or isinstance(one, Broadcast) or (isinstance(one, Move) and one.crossing.legs)):
-                yield Count(MovesOfOthers(others, counts))
-                others = []
-            if one is not None and not (isinstance(one, Call) and not mine[one.stage]):
-                yield one
+        self.results[result] = Result((*known.registers, register), whole, absent(aval, whole))
 
 
-def _absent(aval: Any, sharding: NamedSharding) -> Any:
+def own_steps(steps: Sequence[Call | Move | Broadcast], stages: Sequence[StagePieces]) -> Iterator[Instruction]:
+    """The instructions of this process, in order. Moves between others are counted before the next instruction that passes
+    arrays between processes."""
+    here = jax.process_index()
+    mine = [any(d.process_index == here for d in stage.stage.mesh.devices.flat) for stage in stages]
+    counts: dict[Any, Callable[[], Any]] = {}
+    others: list[Leg] = []
+    for one in (*steps, None):
+        if isinstance(one, Move) and not one.crossing.is_mine:
+            others += one.crossing.legs
+            continue
+        if others and (one is None or isinstance(one, Broadcast) or (isinstance(one, Move) and one.crossing.legs)):
+            yield Count(MovesOfOthers(others, counts))
+            others = []
+        if one is not None and not (isinstance(one, Call) and not mine[one.stage]):
+            yield one
+
+
+def absent(aval: Any, sharding: NamedSharding) -> Any:
     """The placeholder for a result that only other processes have."""
     return None if is_mine(sharding) else without_shards(aval.shape, aval.dtype, sharding)
+
+
+_T = TypeVar("_T")
+
+
+def by_leaf(parts: Mapping[LeafKey, _T]) -> dict[int, dict[Rows | None, _T]]:
+    """The parts of each leaf, by position."""
+    found: dict[int, dict[Rows | None, _T]] = {}
+    for (position, rows), part in parts.items():
+        found.setdefault(position, {})[rows] = part
+    return found

@@ -6,7 +6,7 @@ Out: the instructions, with `frees` and `donated` set.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.pipeline.run.arguments import PipelineArguments
 from autopar.pipeline.run.calls_and_moves import Broadcast, Call, Move
@@ -27,11 +27,20 @@ class Lifetimes:
         #: Registers that may hold the same array as another.
         self.shared = set(arguments.shared)
 
-    def settle(self, steps: Sequence[Call | Move | Broadcast], results: Collection[int]) -> None:
-        """Set when each register is freed, and which registers each piece may overwrite."""
+    def settle(
+        self, steps: Sequence[Call | Move | Broadcast], results: Collection[int], until: Mapping[int, int] | None = None
+    ) -> None:
+        """Set when each register is freed, and which registers each piece may overwrite.
+
+        Args:
+            results: registers that are never freed.
+            until: for registers that are kept longer than they are read, the position of an instruction.
+        """
         last: dict[int, int] = {}
         for n, one in enumerate(steps):
             last.update(dict.fromkeys((*one.reads, *one.writes), n))
+        for register, n in (until or {}).items():
+            last[register] = max(n, last.get(register, n))
         for register in results:
             last.pop(register, None)
         frees: list[list[int]] = [[] for _ in steps]

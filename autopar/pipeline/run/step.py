@@ -6,7 +6,7 @@ Out: `PipelinedStep`, which maps the step's arguments, as pytrees, to its result
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,8 @@ from autopar.pipeline.plan import LeafPart, PipelinePlan
 from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.measured import run_measured
 from autopar.pipeline.run.stacked_leaves import over_replicas, sharding_of_parts
+from autopar.pipeline.run.stream import StreamedPipeline
+from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.runtime import jit as execute
 from autopar.runtime.own_arrays import OwnArguments, items, make_own
@@ -148,8 +150,25 @@ class PipelinedStep:
         leaves, timeline = run_measured(self.pipeline, jax.tree.leaves(trees))
         return self._returned(leaves), timeline
 
-    def _returned(self, leaves: Sequence[Any]) -> Any:
+    def streamed(self, kind: ScheduleKind, of_batch: Collection[int]) -> StreamedPipeline:
+        """The step as a pipeline that streams batches.
+
+        Args:
+            kind: an asynchronous schedule.
+            of_batch: positions of arguments that are new in each batch.
+
+        Raises:
+            ScheduleError: the step cannot run asynchronously.
+        """
+        paths = [tensor.path for tensor in self.plan.inputs]
+        return StreamedPipeline(self.pipeline, kind, self.plan.num_microbatches, of_batch, paths)
+
+    def renewed(self, leaves: Sequence[Any]) -> None:
+        """Let later calls reuse the memory of state, given all leaves of a result."""
         make_own(self._renewed(leaves))
+
+    def _returned(self, leaves: Sequence[Any]) -> Any:
+        self.renewed(leaves)
         return jax.tree.unflatten(self.out_tree, leaves)
 
 

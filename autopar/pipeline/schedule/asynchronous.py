@@ -1,4 +1,4 @@
-"""Order tasks of pipelines that do not wait for updates: AMPNet, PipeDream, PipeDream-2BW, PipeMare.
+"""Order tasks of pipelines that do not wait for updates: AMPNet, PipeDream, PipeDream-2BW.
 
 Microbatches of one batch follow those of the batch before without a pause. Each stage alternates one forward and one
 backward pass, as in 1F1B, and updates its weights as soon as it has the gradients of a whole batch. After filling, no
@@ -95,9 +95,8 @@ PIPEDREAM = _kind("pipedream", "Streams batches; a backward pass reads the weigh
 VERTICAL_SYNC = _kind("vertical", "Streams batches; all stages read one version for a microbatch.", VERTICAL)
 TWO_BW = _kind("2bw", "Streams batches; all stages read the version before that of the batch.", DOUBLE_BUFFER)
 AMPNET = _kind("ampnet", "Streams batches; every task reads the latest weights.", LATEST)
-PIPEMARE = _kind("pipemare", "Streams batches; every task reads the latest weights, corrected for the delay.", LATEST)
 
 #: The asynchronous schedules, by the name that `consistency=` takes.
 ASYNCHRONOUS: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (PIPEDREAM, VERTICAL_SYNC, TWO_BW, AMPNET, PIPEMARE)}
+    {kind.name: kind for kind in (PIPEDREAM, VERTICAL_SYNC, TWO_BW, AMPNET)}
 )

@@ -6,8 +6,9 @@ Out: `PipelineTimeline`, with the makespan and the idle time; the drawings use i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from autopar.pipeline.schedule.tasks import Task
@@ -34,11 +35,13 @@ class PipelineTimeline:
         title: a title such as "1f1b, simulated".
         num_submeshes: the number of submeshes, including idle ones.
         spans: the spans in any order. Measured spans of one submesh may overlap; overlapping time counts once.
+        versions: the version of the weights that each task reads, to be drawn; empty in synchronous steps.
     """
 
     title: str
     num_submeshes: int
     spans: tuple[Span, ...]
+    versions: Mapping[Task, int] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
     def start_s(self) -> float:

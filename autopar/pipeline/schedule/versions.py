@@ -73,7 +73,7 @@ VERTICAL = VersionRule(
 DOUBLE_BUFFER = VersionRule(
     "the version before that of its batch, on all stages", lambda at: at.batch - 1, needs_filled=True
 )
-#: AMPNet (Gaunt et al., 2017) and PipeMare (Yang et al., 2021): no stage keeps an old version.
+#: AMPNet (Gaunt et al., 2017): no stage keeps an old version.
 LATEST = VersionRule("the latest version, forward and backward", lambda at: at.applied, lambda at: at.applied)
 
 

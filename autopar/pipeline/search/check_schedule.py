@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from autopar.errors import ScheduleError
 from autopar.pipeline.cut.pieces import Layout
+from autopar.pipeline.cut.pieces_by_version import versioned_programs
 from autopar.pipeline.cut.replicas import accumulators, check_effects
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
@@ -77,11 +78,13 @@ def _check_pairs(kind: ScheduleKind, request: StageRequest) -> None:
 
 
 def check_stages(kind: ScheduleKind | None, programs: Sequence[StageProgram]) -> None:
-    """Refuse stages that cannot have replicas, for a schedule that has them.
+    """Refuse stages that cannot have replicas, for a schedule that has them, or that cannot run asynchronously.
 
     Raises:
-        EffectError, ScheduleError: see `cut.replicas`.
+        EffectError, ScheduleError: see `cut.replicas` and `cut.pieces_by_version`.
     """
+    if kind is not None and kind.is_asynchronous:
+        versioned_programs(programs)
     for one in programs if kind is not None and kind.has_replicas else ():
         layout = Layout(one.program.trace, one.inputs)
         accumulators(layout)

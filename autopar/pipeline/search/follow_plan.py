@@ -294,6 +294,11 @@ class _Following:
         sends = sends_of(exchanges_of(programs), stages, self.like.cluster, self.request.profiles)
         edges, found = edges_between(sends), False
         for kind in kinds if self.like.is_chain else ():
+            if kind.is_asynchronous:
+                raise ScheduleError(
+                    f"schedule {kind.name!r} is asynchronous, and the stages of another plan (`like`) run synchronously only:"
+                    " leave `like` out"
+                )
             shape = PipelineShape(len(places), count, virtual)
             reason = unmet(kind, shape)
             if reason is not None and not is_open:

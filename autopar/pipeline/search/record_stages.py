@@ -29,8 +29,8 @@ from autopar.pipeline.plan import (
     StagesTried,
 )
 from autopar.pipeline.schedule.dag import side_by_side
-from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.search.stage_search import StagedStep
+from autopar.pipeline.search.weight_versions import bytes_with_versions, weight_versions
 from autopar.planner.efficiency import efficiency_of
 from autopar.plans.plan import Plan
 from autopar.plans.records import TensorPlan
@@ -68,7 +68,8 @@ def recorded(
         num_layers: number of layers that stages were cut from.
         homes: the stages that hold arguments which no stage updates, where not the first that reads them.
     """
-    schedule, timeline, graph = step.schedule, step.timeline, program.graph
+    schedule, graph = step.schedule, program.graph
+    kept = () if step.streamed is None else weight_versions(step.streamed, programs, plans, num_microbatches)
     stages = tuple(
         StagePlan(
             first_layer=stage.first,
@@ -103,15 +104,15 @@ def recorded(
         carried=graph.carried,
         donated=program.donated,
         prediction=PipelinePrediction(
-            step_time_s=timeline.makespan_s,
-            bubble_fraction=timeline.bubble_fraction,
-            stage_bytes=step.peak_bytes,
+            step_time_s=step.step_time_s,
+            bubble_fraction=step.bubble_fraction,
+            stage_bytes=step.peak_bytes if step.streamed is None else bytes_with_versions(step.streamed, kept),
         ),
         efficiency=efficiency_of(
             program.as_traced.graph,
             [tensor for tensor, _ in inputs],
             [(group.num_devices, profiles[group.kind]) for group in cluster.groups],
-            _bounds(stages, timeline),
+            _bounds(stages, step),
         ),
         outcome=SearchOutcome(
             status=step.partition.status.value,
@@ -125,6 +126,7 @@ def recorded(
         splits_loops=splits_loops,
         token_slices=() if step.kind is None else step.kind.token_slices,
         slice_shares=() if step.kind is None else step.kind.shares,
+        weight_versions=kept,
         read_state=read_state,
         tried=tried,
         versions=versions_of(),
@@ -143,14 +145,14 @@ def runs_of_layers(layer_of: Sequence[int]) -> tuple[tuple[int, ...], tuple[int,
     return starts, tuple(layer_of[start] for start in starts)
 
 
-def _bounds(stages: Sequence[StagePlan], timeline: PipelineTimeline) -> dict[str, float]:
+def _bounds(stages: Sequence[StagePlan], step: StagedStep) -> dict[str, float]:
     """Seconds of a step by bottleneck: bubbles, and the bottlenecks of the stages' programs by device time."""
-    waiting = timeline.bubble_fraction * timeline.makespan_s
+    waiting = step.bubble_fraction * step.step_time_s
     seconds: dict[str, float] = defaultdict(float)
     for stage in stages:
         for bound, time_s in stage.plan.efficiency.bound_s.items() if stage.plan.efficiency else ():
             seconds[bound] += time_s * stage.plan.num_devices
-    scale = (timeline.makespan_s - waiting) / (sum(seconds.values()) or 1.0)
+    scale = (step.step_time_s - waiting) / (sum(seconds.values()) or 1.0)
     found = {"pipeline bubbles": waiting, **{bound: scale * time_s for bound, time_s in seconds.items()}}
     return dict(sorted(found.items(), key=lambda one: -one[1]))
 

@@ -35,6 +35,7 @@ from autopar.pipeline.partition.problem import (
 )
 from autopar.pipeline.partition.sends import Exchange, Send, edges_between
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline
+from autopar.pipeline.partition.streamed_time import StreamedTime, streamed_time
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, in_turn
 from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, stage_numbers, unmet
@@ -73,6 +74,7 @@ class StagedStep:
         partition: the partitioner's result.
         layer_of: the layer of each unit of the forward pass, if branches have their own stages.
         kind: the entry of the schedule; None if branches have their own stages.
+        streamed: the stream of batches, if the schedule is asynchronous.
     """
 
     stages: tuple[Stage, ...]
@@ -84,11 +86,17 @@ class StagedStep:
     partition: Partition
     layer_of: tuple[int, ...] | None = None
     kind: ScheduleKind | None = None
+    streamed: StreamedTime | None = None
 
     @property
     def step_time_s(self) -> float:
-        """Seconds of one step."""
-        return self.timeline.makespan_s
+        """Seconds of one step; of an asynchronous schedule after filling."""
+        return self.timeline.makespan_s if self.streamed is None else self.streamed.step_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The idle fraction of all submeshes' time."""
+        return self.timeline.bubble_fraction if self.streamed is None else self.streamed.bubble_fraction
 
     def over(self, budget_bytes: Mapping[str, float]) -> float:
         """The largest ratio of a device's peak memory to its budget."""
@@ -356,6 +364,9 @@ class StageSearch:
         sends = sends_of(given, stages, self.cluster, self.profiles, costs)
         edges = chain_with(len(stages), edges_between(sends))
         schedule = build(kind, len(stages) // virtual, self.num_microbatches, virtual=virtual, edges=edges)
+        if kind.is_asynchronous:
+            streamed = streamed_time(kind, self.num_microbatches, edges, costs, sends, submeshes_of(stages))
+            return _streamed(streamed, kind, stages, costs, sends, schedule, partition)
         schedules = [schedule]
         if kind.in_planned_order:
             budgets = {stage.submesh: self.budget_bytes[stage.submesh.shape.kind] for stage in stages}
@@ -378,6 +389,31 @@ def _fastest(alone: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome:
         one_stage_s=min((one.one_stage_s for one in alone), default=math.inf),
         is_slow=best is None and any(one.is_slow for one in every),
         bound_s=min((one.bound_s for one in outcomes), default=math.inf),
+    )
+
+
+def _streamed(
+    streamed: StreamedTime,
+    kind: ScheduleKind,
+    stages: Sequence[Stage],
+    costs: Sequence[StageCost],
+    sends: tuple[Send, ...],
+    schedule: Schedule,
+    partition: Partition,
+) -> StagedStep:
+    """An asynchronous step. A version of the weights takes about as many bytes as gradients."""
+    held = zip(streamed.peak_bytes, streamed.copies(), costs, strict=True)
+    peaks = tuple(peak + (copies - 1) * cost.accumulated_bytes for peak, copies, cost in held)
+    return StagedStep(
+        stages=tuple(stages),
+        costs=tuple(costs),
+        sends=sends,
+        schedule=schedule,
+        timeline=streamed.timeline,
+        peak_bytes=peaks,
+        partition=partition,
+        kind=kind,
+        streamed=streamed,
     )
 
 

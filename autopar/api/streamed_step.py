@@ -1,0 +1,195 @@
+"""`parallelize(step, stages=..., consistency=...)`: a step whose batches stream through stages without waiting for updates.
+
+In: a user's step, the name of an asynchronous schedule, options. Out: `StreamedStep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.api import make_plan as plan_step
+from autopar.api.parallel_step import ParallelStep
+from autopar.api.workers.traced_step import (
+    TracedStep,
+    arguments_of,
+    check_is_plain,
+    check_state_first,
+    state_arguments_of,
+    taken_apart,
+)
+from autopar.errors import OptionError, StepSignatureError
+from autopar.frontend.call import Call, opened
+from autopar.jax_interop.compat import shape_struct
+from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.run.step import PipelinedStep
+from autopar.pipeline.run.stream import Stream, StreamedPipeline
+from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
+from autopar.runtime import jit as execute
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A step ready to stream batches of certain shapes."""
+
+    traced: TracedStep
+    run: PipelinedStep
+    pipeline: StreamedPipeline
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """Batches in flight.
+
+    Args:
+        state: the arguments that are state, as shapes. leaves: of all arguments at the start.
+        finished: all results, with the state, once no batch is in flight any more.
+    """
+
+    ready: _Ready
+    key: Any
+    state: Sequence[Any]
+    leaves: Sequence[Any]
+    stream: Stream
+    finished: list[Any] | None = None
+
+
+class StreamedStep(ParallelStep[PipelinePlan]):
+    """A step whose batches stream through stages. Made by `parallelize` with `stages` and `consistency`.
+
+    Called like a function, it runs one batch alone, and its result is that of a synchronous step.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        consistency: str,
+        plan: AnyPlan | str | Path | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        plan_step.check_options([name for name in options if name not in plan_step.option_names()], "plan")
+        if options.get("schedule", "auto") not in ("auto", consistency):
+            raise OptionError(
+                f"`schedule` is {options['schedule']!r} and `consistency` {consistency!r}: an asynchronous pipeline has a"
+                " schedule of its own; leave `schedule` out"
+            )
+        self.kind = ASYNCHRONOUS[consistency]
+        super().__init__(step, plan, options if plan is not None else {**options, "schedule": consistency})
+        self._ready: dict[Any, _Ready] = {}
+        self._in_flight: _InFlight | None = None
+
+    def stream(self, state: Any, batches: Iterable[Any], /, **others: Any) -> Iterator[Any]:
+        """Run the step over batches, and iterate over what it returns apart from the state, such as losses, in their order.
+
+        When the iteration ends, or is left, the last batches are in flight: `drain()` finishes them and returns the state. Results are
+        arrays of JAX, which are computed while later batches are dispatched.
+
+        Args:
+            state: the step's first argument; a tuple of the first arguments where several are state. None continues after the last
+                stream, with its batches in flight.
+            batches: for each batch the remaining argument; a tuple where there are several. All have the same shapes.
+            others: further arguments by name, the same in each call.
+
+        Raises:
+            StepSignatureError: the last stream was not drained, or the arguments do not fit the step.
+            ScheduleError: the step cannot run asynchronously.
+        """
+        if state is not None and self._in_flight is not None:
+            raise StepSignatureError(
+                f"the last stream of `{self.name}` was not drained: take its state from `{self.name}.drain()` first, or give None"
+                " as the state to go on"
+            )
+        if state is None and (self._in_flight is None or self._in_flight.finished is not None):
+            raise StepSignatureError(
+                f"`{self.name}.stream` was given None as the state, which continues a stream, and nothing is in flight: give the"
+                " state"
+            )
+        first = () if state is None else state_arguments_of(self.called, state, others)
+        return self._streamed(first, iter(batches), others)
+
+    def drain(self) -> Any:
+        """Finish the batches in flight, and return the state.
+
+        Raises:
+            StepSignatureError: nothing was streamed since the last `drain()`, or an interrupt has lost the batches in flight.
+        """
+        if self._in_flight is None:
+            raise StepSignatureError(
+                f"`{self.name}` has nothing to drain: iterate over `{self.name}.stream(state, batches)` first"
+            )
+        flight, self._in_flight = self._in_flight, None
+        outputs = flight.finished
+        if outputs is None:
+            _, outputs = flight.stream.drain()
+        return self._state(flight, outputs)
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _streamed(self, state: Sequence[Any], batches: Iterator[Any], others: Mapping[str, Any]) -> Iterator[Any]:
+        flight = self._in_flight
+        for number, batch in enumerate(batches):
+            if flight is None:
+                flight = self._started(state, batch, others)
+                self._in_flight = flight
+            if self._in_flight is not flight:
+                raise StepSignatureError(
+                    f"`{self.name}` was drained during the iteration over its stream: end the iteration first"
+                )
+            with opened(self.called, arguments_of(self.called, flight.state, batch, others), others) as call:
+                if call.key != flight.key:
+                    raise StepSignatureError(
+                        f"batch {number} of the stream has other shapes than the first: give batches of the same shapes, and leave"
+                        " out a smaller last one"
+                    )
+                outputs = flight.stream.push(jax.tree.leaves(call.trees))
+            if outputs is not None:
+                yield flight.ready.traced.rest(outputs)
+        if flight is not None and flight.ready.pipeline.program.lag:  # results that are not complete yet
+            late, flight.finished = flight.stream.drain()
+            yield from map(flight.ready.traced.rest, late)
+
+    def _started(self, state: Sequence[Any], batch: Any, others: Mapping[str, Any]) -> _InFlight:
+        """A stream for a state and batches like this one."""
+        with opened(self.called, arguments_of(self.called, state, batch, others), others) as call:
+            leaves = jax.tree.leaves(call.trees)
+            execute.check_not_deleted(call.input_paths, leaves)
+            ready = self._ready_for(call)
+            check_state_first(ready.traced, call, len(state))
+            skeleton = jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))
+            return _InFlight(ready, call.key, skeleton, leaves, ready.pipeline.start(leaves))
+
+    def _ready_for(self, call: Call) -> _Ready:
+        found = self._ready.get(call.key)
+        if found is not None:
+            return found
+        check_is_plain(call, "a stream needs")
+        prepared = self._dispatch.prepare(call)
+        run, plan = prepared.run, prepared.plan
+        if not isinstance(run, PipelinedStep) or not isinstance(plan, PipelinePlan):
+            raise StepSignatureError(
+                f"`{self.name}` was planned as one program, so there are no stages to stream batches through: ask for a number of"
+                " `stages`, or leave `consistency` out"
+            )
+        if plan.schedule != self.kind.name and len(plan.stages) > 1:
+            raise OptionError(
+                f"`consistency` is {self.kind.name!r}, but the given plan is for {plan.schedule!r}: plan again with"
+                f" `consistency`, or give that of the plan"
+            )
+        traced = taken_apart(call, prepared.program, plan.carried)
+        spans = zip(traced.names, traced.spans, strict=True)
+        of_batch = [n for name, span in spans if name not in traced.state_names for n in span]
+        with self._plans.compiled_kept(plan):
+            self._ready[call.key] = _Ready(traced, run, run.streamed(self.kind, of_batch))
+        return self._ready[call.key]
+
+    def _state(self, flight: _InFlight, outputs: Sequence[Any]) -> Any:
+        """The state, from the results that are carried."""
+        flight.ready.run.renewed(outputs)
+        leaves = list(flight.leaves)
+        for position, output in flight.ready.traced.pairs:
+            leaves[position] = outputs[output]
+        return flight.ready.traced.state(leaves)

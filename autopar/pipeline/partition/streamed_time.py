@@ -1,0 +1,90 @@
+"""Compute the step time, the timeline and the memory of an asynchronous pipeline from the costs of its stages.
+
+In: an asynchronous schedule, the cost of each stage, and the transfers between stages.
+Out: `StreamedTime`. A stream is simulated with one number of batches and with one more: the difference is the time of a step
+after filling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.pipeline.partition.cluster import Submesh
+from autopar.pipeline.partition.problem import StageCost
+from autopar.pipeline.partition.sends import Send
+from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline
+from autopar.pipeline.schedule.kind import ScheduleKind
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.tasks import Edges, Schedule, Task
+from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.schedule.versions import alive_during, delays_of, most_kept, versions_read
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedTime:
+    """A stream of batches.
+
+    Args:
+        schedule: the tasks of enough batches to fill the pipeline and some more.
+        timeline: these tasks, simulated.
+        reads: the version that each reads.
+        step_s: seconds of a step after filling.
+        bubble_fraction: the idle fraction of all submeshes' time after filling.
+        peak_bytes: the peak per device of each submesh, with one version of the weights.
+    """
+
+    schedule: Schedule
+    timeline: PipelineTimeline
+    reads: dict[Task, int]
+    step_s: float
+    bubble_fraction: float
+    peak_bytes: tuple[float, ...]
+
+    def copies(self) -> tuple[int, ...]:
+        """The most versions of each stage's weights that are alive at once."""
+        return most_kept(self.schedule, self.reads)
+
+    def alive(self) -> dict[Task, tuple[int, ...]]:
+        """The versions of its stage's weights that are alive during each task."""
+        return alive_during(self.schedule, self.reads)
+
+    def delays(self, per_update: int) -> tuple[tuple[int, int], ...]:
+        """For each stage the least and the largest delay of a gradient after filling, in updates."""
+        first = self.schedule.num_stages + per_update
+        found: list[list[int]] = [[] for _ in range(self.schedule.num_stages)]
+        for task, delay in delays_of(self.reads, per_update).items():
+            if task.microbatch >= first:
+                found[task.stage].append(delay)
+        return tuple((min(own), max(own)) for own in found)
+
+
+def num_filling(num_stages: int, num_microbatches: int) -> int:
+    """The number of batches after which every version, and every lifetime of one, is that of a filled pipeline."""
+    return -(-2 * num_stages // num_microbatches) + 3
+
+
+def streamed_time(
+    kind: ScheduleKind,
+    num_microbatches: int,
+    edges: Edges,
+    costs: Sequence[StageCost],
+    sends: Sequence[Send],
+    submeshes: Sequence[Submesh],
+) -> StreamedTime:
+    """Simulate a stream of batches.
+
+    Args:
+        kind: an asynchronous schedule.
+        num_microbatches: the number of microbatches per batch, which is one update.
+        edges, sends: between stages. costs, submeshes: of each stage.
+    """
+    p = len(costs)
+    count = num_filling(p, num_microbatches)
+    shorter, longer = (build(kind, p, num_microbatches, edges=edges, num_updates=n) for n in (count, count + 1))
+    before, timeline = (staged_timeline(one, costs, sends, submeshes) for one in (shorter, longer))
+    step_s = timeline.makespan_s - before.makespan_s
+    busy_s = sum(num_microbatches * cost.pass_s + cost.update_s for cost in costs)
+    bubble = max(0.0, 1 - busy_s / (p * step_s)) if step_s else 0.0
+    reads = versions_read(longer, kind.reads, num_microbatches)
+    return StreamedTime(longer, timeline, reads, step_s, bubble, staged_peaks(longer, costs))

@@ -1,0 +1,380 @@
+"""Asynchronous pipelines run: batches stream through stages whose tasks read versions of the weights."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from async_reference import numpy_stream, reads_of, sequential
+from pipelines import pipelined
+
+import autopar
+from autopar.errors import OptionError, ScheduleError, StepSignatureError
+from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.run.calls_and_moves import Call
+from autopar.pipeline.run.stream import Stream, StreamedPipeline
+from autopar.pipeline.run.stream_listing import dispatched
+from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
+from autopar.pipeline.schedule.table import build
+from autopar.pipeline.schedule.versions import alive_during, versions_read
+
+RULES = ("pipedream", "vertical", "2bw", "ampnet")
+WIDTH = 8
+Step = Callable[[Any, Any], Any]
+
+
+def layered_step(optimizer: optax.GradientTransformation, dtype: Any = None) -> Step:
+    """A chain of tanh layers, one weight each, whose matmuls run in `dtype`."""
+
+    def step(state: Any, batch: Any) -> Any:
+        weights, moments = state
+        x, y = batch
+
+        def loss_of(weights: Any) -> Any:
+            h = x
+            for weight in weights:
+                h = jnp.tanh(h.astype(dtype or h.dtype) @ weight.astype(dtype or h.dtype)).astype(x.dtype)
+            return jnp.square(h - y).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        updates, moments = optimizer.update(gradients, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), loss
+
+    return step
+
+
+def weights_of(num_layers: int, dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [0.5 * rng.normal(size=(WIDTH, WIDTH)).astype(dtype) for _ in range(num_layers)]
+
+
+def batches_of(count: int, size: int, dtype: Any = np.float32) -> list[tuple[np.ndarray, np.ndarray]]:
+    rng = np.random.default_rng(1)
+    each = (rng.normal(size=(size, WIDTH)).astype(dtype) for _ in range(count))
+    return [(x, np.tanh(0.3 * x[:, ::-1])) for x in each]
+
+
+def streamed(
+    step: Step, state: Any, batch: Any, rule: str, p: int, m: int, **options: Any
+) -> tuple[StreamedPipeline, Callable[[Any], list[Any]]]:
+    """The step in p stages, and the leaves of its arguments for a batch."""
+    _, pipeline = pipelined(step, (state, batch), num_stages=p, num_microbatches=m, **options)
+    num_state = len(jax.tree.leaves(state))
+    leaves = lambda batch: jax.tree.leaves((state, batch))  # noqa: E731
+    positions = range(num_state, len(leaves(batch)))
+    names = [str(n) for n in range(len(leaves(batch)))]
+    whole = StreamedPipeline(pipeline, ASYNCHRONOUS[rule], m, positions, names, {"xla_backend_optimization_level": 0})
+    return whole, leaves
+
+
+def run(stream: Stream, each: list[list[Any]]) -> tuple[list[Any], list[Any]]:
+    losses = [stream.push(leaves) for leaves in each]
+    _, state = stream.drain()
+    return [next(one for one in loss if one is not None) for loss in losses if loss is not None], state
+
+
+# -- numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("p", range(2, 9))
+@pytest.mark.parametrize("m", [1, 2, 8])
+def test_weights_are_those_of_numpy(rule: str, p: int, m: int) -> None:
+    if rule == "2bw" and m < p:
+        m = 8
+    with jax.enable_x64(True):
+        weights, batches = weights_of(p, np.float64), batches_of(30, 8, np.float64)
+        step = layered_step(optax.sgd(0.1))
+        state = (weights, optax.sgd(0.1).init(weights))
+        whole, leaves = streamed(step, state, batches[0], rule, p, m)
+        losses, found = run(whole.start(leaves(batches[0])), [leaves(batch) for batch in batches])
+        expected, expected_losses = numpy_stream(weights, batches, reads_of(rule, p, m), m, 0.1)
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-12)
+        for one, other in zip(found[:p], expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.sampled(7)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("p", range(2, 9))
+def test_weights_are_bit_for_bit_those_of_the_pieces_run_in_sequence(rule: str, p: int) -> None:
+    """200 updates by Adam with a schedule of the learning rate."""
+    optimizer = optax.adam(optax.cosine_decay_schedule(1e-2, 150))
+    step, weights, m = layered_step(optimizer), weights_of(p), 8 if rule == "2bw" else 1
+    state, batches = (weights, optimizer.init(weights)), batches_of(200, 8)
+    whole, leaves = streamed(step, state, batches[0], rule, p, m)
+    each = [leaves(batch) for batch in batches]
+    losses, found = run(whole.start(each[0]), each)
+    expected_losses, expected = sequential(whole, reads_of(rule, p, m), each)
+    assert losses[-1] < 0.9 * losses[0]
+    assert [float(one) for one in losses] == [float(one) for (one,) in expected_losses]
+    assert len(expected) == len(jax.tree.leaves(state))
+    for (position, _), value in expected.items():
+        np.testing.assert_array_equal(found[position], value, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options", "dtype"),
+    [
+        ("pipedream", {"mesh": "2"}, None),
+        ("ampnet", {"mesh": "2", "option": 1}, None),
+        ("vertical", {}, jnp.bfloat16),
+        ("2bw", {"mesh": "2"}, jnp.bfloat16),
+    ],
+)
+def test_stages_may_be_sharded_rematerialized_or_in_low_precision(rule: str, options: Any, dtype: Any) -> None:
+    """Clipping by the norm of each gradient and weight decay included."""
+    optimizer = optax.chain(optax.clip_by_block_rms(0.01), optax.adamw(1e-2))
+    step, weights, p, m = layered_step(optimizer, dtype), weights_of(6), 3, 4
+    state, batches = (weights, optimizer.init(weights)), batches_of(12, 16)
+    whole, leaves = streamed(step, state, batches[0], rule, p, m, **options)
+    each = [leaves(batch) for batch in batches]
+    losses, found = run(whole.start(each[0]), each)
+    expected_losses, expected = sequential(whole, reads_of(rule, p, m), each)
+    assert [float(one) for one in losses] == [float(one) for (one,) in expected_losses]
+    for (position, _), value in expected.items():
+        np.testing.assert_array_equal(found[position], value, strict=True)
+
+
+# -- versions and registers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_registers_hold_the_versions_of_the_table(rule: str) -> None:
+    """At every task, the registers of a stage's weights are the versions that are alive, and each has its bytes."""
+    p, m = 4, 4 if rule == "2bw" else 2
+    optimizer, weights = optax.adam(1e-2), weights_of(2 * p)
+    state, batches = (weights, optimizer.init(weights)), batches_of(1, 8)
+    whole, _ = streamed(layered_step(optimizer), state, batches[0], rule, p, m)
+    listed, count = whole.program.horizon, len(whole.program.horizon.batches)
+    schedule = build(rule, p, m, num_updates=count + 2 * p)
+    alive = alive_during(schedule, versions_read(schedule, ASYNCHRONOUS[rule].reads, m))
+    # The second weight of each stage; no backward pass reads the first one of the first stage.
+    slots = {s: whole.streamed.stages[s].arguments[2 * s + 1, None] for s in range(p)}
+    moments = {s: whole.streamed.stages[s].arguments[2 * p + 1 + 2 * s + 1, None] for s in range(p)}
+    held = set(listed.names[: whole.streamed.arguments.num_registers])
+    compared = 0
+    for n, steps in enumerate(listed.batches[: whole.program.filled + 1]):
+        for one in steps:
+            if isinstance(one, Call) and one.task is not None:
+                s = one.stage
+                found = {version for (base, version) in held if base == (s, slots[s], None)}
+                assert found == set(alive[one.task]), one.task
+                assert sum(base == (s, moments[s], None) for base, _ in held) == 1
+                compared += n == whole.program.filled
+            held |= {listed.names[register] for register in one.writes}
+            held -= {listed.names[register] for register in one.frees}
+    assert compared == p * (2 * m + 1)
+
+
+def test_the_store_stays_as_large_as_the_pipeline() -> None:
+    optimizer, weights = optax.sgd(0.1), weights_of(4)
+    state, batches = (weights, optimizer.init(weights)), batches_of(40, 8)
+    whole, leaves = streamed(layered_step(optimizer), state, batches[0], "pipedream", 4, 1)
+    stream, sizes = whole.start(leaves(batches[0])), []
+    for batch in batches:
+        stream.push(leaves(batch))
+        sizes.append(len(stream.store))
+    assert len(set(sizes[whole.program.filled :])) == 1
+    stream.drain()
+    assert not stream.store
+
+
+def test_tasks_are_dispatched_in_the_order_of_the_schedule() -> None:
+    for p, m, count in ((2, 1, 5), (4, 3, 4), (5, 8, 2)):
+        tasks = [task for batch in dispatched(p, m, count) for task in batch]
+        orders = build("pipedream", p, m, num_updates=count).orders
+        assert tuple(tuple(task for task in tasks if task.stage == s) for s in range(p)) == orders
+        ended: set[Any] = set()
+        needs = build("pipedream", p, m, num_updates=count).needs
+        for task in tasks:
+            assert ended.issuperset(needs[task])
+            ended.add(task)
+
+
+# -- the decorator -----------------------------------------------------------------------------
+
+
+def decorated(rule: str = "pipedream", optimizer: Any = None, **options: Any) -> tuple[Any, Any, list[Any]]:
+    optimizer = optax.adam(1e-2) if optimizer is None else optimizer
+    weights = weights_of(4)
+    step = autopar.parallelize(
+        layered_step(optimizer),
+        **{"stages": 2, "num_microbatches": 2, "num_devices": 8, "cache": False, "consistency": rule, **options},
+    )
+    return step, (weights, optimizer.init(weights)), batches_of(9, 16)
+
+
+def test_a_stream_from_the_decorator() -> None:
+    """A stream that is continued equals one that is not; a new one after `drain` begins with the state; the plan says what is
+    kept; a saved plan runs."""
+    step, state, batches = decorated()
+    losses = [float(loss) for loss in step.stream(state, batches[:4])]
+    losses += [float(loss) for loss in step.stream(None, iter(batches[4:]))]
+    ended = step.drain()
+    assert int(ended[1][0].count) == len(batches) == len(losses)
+    again, state, _ = decorated()
+    assert [float(loss) for loss in again.stream(state, batches)] == losses
+    jax.tree.map(np.testing.assert_array_equal, again.drain(), ended)
+    plan = step.plans[-1]
+    assert [one.copies for one in plan.weight_versions] == [2, 1]
+    assert [(one.least_delay, one.most_delay) for one in plan.weight_versions] == [(0, 1), (0, 0)]
+    weights = list(zip(plan.inputs[:4], plan.input_parts[:4], strict=True))
+    held = [sum(tensor.num_bytes for tensor, (part,) in weights if part.stage == n) for n in (0, 1)]
+    assert [one.num_bytes for one in plan.weight_versions] == held
+    assert "by stage, 2, 1 copies of the weights" in str(autopar.explain(plan)).replace("\n             ", " ")
+
+
+def test_a_saved_plan_streams(tmp_path: Any) -> None:
+    step, state, batches = decorated("2bw")
+    losses = [float(loss) for loss in step.stream(state, batches)]
+    ended = step.drain()
+    step.plans[-1].save(tmp_path / "plan.json")
+    assert PipelinePlan.from_json(step.plans[-1].to_json()) == step.plans[-1]
+    optimizer = optax.adam(1e-2)
+    by_plan = autopar.parallelize(layered_step(optimizer), plan=str(tmp_path / "plan.json"), consistency="2bw")
+    assert [float(loss) for loss in by_plan.stream(state, batches)] == losses
+    jax.tree.map(np.testing.assert_array_equal, by_plan.drain(), ended)
+    other = autopar.parallelize(layered_step(optimizer), plan=str(tmp_path / "plan.json"), consistency="vertical")
+    with pytest.raises(OptionError, match=re.escape("`consistency` is 'vertical', but the given plan is for '2bw'")):
+        next(other.stream(state, batches))
+
+
+def test_resuming_from_a_drained_state_is_exact() -> None:
+    """A run that drains, saves and goes on equals one that is started from what was saved."""
+    step, state, batches = decorated("vertical")
+    list(step.stream(state, batches[:5]))
+    saved = jax.tree.map(np.asarray, step.drain())
+    losses = [float(loss) for loss in step.stream(saved, batches[5:])]
+    ended = step.drain()
+    fresh, _, _ = decorated("vertical")
+    assert [float(loss) for loss in fresh.stream(saved, batches[5:])] == losses
+    jax.tree.map(np.testing.assert_array_equal, fresh.drain(), ended)
+
+
+def test_one_batch_alone_is_a_synchronous_step() -> None:
+    step, state, batches = decorated()
+    ended, loss = step(state, batches[0])
+    expected, expected_loss = jax.jit(layered_step(optax.adam(1e-2)))(state, batches[0])
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ended, expected)
+
+
+def test_state_without_gradients_belongs_to_the_batch() -> None:
+    """A key that each step splits, and a count: every pass of a batch reads the same, on every stage, however late."""
+
+    def step(state: Any, batch: Any) -> Any:
+        weights, key, count = state
+        key, own = jax.random.split(key)
+
+        def loss_of(weights: Any) -> Any:
+            h = batch
+            for n, weight in enumerate(weights):
+                h = jnp.tanh(h @ weight) * jax.random.bernoulli(jax.random.fold_in(own, n), 0.9, (1, WIDTH))
+            return jnp.square(h - batch).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        rate = 0.1 / (1 + count)
+        return ([w - rate * g for w, g in zip(weights, gradients, strict=True)], key, count + 1), {
+            "loss": loss,
+            "rate": rate,
+        }
+
+    state = (weights_of(4), jax.random.key(3), jnp.int32(0))
+    batches = [x for x, _ in batches_of(8, 8)]
+    run = autopar.parallelize(step, stages=2, num_microbatches=1, num_devices=8, consistency="pipedream", cache=False)
+    found = list(run.stream(state, batches))
+    weights, key, count = run.drain()
+    assert int(count) == 8
+    np.testing.assert_allclose([float(one["rate"]) for one in found], [0.1 / n for n in range(1, 9)], rtol=1e-6)
+    expected = jax.random.key(3)
+    for _ in batches:
+        expected = jax.random.split(expected)[0]
+    assert (jax.random.key_data(key) == jax.random.key_data(expected)).all()
+    assert len(weights) == 4
+
+
+# -- what is refused ---------------------------------------------------------------------------
+
+
+def shared_step(state: Any, batch: Any) -> Any:
+    def loss_of(state: Any) -> Any:
+        h = batch
+        for weight in (state[0], *state[1:], state[0]):
+            h = jnp.tanh(h @ weight)
+        return jnp.square(h - batch).mean()
+
+    loss, gradients = jax.value_and_grad(loss_of)(state)
+    return [w - 0.1 * g for w, g in zip(state, gradients, strict=True)], loss
+
+
+def refused_global_norm() -> Any:
+    step, state, batches = decorated(optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)))
+    return next(step.stream(state, batches))
+
+
+def refused_shared() -> Any:
+    step = autopar.parallelize(shared_step, stages=2, num_devices=8, consistency="ampnet", cache=False)
+    return next(step.stream(weights_of(4), [x for x, _ in batches_of(1, 16)]))
+
+
+def undrained() -> Iterator[Any]:
+    step, state, batches = decorated()
+    next(step.stream(state, batches))
+    return step.stream(state, batches)
+
+
+def other_shape() -> Any:
+    step, state, batches = decorated()
+    return list(step.stream(state, [*batches, *batches_of(1, 8)]))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (refused_global_norm, ScheduleError, "to another stage once per step, as for clipping by the global norm"),
+        (refused_shared, ScheduleError, "do not share parameters between stages"),
+        (undrained, StepSignatureError, ".step` was not drained"),
+        (other_shape, StepSignatureError, "batch 9 of the stream has other shapes than the first"),
+        (lambda: decorated()[0].drain(), StepSignatureError, ".step` has nothing to drain"),
+        (lambda: decorated()[0].stream(None, []), StepSignatureError, "continues a stream, and nothing is in flight"),
+        (lambda: decorated(schedule="gpipe"), OptionError, "an asynchronous pipeline has a schedule of its own"),
+        (lambda: decorated(stages=1), OptionError, "an asynchronous pipeline: give the number of `stages` too"),
+        (lambda: decorated("bsp"), OptionError, "pipelines have 'pipedream', 'vertical', '2bw', 'ampnet'"),
+        (lambda: decorated(stage=2), OptionError, "stage"),
+    ],
+)
+def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        call()
+
+
+def test_an_interrupted_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, state, batches = decorated()
+    stream = step.stream(state, batches)
+    next(stream)
+    monkeypatch.setattr(Call, "run", lambda self, values: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    monkeypatch.undo()
+    with pytest.raises(StepSignatureError, match="the batches in flight are lost"):
+        step.drain()
+    assert len([float(loss) for loss in step.stream(state, batches)]) == len(batches)
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_guide_are_those_of_plans() -> None:
+    from scripts.draw_asynchronous import FOLDER, pictures
+
+    drawn = pictures()
+    assert {path.stem for path in FOLDER.glob("*.svg")} == set(drawn) == set(ASYNCHRONOUS)
+    for name, svg in drawn.items():
+        assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == svg, "run scripts/draw_asynchronous.py"
+        assert ", reads version 2, submesh 3" in svg
