@@ -117,6 +117,33 @@ def served(policy: str, clocks: str, servers: str, slow: str) -> None:
         tell({"versions": pulled.versions, "clock": pulled.clock, "keys": [*pulled.values]})
 
 
+def held_back(policy: str, clocks: str, servers: str) -> None:
+    """Training under a policy by which workers hold back what they push, served and in one process."""
+    process, num_servers, num_iterations = jax.process_index(), int(servers), int(clocks)
+    num_workers = jax.process_count() - num_servers
+    parts = [sorted(weights())[number::num_servers] for number in range(num_servers)]
+    if process < num_servers:
+        own = {key: weights()[key] for key in parts[process]}
+        store = autopar.VersionedStore(own, update=OPTIMIZER, workers=num_workers, consistency=policy)
+        store.serve(server=process)
+        tell({"final": digest(store.pull(worker=None).values), "versions": store.report().versions})
+        return
+    index = process - num_servers
+    with autopar.StoreClient(index, servers=num_servers) as worker:
+        for iteration in range(num_iterations):
+            worker.push(None, gradients(worker.pull().values, batch(index, iteration)))
+            worker.clock()
+    local = autopar.VersionedStore(weights(), update=OPTIMIZER, workers=num_workers, consistency=policy)
+    for iteration in range(num_iterations):
+        pulled = [local.pull(worker=each).values for each in range(num_workers)]
+        for each in range(num_workers):
+            local.push(None, gradients(pulled[each], batch(each, iteration)), worker=each)
+            local.clock(worker=each)
+    for each in range(num_workers):
+        local.leave(each)
+    tell({"final": digest(local.pull(worker=None).values), "versions": local.report().versions})
+
+
 def decentralized(policy: str, clocks: str) -> None:
     """Every process is a worker, and the server of the rows and keys that the layout gives it."""
     index, count, num_clocks = jax.process_index(), jax.process_count(), int(clocks)

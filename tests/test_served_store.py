@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from several_processes import Ended, run
 
 import autopar
 from autopar.errors import StoreError
-from autopar.versions.remote.served_keys import served_keys
+from autopar.versions.consistency.policy import Policy
+from autopar.versions.remote.served_keys import held_back_by, served_keys
 
 PROGRAMS = Path(__file__).parent / "store_programs.py"
 
@@ -137,8 +139,18 @@ def test_a_store_is_not_served_in_one_process() -> None:
         autopar.StoreClient(0)
 
 
-@pytest.mark.parametrize("policy", ["every(2)", "largest(10)"])
-def test_a_policy_that_works_in_the_worker_is_not_served(policy: str) -> None:
-    store = autopar.VersionedStore({"w": np.zeros(1, np.float32)}, consistency=policy)
-    with pytest.raises(StoreError, match="adds up updates in the worker, which a store that is served cannot"):
+@pytest.mark.parametrize("policy", ["every(2, bsp)", pytest.param("largest(600, 2)", marks=pytest.mark.slow)])
+def test_workers_hold_back_what_they_push_as_in_one_process(policy: str) -> None:
+    server, *workers = all_told(ran("held_back", policy, "7", "1"))
+    assert workers[0] == workers[1] == server
+
+
+def test_a_policy_of_ones_own_that_works_in_the_worker_is_not_served() -> None:
+    own = Policy("pairs", math.inf, period=2)
+    store = autopar.VersionedStore({"w": np.zeros(1, np.float32)}, consistency=own)
+    with pytest.raises(
+        StoreError, match="'pairs' holds updates back in the worker's process, which knows only policies"
+    ):
         store.serve()
+    with pytest.raises(StoreError, match=r"the servers have different policies: 'every\(2, bsp\)', ''"):
+        held_back_by(["every(2, bsp)", ""])

@@ -20,9 +20,10 @@ from autopar.versions.consistency.board import Board
 from autopar.versions.consistency.clocks import Clocks
 from autopar.versions.consistency.policy import Pending
 from autopar.versions.factors import SufficientFactors
+from autopar.versions.held import Held
 from autopar.versions.progress import Progress
 from autopar.versions.server_update import Pushed, Update
-from autopar.versions.store_state import Held, StoreState
+from autopar.versions.store_state import StoreState
 
 #: The name of an array: what it is, then workers, clocks and keys.
 Name = tuple[str | int, ...]

@@ -20,6 +20,7 @@ from autopar.versions.consistency.policy import Policy
 from autopar.versions.consistency.table import find
 from autopar.versions.exchange import exchange_of
 from autopar.versions.gather import kept_of
+from autopar.versions.held import Held, added
 from autopar.versions.keys import Keys, selected
 from autopar.versions.layout.layout import Layout
 from autopar.versions.layout.servers import Server
@@ -29,7 +30,7 @@ from autopar.versions.remote.server import serve
 from autopar.versions.server_update import Update
 from autopar.versions.shards import shards_of
 from autopar.versions.snapshot import Snapshot, loaded, taken
-from autopar.versions.store_state import Held, StoreState, added
+from autopar.versions.store_state import StoreState
 from autopar.versions.store_values import Pulled, StoreReport
 from autopar.versions.terms import TermsUpdate
 from autopar.versions.wait import wait
@@ -151,7 +152,7 @@ class VersionedStore:
             if worker is not None:
                 self._called(worker)
                 state = self._state
-                if state.iterations[worker] % self.policy.period:  # the worker goes on with what it pulled at the start
+                if state.iterations[worker] % state.period:  # the worker goes on with what it pulled at the start
                     kept = kept_of(self._progress.before[worker], chosen, to)
                     if kept is not None:
                         return Pulled(*kept, state.board.clocks.of(worker))
@@ -163,7 +164,7 @@ class VersionedStore:
         values, versions = self._exchange.pull(state.shards, chosen, worker, to)
         if worker is None:
             return Pulled(values, versions, state.board.reached)
-        if self.policy.period > 1:
+        if state.period > 1:
             whole = (key for key, rows in chosen.items() if rows is None)
             of = self._division.shards_of
             self._progress.before[worker] |= {
@@ -189,7 +190,7 @@ class VersionedStore:
         parts = self._division.update(checked(update, keys, selected(keys, self._taken_shapes), self._taken))
         self._called(worker)
         state = self._state
-        if self.policy.period == 1 and self.policy.send is None:
+        if state.sends_at_once:
             parts = self._exchange.push(worker, parts)
         number, before = self._progress.opened[worker]
         count = state.iterations[worker]  # what was pushed before the last clock is done with
@@ -285,4 +286,4 @@ class VersionedStore:
 
     def _sending(self, worker: int, update: Update) -> Update:
         """Move what was not moved when it was pushed."""
-        return self._exchange.push(worker, update) if self.policy.period > 1 or self.policy.send is not None else update
+        return update if self._state.sends_at_once else self._exchange.push(worker, update)

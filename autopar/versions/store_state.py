@@ -7,32 +7,19 @@ so an interruption or an error in an update leaves it as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import jax
-import jax.numpy as jnp
 
 from autopar.errors import StoreError
 from autopar.versions.consistency.board import Board
-from autopar.versions.consistency.policy import Decision, Part
-from autopar.versions.host_memory.memory_kinds import on_device
-from autopar.versions.server_update import Pushed, Update
+from autopar.versions.consistency.policy import Decision
+from autopar.versions.held import Held, after_iteration
+from autopar.versions.server_update import Update
 from autopar.versions.shards import Shard
 
 #: Moves a worker's update to its shards.
 Send = Callable[[int, Update], Update]
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a worker has pushed and not sent.
-
-    Args:
-        num_clocks: for each key, for how many clocks it has been held back.
-    """
-
-    update: Update = field(default_factory=dict)
-    num_clocks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +31,7 @@ class StoreState:
         iterations: the number of iterations that each worker has finished.
         held: what each worker holds back.
         sent_at_once: keys that no policy holds back.
+        holds: whether the store holds back for its workers; those of a served store do it themselves.
     """
 
     board: Board
@@ -52,6 +40,17 @@ class StoreState:
     iterations: tuple[int, ...]
     held: tuple[Held, ...]
     sent_at_once: frozenset[str] = frozenset()
+    holds: bool = True
+
+    @property
+    def period(self) -> int:
+        """The iterations of a worker, as the store counts them, for each of its clocks."""
+        return self.board.policy.period if self.holds else 1
+
+    @property
+    def sends_at_once(self) -> bool:
+        """Whether what is pushed in an iteration is sent in any case."""
+        return not self.holds or (self.board.policy.period == 1 and self.board.policy.send is None)
 
     def read(self, worker: int) -> StoreState:
         """After a worker has read."""
@@ -71,14 +70,11 @@ class StoreState:
                 )
         count = self.iterations[worker] + 1
         iterations = (*self.iterations[:worker], count, *self.iterations[worker + 1 :])
-        held = self.held[worker]
-        update = added(held.update, update)
-        if count % self.board.policy.period:
-            return replace(self, iterations=iterations, held=self._with_held(worker, replace(held, update=update)))
-        sent, rest = self._divided(update, held.num_clocks)
-        return replace(self, iterations=iterations, held=self._with_held(worker, rest))._pushed(
-            worker, send(worker, sent)
-        )
+        sent, rest = update, Held()
+        if self.holds:
+            sent, rest = after_iteration(self.board.policy, self.held[worker], count, update, self.sent_at_once)
+        after = replace(self, iterations=iterations, held=self._with_held(worker, rest))
+        return after if sent is None else after._pushed(worker, send(worker, sent))
 
     def left(self, worker: int, send: Send) -> StoreState:
         """After a worker has left; what it holds back is pushed first."""
@@ -103,36 +99,5 @@ class StoreState:
             del pending[one.worker, one.clock]
         return replace(self, shards=shards, pending=pending)
 
-    def _divided(self, update: Update, num_clocks: Mapping[str, int]) -> tuple[Update, Held]:
-        """What is sent in this clock, in the policy's order, and what is held back."""
-        send = self.board.policy.send
-        if send is None:
-            return update, Held()
-        parts = [
-            Part(key, pushed.num_bytes, _magnitude(pushed), num_clocks.get(key, 0))
-            for key, pushed in update.items()
-            if key not in self.sent_at_once
-        ]
-        sent = {key: pushed for key, pushed in update.items() if key in self.sent_at_once}
-        sent |= {part.key: update[part.key] for part in send(parts)}
-        rest = {key: pushed for key, pushed in update.items() if key not in sent}
-        return sent, Held(rest, {key: num_clocks.get(key, 0) + 1 for key in rest})
-
     def _with_held(self, worker: int, held: Held) -> tuple[Held, ...]:
         return (*self.held[:worker], held, *self.held[worker + 1 :])
-
-
-def added(first: Update, second: Update) -> Update:
-    """The sum of two updates of a worker."""
-    if not first:
-        return second
-    both = {key: first[key].plus(second[key]) for key in second if key in first}
-    return {**first, **second, **both}
-
-
-def _magnitude(pushed: Pushed) -> float:
-    """The mean absolute value; waits for the device."""
-    arrays = [values for _, values in pushed.rows] + [factors.product() for factors in pushed.factors]
-    arrays += [] if pushed.whole is None else [pushed.whole]
-    size = sum(array.size for array in arrays)
-    return sum(float(jnp.abs(on_device(array)).sum()) for array in arrays) / size if size else 0.0

@@ -19,11 +19,11 @@ from autopar.errors import StoreError
 from autopar.versions.checked_update import checked
 from autopar.versions.consistency.mixing import Mixing
 from autopar.versions.gather import gathered
+from autopar.versions.held import added
 from autopar.versions.keys import Keys, selected, shown
 from autopar.versions.layout_choice import Place
 from autopar.versions.server_update import Update, Weights
 from autopar.versions.shards import Shard, shards_of
-from autopar.versions.store_state import added
 from autopar.versions.store_values import Pulled
 
 

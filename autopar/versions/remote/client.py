@@ -12,14 +12,15 @@ import jax
 from autopar.errors import ProcessError, StoreError
 from autopar.versions.checked_update import checked
 from autopar.versions.division import Division
+from autopar.versions.gather import kept_of
+from autopar.versions.held import Held, added, after_iteration
 from autopar.versions.keys import Keys, selected
 from autopar.versions.layout_choice import Place
 from autopar.versions.remote.channel import Channel, open_channel
 from autopar.versions.remote.own_server import OwnServer
-from autopar.versions.remote.served_keys import served_keys
+from autopar.versions.remote.served_keys import held_back_by, served_keys
 from autopar.versions.remote.wire import packed_keys, packed_update
 from autopar.versions.server_update import Update
-from autopar.versions.store_state import added
 from autopar.versions.store_values import Pulled
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class StoreClient:
         self._channel: Channel = open_channel(name, f"worker {worker}")
         self._numbers: list[Iterator[int]] = [itertools.count() for _ in range(servers)]
         self._open: Update = {}
+        self._held, self._count, self._clock = Held(), 0, 0
+        self._before: dict[str, tuple[jax.Array, dict[int, int]]] = {}
         self._own = None if own is None else OwnServer(own, worker, servers, name, layout)
         hellos = [self._channel.peek(f"{server}/hello", f"server {server}") for server in range(servers)]
         for hello in hellos:
@@ -67,6 +70,7 @@ class StoreClient:
                 raise StoreError(
                     f"there is no worker {worker!r}: the store is served to workers 0 to {hello['workers'] - 1}"
                 )
+        self._policy = held_back_by([hello["held_by"] for hello in hellos])
         self._first_shard = [0, *itertools.accumulate(hello["shards"] for hello in hellos)]
         self._division: Division = served_keys([hello["kinds"] for hello in hellos])
         try:
@@ -82,6 +86,8 @@ class StoreClient:
     def pull(self, keys: Keys = None, at_least_clock: int = 0, *, timeout_s: float | None = None) -> Pulled:
         """As `VersionedStore.pull`; shards are numbered server after server."""
         chosen = selected(keys, self._shapes)
+        if self._count % self._policy.period and (kept := kept_of(self._before, chosen, self._to)) is not None:
+            return Pulled(*kept, self._clock)
         by_server = self._by_server(self._division.chosen(chosen))
         calls: dict[int, int] = {}
         for server, own in by_server.items():
@@ -106,6 +112,8 @@ class StoreClient:
             clocks.append(clock)
         arrays_by_key = self._division.concatenated(values, chosen)
         values = {key: arrays_by_key[key] for key in chosen}
+        if self._policy.period > 1:
+            self._before |= {key: (values[key], versions) for key, rows in chosen.items() if rows is None}
         return Pulled(
             values if self._to is None else jax.device_put(values, self._to), versions, min(clocks, default=0)
         )
@@ -117,7 +125,15 @@ class StoreClient:
 
     def clock(self) -> int:
         """As `VersionedStore.clock`."""
-        update, self._open = self._open, {}
+        self._count += 1
+        sent, self._held = after_iteration(self._policy, self._held, self._count, self._open)
+        self._open = {}
+        if sent is not None:
+            self._clock = self._send(sent)
+        return self._clock
+
+    def _send(self, update: Update) -> int:
+        """Finish a clock with this update."""
         calls: dict[int, int] = {}
         by_server = self._by_server(update)
         for server in range(len(self._numbers)):
@@ -131,6 +147,8 @@ class StoreClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None and self._held.update:
+            self._send(self._held.update)
         call: dict[str, Any] = {"call": "leave"} if error is None else {"call": "fail", "error": repr(error)[:500]}
         others = [server for server in range(len(self._numbers)) if not self._is_own(server)]
         calls = {server: self._request(server, call) for server in others}

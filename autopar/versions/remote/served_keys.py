@@ -12,6 +12,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.errors import StoreError
+from autopar.versions.consistency.policy import Policy
+from autopar.versions.consistency.table import find
 from autopar.versions.division import Division, division_of
 from autopar.versions.keys import shown
 from autopar.versions.layout.layout import Piece
@@ -44,3 +46,20 @@ def served_keys(announced: Sequence[Mapping[str, Any]]) -> Division:
                 f"no server has row {end} of {shown(key)}: start all servers of the layout, and say how many (`servers=`)"
             )
     return division_of(dict(sorted(kinds.items())), pieces)
+
+
+def held_back_by(names: Sequence[str]) -> Policy:
+    """The policy by which a worker holds back what it pushes.
+
+    Args:
+        names: for each server the name of the policy, empty if workers hold nothing back.
+
+    Raises:
+        StoreError: the servers have different ones.
+    """
+    if len(set(names)) > 1:
+        raise StoreError(
+            f"the servers have different policies: {', '.join(repr(name) for name in dict.fromkeys(names))}; give all the same, as"
+            " workers hold back what they push by it"
+        )
+    return find(names[0] or "async")

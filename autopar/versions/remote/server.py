@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from autopar.errors import AutoparError, ProcessError, StoreError
+from autopar.versions.consistency.table import find
 from autopar.versions.remote.channel import Channel, open_channel
 from autopar.versions.remote.wire import unpacked_keys, unpacked_update
 
@@ -25,7 +27,7 @@ def serve(store: VersionedStore, name: str, server: int, layout: Layout | None) 
     """Answer requests until every worker has left or failed.
 
     Raises:
-        StoreError: the policy works in the workers' processes; or workers failed: the message names them.
+        StoreError: the policy works in the workers' processes and is not in the table; or workers failed: the message names them.
     """
     answer(store, announce(store, name, server, layout), name, server, range(store.num_workers))
 
@@ -34,20 +36,15 @@ def announce(store: VersionedStore, name: str, server: int, layout: Layout | Non
     """Tell the workers what a server has.
 
     Raises:
-        StoreError: the policy works in the workers' processes, the layout gives the server something else, or there is such a
+        StoreError: the policy works in the workers' processes and is not in the table, the layout gives the server something else, or there is such a
             server.
     """
-    policy = store.policy
-    if policy.period > 1 or policy.send is not None:
-        raise StoreError(
-            f"the policy {policy.name!r} adds up updates in the worker, which a store that is served cannot: pull and push once"
-            " in n iterations, or serve another policy"
-        )
+    held_by = _held_by_workers(store)
     rows = _rows(store, server, layout)
     channel = open_channel(name, f"server {server}")
     channel.beat()
     kinds = {key: [list(shape), str(dtype), *rows[key]] for key, (shape, dtype) in store.kinds.items()}
-    hello = {"kinds": kinds, "workers": store.num_workers, "shards": store.num_shards}
+    hello = {"kinds": kinds, "workers": store.num_workers, "shards": store.num_shards, "held_by": held_by}
     try:
         channel.send(f"{server}/hello", hello)
     except ProcessError as error:
@@ -56,6 +53,22 @@ def announce(store: VersionedStore, name: str, server: int, layout: Layout | Non
             f" its servers the numbers from 0 ({error})"
         ) from error
     return channel
+
+
+def _held_by_workers(store: VersionedStore) -> str:
+    """Leave it to the workers to add up and to hold back what they push. Returns the policy by which they do; empty if by none."""
+    policy = store.policy
+    if policy.period == 1 and policy.send is None:
+        return ""
+    try:
+        find(policy.name)
+    except StoreError as error:
+        raise StoreError(
+            f"the policy {policy.name!r} holds updates back in the worker's process, which knows only policies of the table: serve"
+            " one of them, or one without `period` and `send`"
+        ) from error
+    store._state = replace(store._state, holds=False)
+    return policy.name
 
 
 def _rows(store: VersionedStore, server: int, layout: Layout | None) -> dict[str, tuple[int, int]]:
