@@ -1,17 +1,14 @@
-"""A versioned store in one process: BSP is the synchronous step, other policies keep their promise, and misuse is named."""
+"""A versioned store in one process: BSP is the synchronous step, reads keep their promise, and misuse is named."""
 
 from __future__ import annotations
 
 import functools
 import gc
-import os
 import re
-import signal
-import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,77 +18,10 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from stores import WORKERS, batch, gradients, ones, run_workers, train, weights, zeros
 
 from autopar.errors import StoreError
-from autopar.versions import callers
-from autopar.versions.consistency.simulate import simulate
-from autopar.versions.layout_choice import Place
 from autopar.versions.store import VersionedStore
-from autopar.versions.worker import Worker
-
-WIDTH, BATCH, WORKERS = 16, 8, 4
-
-
-def weights() -> dict[str, jax.Array]:
-    rngs = jax.random.split(jax.random.key(0))
-    return {
-        "in/kernel": jax.random.normal(rngs[0], (WIDTH, 2 * WIDTH)) / 4,
-        "in/bias": jnp.zeros(2 * WIDTH),
-        "out/kernel": jax.random.normal(rngs[1], (2 * WIDTH, 1)) / 4,
-    }
-
-
-@jax.jit
-def gradients(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
-    def loss(params: dict[str, jax.Array]) -> jax.Array:
-        hidden = jnp.tanh(x @ params["in/kernel"] + params["in/bias"])
-        return jnp.mean((hidden @ params["out/kernel"] - jnp.sin(x.sum(1, keepdims=True))) ** 2)
-
-    return jax.grad(loss)(params)
-
-
-def batch(worker: int, clock: int) -> np.ndarray:
-    return np.random.default_rng([worker, clock]).normal(size=(BATCH, WIDTH)).astype(np.float32)
-
-
-def run_workers(work: Callable[[int], None], count: int = WORKERS) -> None:
-    """Run a function for each worker in a thread of its own; raise the first error."""
-    raised: list[BaseException] = []
-
-    def guarded(worker: int) -> None:
-        try:
-            work(worker)
-        except BaseException as error:
-            raised.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(worker,)) for worker in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads), "a worker hangs"
-    if raised:
-        raise raised[0]
-
-
-def train(store: VersionedStore, num_clocks: int, devices: Sequence[Place] | None = None) -> None:
-    def work(index: int) -> None:
-        with store.worker(index, to=None if devices is None else devices[index]) as worker:
-            for clock in range(num_clocks):
-                params = worker.pull().values
-                worker.push(None, gradients(params, batch(index, clock)))
-                worker.clock()
-
-    run_workers(work)
-
-
-def zeros(**shapes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-
-
-def ones(*shape: int) -> np.ndarray:
-    return np.ones(shape, np.float32)
-
 
 # -- consistency -----------------------------------------------------------------------------
 
@@ -256,136 +186,6 @@ def test_at_least_clock_waits_without_consistency_and_does_not_loosen_a_policy()
         bsp.pull("w", -5, worker=0, timeout_s=0)
     with pytest.raises(StoreError, match="`at_least_clock` is 1"):
         bsp.pull("w", 1.5)  # pyright: ignore[reportArgumentType]
-
-
-# -- the other policies in a store -----------------------------------------------------------
-
-
-def test_every_n_iterations_pulls_and_pushes_once() -> None:
-    """Within its period a worker gets what it pulled at the start; its updates are added up."""
-    store = VersionedStore(zeros(w=(2,)), workers=2, consistency="every(3, bsp)")
-    for iteration in range(6):
-        for worker in (0, 1):
-            pulled = store.pull(worker=worker)
-            assert pulled.values["w"].tolist() == [12.0 * (iteration // 3)] * 2
-            store.push("w", ones(2) * (1 + 2 * worker), worker=worker)
-            assert store.clock(worker=worker) == (iteration + 1) // 3
-    report = store.report()
-    assert report.versions == (2,)
-    assert {key: (t.pushed_bytes, t.pulled_bytes) for key, t in report.traffic.items()} == {
-        (worker, 0): (2 * 8, 2 * 8) for worker in (0, 1)
-    }
-
-
-def test_local_sgd_averages_the_weights_of_its_workers() -> None:
-    """Each worker takes three steps of its own and pushes the difference; the server takes the mean."""
-    store = VersionedStore(zeros(w=(2,)), workers=2, update=optax.scale(0.5))
-    for _ in range(4):
-        before = store.pull(worker=None).values["w"]
-        for worker in (0, 1):
-            own = start = store.pull(worker=worker).values["w"]
-            for _ in range(3):
-                own = own - 0.1 * (own - (1.0 + worker))
-            store.push("w", own - start, worker=worker)
-            store.clock(worker=worker)
-        target = before * 0.9**3 + 1.5 * (1 - 0.9**3)
-        np.testing.assert_allclose(store.pull(worker=None).values["w"], target, rtol=1e-6)
-
-
-def test_the_largest_updates_go_first_and_all_arrive_within_the_hold() -> None:
-    store = VersionedStore(zeros(a=(4,), b=(4,), c=(4,)), consistency="largest(16, 2, async)")
-    sent = []
-    for _ in range(4):
-        store.push(["a", "b"], {"a": ones(4), "b": 10 * ones(4)})
-        store.clock()
-        sent.append({key: float(array[0]) for key, array in store.pull(worker=None).values.items()})
-    assert sent == [
-        {"a": 0, "b": 10, "c": 0},
-        {"a": 0, "b": 20, "c": 0},
-        {"a": 3, "b": 20, "c": 0},  # held for two clocks, so it goes first, and uses the budget
-        {"a": 3, "b": 40, "c": 0},
-    ]
-    store.push("c", ones(4))
-    store.leave()
-    assert float(store.pull(worker=None).values["a"][0]) == 4  # what was held back; the open clock is dropped
-    assert float(store.pull(worker=None).values["c"][0]) == 0
-
-
-def test_an_old_update_is_discarded() -> None:
-    store = VersionedStore(zeros(w=(1,)), workers=2, consistency="discard(2)")
-    store.pull(worker=0)
-    for _ in range(3):
-        store.pull(worker=1)
-        store.push("w", ones(1), worker=1)
-        store.clock(worker=1)
-    store.push("w", 100 * ones(1), worker=0)
-    store.clock(worker=0)
-    assert store.pull(worker=0).values["w"].tolist() == [3.0]
-    store.push("w", 100 * ones(1), worker=0)
-    store.clock(worker=0)
-    assert store.pull(worker=0).values["w"].tolist() == [103.0]
-    assert store.report().num_discarded == 1
-
-
-def test_a_late_update_is_discarded_and_its_worker_goes_on_with_the_newest_clock() -> None:
-    store = VersionedStore(zeros(w=(1,)), workers=3, consistency="backup(1)")
-    store.pull(worker=2)
-    for _ in range(4):
-        for worker in (0, 1):
-            store.pull(worker=worker, timeout_s=0)
-            store.push("w", ones(1), worker=worker)
-            store.clock(worker=worker)
-    store.push("w", 100 * ones(1), worker=2)
-    assert store.clock(worker=2) == 1
-    pulled = store.pull(worker=2, timeout_s=0)
-    assert (pulled.values["w"].tolist(), pulled.clock) == ([8.0], 4)
-    store.push("w", 2 * ones(1), worker=2)
-    store.clock(worker=2)
-    store.push("w", ones(1), worker=0)
-    store.clock(worker=0)
-    assert store.pull(worker=None).values["w"].tolist() == [11.0]
-    assert store.report().num_discarded == 1
-
-
-def test_a_clock_of_partial_participation_has_the_updates_of_those_drawn() -> None:
-    store = VersionedStore(zeros(w=(1,)), workers=4, consistency="partial(2, 3)")
-
-    def work(index: int) -> None:
-        while (clock := store.pull(worker=index).clock) < 30:
-            assert store.report().versions[0] == clock
-            store.push("w", ones(1), worker=index)
-            store.clock(worker=index)
-        store.leave(index)
-
-    run_workers(work)
-    assert store.pull(worker=None).values["w"].tolist() == [60.0]
-
-
-@pytest.mark.parametrize("policy", ["bsp", "ssp(2)", "async", "backup(1)", "partial(2)", "discard(3)"])
-def test_a_store_follows_the_simulation(policy: str) -> None:
-    """Where the simulator lets a worker read, the store does not wait; both apply and discard the same updates."""
-    store = VersionedStore(zeros(w=(1,)), workers=4, consistency=policy)
-    rng = np.random.default_rng(0)
-
-    def read(worker: int, now_s: float) -> None:
-        store.pull(worker=worker, timeout_s=0)
-
-    def push(worker: int, now_s: float) -> None:
-        store.push("w", ones(1), worker=worker)
-        store.clock(worker=worker)
-
-    run = simulate(
-        policy,
-        4,
-        30,
-        lambda worker, iteration: float(rng.exponential()),
-        on_read=read,
-        on_push=push,
-    )
-    report = store.report()
-    assert (report.versions[0], report.num_discarded) == (run.num_versions, run.num_discarded)
-    assert store.pull(worker=None).values["w"].tolist() == [run.num_applied]
-    assert report.staleness == run.staleness
 
 
 # -- keys, ranges, rows ----------------------------------------------------------------------
@@ -663,132 +463,3 @@ def test_values_that_are_no_arrays_are_refused(arguments: Any, message: str) -> 
 def test_options_that_cannot_be_are_refused(options: Any, message: str) -> None:
     with pytest.raises(StoreError, match=re.escape(message)):
         VersionedStore(zeros(w=(1,)), **options)
-
-
-# -- workers that end, and interruptions -----------------------------------------------------
-
-
-def test_a_worker_that_left_is_not_waited_for_and_makes_no_calls() -> None:
-    store = VersionedStore(zeros(w=(1,)), workers=2)
-    with store.worker(1) as worker:
-        worker.pull()
-        store.leave(1)
-    store.push("w", ones(1), worker=0)
-    assert store.clock(worker=0) == 1
-    assert store.pull(worker=0).values["w"].tolist() == [1.0]
-    with pytest.raises(StoreError, match="worker 1 has left the store: a worker makes no calls after `leave`"):
-        store.pull(worker=1)
-    store.leave(0)
-    assert store.pull(worker=None).values["w"].tolist() == [1.0]
-    with pytest.raises(StoreError, match="a reader waits for 9 complete clocks, which the others cannot reach"):
-        store.pull("w", 9, worker=None)
-
-
-def test_a_worker_that_fails_is_named_to_those_that_wait() -> None:
-    store = VersionedStore(zeros(w=(1,)), workers=2)
-    messages: list[str] = []
-
-    def work(index: int) -> None:
-        try:
-            with store.worker(index) as worker:
-                worker.clock()
-                if index:
-                    time.sleep(0.3)  # the other one waits already
-                    raise KeyError("no data")
-                worker.pull()
-                worker.clock()
-                worker.pull()
-        except (StoreError, KeyError) as error:
-            messages.append(str(error))
-
-    run_workers(work, 2)
-    assert messages[1] == (
-        "worker 0, at clock 2, waits for 2 complete clocks, but worker 1, at clock 1, failed (KeyError: 'no data'). Call"
-        " `store.leave(1)` to go on without it"
-    )
-    store.leave(1)
-    assert store.pull(worker=0).clock == 2
-
-
-def test_a_thread_that_ended_is_named_to_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "GRACE_S", 0.3)
-    store = VersionedStore(zeros(w=(1,)), workers=3, consistency="ssp(1)")
-    ended = threading.Thread(target=lambda: store.pull(worker=2))
-    ended.start()
-    ended.join()
-    store.clock(worker=0)
-    store.clock(worker=0)
-    started_s = time.monotonic()
-    with pytest.raises(StoreError, match="but worker 2, at clock 0, has a thread that ended without `leave`"):
-        store.pull(worker=0)
-    assert time.monotonic() - started_s < 10
-
-
-def test_a_thread_that_waits_for_itself_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callers, "GRACE_S", 0.3)
-    store = VersionedStore(zeros(w=(1,)), workers=2)
-    store.pull(worker=1)
-    store.clock(worker=0)
-    with pytest.raises(StoreError, match="but worker 1, at clock 0, is driven by this same thread"):
-        store.pull(worker=0)
-
-
-def test_threads_may_take_turns_for_a_worker() -> None:
-    """A pool of threads: the end of one is not the end of its worker."""
-    store = VersionedStore(zeros(w=(1,)), workers=2)
-
-    def one_clock(worker: int) -> None:
-        store.pull(worker=worker)
-        store.push("w", ones(1), worker=worker)
-        store.clock(worker=worker)
-
-    for _ in range(5):
-        run_workers(one_clock, 2)
-    assert store.pull().values["w"].tolist() == [10.0]
-
-
-def test_a_blocked_pull_is_interrupted_by_ctrl_c_and_the_store_goes_on() -> None:
-    store = VersionedStore(zeros(w=(1,)), workers=2)
-    store.push("w", ones(1), worker=0)
-    store.clock(worker=0)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    started_s = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        store.pull(worker=0)
-    assert time.monotonic() - started_s < 10
-    timer.join()
-    store.push("w", ones(1), worker=1)
-    store.clock(worker=1)
-    pulled = store.pull(worker=0)
-    assert (pulled.values["w"].tolist(), pulled.clock) == ([2.0], 1)
-
-
-def test_an_interrupted_update_is_applied_whole_or_not_at_all() -> None:
-    """Ctrl-C while the second of two shards is updated: the store has the old version of both."""
-    interrupted = []
-
-    def update(weights: dict[str, jax.Array], total: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        if "b" in weights and not interrupted:
-            interrupted.append(True)
-            raise KeyboardInterrupt
-        return {key: weights[key] + total[key] for key in weights}
-
-    store = VersionedStore(zeros(a=(1,), b=(1,)), update=update, shards=jax.devices()[:2])
-    store.push(None, {"a": ones(1), "b": ones(1)})
-    with pytest.raises(KeyboardInterrupt):
-        store.clock()
-    assert store.report().versions == (0, 0) and store.report().clocks == (0,)
-    store.clock()
-    assert store.report().versions == (1, 1)
-
-
-def test_a_worker_of_a_store_is_a_view() -> None:
-    store = VersionedStore(zeros(w=(1,)))
-    with store.worker(0, to=jax.devices()[1]) as worker:
-        assert isinstance(worker, Worker)
-        worker.push("w", ones(1))
-        assert worker.clock() == 1
-        pulled = worker.pull("w", 1, timeout_s=1.0)
-        assert pulled.values["w"].devices() == {jax.devices()[1]}
-    assert store.report().clocks == (None,)
