@@ -205,3 +205,18 @@ def test_the_part_of_a_server_is_what_its_process_needs() -> None:
     parts = [layout.part(values(), server) for server in range(3)]
     assert sum(part["w"].size for part in parts if "w" in part) == 60
     assert sum("b" in part for part in parts) == 1
+
+
+def test_a_snapshot_of_a_divided_store_is_loaded_into_another() -> None:
+    _, first = stores(update=optax.adam(0.1), consistency="every(2, bsp)", workers=1)
+    _, second = stores(update=optax.adam(0.1), consistency="every(2, bsp)", workers=1)
+    for _ in range(3):
+        first.push(None, first.pull().values)
+        first.clock()
+    first.push({"w": [1, 9]}, {"w": np.ones((2, 5), np.float32)})
+    second.load(first.snapshot())
+    for store in (first, second):
+        store.push("w", np.ones((12, 5), np.float32))
+        store.clock()
+    same(first.pull().values, second.pull().values)
+    assert first.pull().versions == second.pull().versions == {0: 2, 1: 2, 2: 2}

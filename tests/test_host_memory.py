@@ -208,3 +208,17 @@ def test_a_store_in_host_memory_has_the_bits_of_one_on_the_device(update: Any, p
         np.testing.assert_array_equal(array, stores[0].pull(name).values[name])
     state = [leaf for leaf in jax.tree.leaves(stores[1]._state.shards[0].state) if isinstance(leaf, jax.Array)]
     assert all(leaf.sharding.memory_kind == "pinned_host" for leaf in state)
+
+
+def test_a_snapshot_of_a_store_in_host_memory_is_loaded_there() -> None:
+    stores = [VersionedStore(weights(seed), update=optax.adam(0.1), shards=[HOST]) for seed in (0, 1)]
+    for store in stores:
+        store.push(None, store.pull().values)
+    stores[0].clock()
+    stores[0].push({next(iter(weights())): [2]}, {next(iter(weights())): np.ones((1, WIDTH), np.float32)})
+    stores[1].load(stores[0].snapshot())
+    for store in stores:
+        store.clock()
+    for key, array in stores[0].pull().values.items():
+        np.testing.assert_array_equal(array, stores[1].pull(key).values[key])
+        assert stores[1].pull(key).values[key].sharding.memory_kind == "pinned_host"

@@ -125,7 +125,16 @@ class Transformation:
     run: Callable[[Weights, Any, Weights], tuple[Weights, Any]]
 
     def init(self, weights: Weights) -> Any:
-        return jax.jit(self.transformation.init)(weights)
+        """The state, all of it on the devices of the weights: JAX puts numbers that depend on none on its first device."""
+        state = jax.jit(self.transformation.init)(weights)
+        place = next((array.sharding for array in weights.values()), None)
+        if isinstance(place, jax.sharding.NamedSharding):
+            place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+
+        def placed(leaf: jax.Array) -> jax.Array:
+            return leaf if place is None or leaf.devices() == place.device_set else jax.device_put(leaf, place)
+
+        return jax.tree.map(placed, state)
 
     def apply(self, weights: Weights, state: Any, updates: Sequence[Mapping[str, Pushed]]) -> tuple[Weights, Any]:
         return self.run(_total(weights, updates), state, weights)
