@@ -199,7 +199,18 @@ BENCHMARKS = {
         "",
         sources=("zoo/stacked.py", "zoo/mixed_precision.py", "zoo/training.py"),
     ),
-    "parameter_server": Benchmark(("overhead", "stragglers", "digits"), VIRTUAL_DEVICES),
+    "parameter_server": Benchmark(
+        ("overhead", "stragglers", "digits", "text"),
+        VIRTUAL_DEVICES,
+        sources=("timing.py",),
+        sources_of={
+            "overhead": ("parameter_server/calls.py",),
+            "stragglers": ("parameter_server/stragglers.py",),
+            **{task: ("parameter_server/convergence.py", f"parameter_server/{task}.py") for task in ("digits", "text")},
+        },
+        summary="benchmarks.parameter_server.page",
+        module="parameter_server.parts",
+    ),
     "pipeline": Benchmark(
         (
             "theory",

@@ -47,9 +47,9 @@ def rows() -> list[Row]:
 
 def _pushed(store: autopar.VersionedStore, array: jax.Array) -> jax.Array:
     """Push, forgetting what was pushed before: a second push in a clock is added up."""
-    store._open[0] = (0, {})
+    store._progress.opened[0] = (0, {})
     store.push("w", array)
-    whole = store._open[0][1]["w"].whole
+    whole = store._progress.opened[0][1]["w"].whole
     assert whole is not None
     return whole
 

@@ -1,0 +1,1 @@
+"""Measure versioned stores: calls, stragglers, convergence under consistency policies."""
