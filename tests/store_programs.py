@@ -151,7 +151,10 @@ def decentralized(policy: str, clocks: str) -> None:
     servers = [Server(worker=worker, message_s=0.0) for worker in range(count)]
     layout = plan_layout(sizes, servers, count, tolerance=0.0)
     own = layout.part(weights(), index)
-    store = autopar.VersionedStore(own, update=OPTIMIZER, workers=count, consistency=policy)
+    # one of them keeps its part in host memory
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
+    shards = [host] if index == 1 else None
+    store = autopar.VersionedStore(own, update=OPTIMIZER, workers=count, consistency=policy, shards=shards)
     wrong = ""
     try:
         autopar.StoreClient(

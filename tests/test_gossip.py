@@ -261,6 +261,14 @@ def test_a_worker_waits_for_no_neighbor_that_has_ended() -> None:
         store.clock(worker=1)
 
 
+def test_weights_that_a_reader_donated_are_named() -> None:
+    store = autopar.GossipStore(start(), "complete")
+    jax.jit(lambda array: array + 1, donate_argnums=0)(store.pull("b").values["b"])
+    for call in (store.clock, store.pull):
+        with pytest.raises(StoreError, match="the array of 'b' was donated by a reader: copy what you pull"):
+            call()
+
+
 def test_an_update_that_fails_leaves_the_weights_and_can_be_tried_again() -> None:
     failures = [ZeroDivisionError("of the user")]
 

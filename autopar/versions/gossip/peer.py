@@ -109,6 +109,11 @@ class Peer:
     def finish(self, links: Links) -> int:
         """Mix the weights with the neighbors', apply the update, and return the next clock. After an error it can be called
         again: what was received stays."""
+        for key, array in self.shard.weights.items():
+            if array.is_deleted():
+                raise StoreError(
+                    f"the array of {shown(key)} was donated by a reader: copy what you pull before donating it"
+                )
         self.publish(links)
         neighbors = self.mixing.neighbors(self.worker)
         for neighbor in neighbors:

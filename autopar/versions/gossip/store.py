@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autopar.errors import StoreError
 from autopar.versions.callers import Callers
@@ -150,10 +151,10 @@ class GossipStore:
     def mean(self) -> dict[str, jax.Array]:
         """The mean of all workers' weights by key, on the place of worker 0: the model to keep."""
         first, *others = (peer.shard.weights for peer in self._peers)
-        total = dict(first)
+        total = {key: array.astype(jnp.promote_types(array.dtype, jnp.float32)) for key, array in first.items()}
         for weights in others:
             total = {key: array + jax.device_put(weights[key], first[key].sharding) for key, array in total.items()}
-        return {key: array / len(self._peers) for key, array in total.items()}
+        return {key: (array / len(self._peers)).astype(first[key].dtype) for key, array in total.items()}
 
     def traffic(self) -> tuple[GossipTraffic, ...]:
         """For each worker, the bytes of arrays that it exchanged with its neighbors."""

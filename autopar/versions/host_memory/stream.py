@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from autopar.errors import OptionError
 from autopar.jax_interop import compat as jax_compat
@@ -112,7 +113,8 @@ class StreamedFunction:
             if self._on_piece is not None:
                 self._on_piece(number)
         results = [
-            one.value if isinstance(one, cutting.Literal) else values.get(one, own.get(one)) for one in found.outputs
+            jnp.asarray(one.value if isinstance(one, cutting.Literal) else values.get(one, own.get(one)))
+            for one in found.outputs
         ]
         return jax.tree.unflatten(out_tree, results)
 

@@ -21,6 +21,7 @@ from autopar.jax_interop.array_transfer import ArrayTransfer, kind_of, start_arr
 from autopar.jax_interop.processes import coordinator_address
 from autopar.runtime.distributed.coordination_store import Service, service_of_jax
 from autopar.runtime.distributed.cpu_transport import own_address
+from autopar.versions.host_memory.memory_kinds import on_device
 
 #: Seconds between signs of life, and without one after which a process counts as dead.
 BEAT_S, DEAD_S = 1.0, 10.0
@@ -48,7 +49,8 @@ class Channel:
     seen: dict[str, tuple[bytes | None, float]] = field(default_factory=dict)
 
     def send(self, key: str, message: Any, arrays: Sequence[jax.Array] = ()) -> None:
-        """Write a message, and offer arrays with it."""
+        """Write a message, and offer arrays with it, from the memory of the device."""
+        arrays = [on_device(array) for array in arrays]
         number = self.transfer.offer(arrays) if arrays else -1
         offer = [self.transfer.address, number, [kind_of(array) for array in arrays]]
         self.service.put(f"{self.root}/{key}/value", json.dumps([message, offer]).encode())
