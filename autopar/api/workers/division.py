@@ -37,10 +37,12 @@ class Division:
     Args:
         devices: of each worker, in the order of its submesh. With more workers than devices, workers share devices.
         options: planning options for a program on one worker's devices.
+        own: with several processes, the worker of this one; its devices are the process's.
     """
 
     devices: tuple[tuple[Any, ...], ...]
     options: Mapping[str, Any]
+    own: int | None = None
 
     @property
     def num_workers(self) -> int:
@@ -80,6 +82,8 @@ def divided(options: Mapping[str, Any]) -> Division:
     given, workers = options.get("mesh"), options.get("workers")
     if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool) or workers < 1):
         raise OptionError(f"`workers` is {workers!r}: give the number of data-parallel workers, at least 1")
+    if jax.process_count() > 1:
+        return _by_process(options, workers)
     devices, shape = _devices(given, options.get("num_devices"))
     if workers is None:
         workers = len(devices) if shape is None else shape.axis_sizes[0]
@@ -103,13 +107,24 @@ def divided(options: Mapping[str, Any]) -> Division:
     return Division(each, planning | {"mesh": MeshShape(tuple(n for n, _ in kept), tuple(s for _, s in kept))})
 
 
+def _by_process(options: Mapping[str, Any], workers: int | None) -> Division:
+    """Each process is a worker, with the devices that it has."""
+    count = jax.process_count()
+    if workers not in (None, count) or options.get("mesh") is not None or options.get("num_devices") is not None:
+        raise MeshError(
+            f"with {count} processes each is a worker with its own devices: leave `workers`, `mesh` and `num_devices` out"
+        )
+    each = [tuple(device for device in jax.devices() if device.process_index == process) for process in range(count)]
+    if len({len(devices) for devices in each}) > 1:
+        numbers = ", ".join(str(len(devices)) for devices in each)
+        raise MeshError(f"workers have equal numbers of devices, but the processes have {numbers}")
+    passed = {name: options[name] for name in PASSED if name in options}
+    planning = {"cache": True, "all_devices": True} | passed | {"num_devices": len(each[0])}
+    return Division(tuple(each), planning, jax.process_index())
+
+
 def _devices(given: Any, num_devices: Any) -> tuple[list[Any], MeshShape | None]:
     """The devices in order, and the mesh that the user named."""
-    if jax.process_count() > 1:
-        raise MeshError(
-            "`consistency` divides the devices of one process among workers, and there are"
-            f" {jax.process_count()}: serve an `autopar.VersionedStore` to worker processes instead (docs/parameter-servers.md)"
-        )
     if isinstance(given, jax.sharding.Mesh):
         return list(given.devices.flat), MeshShape(tuple(given.axis_names), tuple(given.axis_sizes))
     visible = in_host_order(jax.devices())

@@ -6,8 +6,8 @@ In: a traced step, the workers' devices, a policy. Out: `GradientWork`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -36,10 +36,16 @@ class GradientWork:
     def __init__(self, step: TracedStep, division: Division, policy: Policy, *, own_statistics: bool) -> None:
         self._policy = policy
         self.step, self.devices, self._num_workers = step, division.devices, division.num_workers
+        self._own = division.own
         self._cut = cut_for_workers(
             step.program, division.num_workers, own_statistics=own_statistics, wide=policy.period > 1
         )
         _check_terms(self._cut.terms, policy)
+        if self._own is not None and self._cut.whole is not None:
+            raise MicrobatchError(
+                "the step reads a value of the whole batch before its gradients, such as a number of marked examples, and no process"
+                " has the whole batch: divide by it after the sums, or use one process"
+            )
         self._worker = PlannedPart.of(self._cut.worker.program, division.options)
         self._update = PlannedPart.of(self._cut.update.program, division.options)
         self._whole = None
@@ -55,6 +61,8 @@ class GradientWork:
 
     def deal(self, leaves: Sequence[Any]) -> list[Share]:
         """As `Work.deal`."""
+        if self._own is not None:
+            return [self._own_share(leaves)]
         whole: Sequence[Any] = ()
         if self._whole is not None and self._cut.whole is not None:
             whole = self._whole.on(self.devices[0])([leaves[one.index] for one in self._cut.whole.inputs])
@@ -67,12 +75,32 @@ class GradientWork:
         self, leaves: Mapping[str, Any], note: Note, dispatching: AbstractContextManager[Any]
     ) -> GradientSession:
         """As `Work.session`."""
+        return GradientSession(self, self.new_store(leaves, note), dispatching)
+
+    def session_of(self, store: Any, leaves: Mapping[str, Any], note: Note) -> GradientSession:
+        """As `Work.session_of`."""
+        return GradientSession(self, store, nullcontext())
+
+    def new_store(self, leaves: Mapping[str, Any], note: Note, *, keeps_results: bool = False) -> VersionedStore:
+        """As `Work.new_store`."""
         server = self._update.on(self.devices[0])
         places = {self.step.paths[i]: server.out_shardings[o] for i, o in self.step.pairs}
         placed = jax.device_put(dict(leaves), {path: places[path] for path in leaves})
+        if keeps_results:
+            for n in self._results():
+                shape = self._update.output_shapes[n]
+                placed[result_key(n)] = jax.device_put(np.zeros(shape.shape, shape.dtype), server.out_shardings[n])
         update = TermsUpdate(self._takes(), self._updating(note))
-        store = VersionedStore(placed, update=update, workers=self._num_workers, consistency=self._policy)
-        return GradientSession(self, store, dispatching)
+        return VersionedStore(placed, update=update, workers=self._num_workers, consistency=self._policy)
+
+    def results_in(self, pulled: Callable[[list[str]], Mapping[str, Any]]) -> list[Any] | None:
+        """As `Work.results_in`."""
+        numbers = self._results()
+        values = pulled([result_key(n) for n in numbers])
+        outputs: list[Any] = [None] * len(self._update.output_shapes)
+        for n in numbers:
+            outputs[n] = values[result_key(n)]
+        return outputs
 
     def run(self, worker: int, weights: Mapping[str, jax.Array], share: Share) -> dict[str, Any]:
         """A worker's terms, by key."""
@@ -84,6 +112,16 @@ class GradientWork:
 
     def _path(self, one: Input) -> str:
         return self.step.paths[one.index]
+
+    def _results(self) -> list[int]:
+        """The outputs that are no state."""
+        carried = {output for _, output in self.step.pairs}
+        return [n for n in range(len(self._update.output_shapes)) if n not in carried]
+
+    def _own_share(self, leaves: Sequence[Any]) -> Share:
+        """The inputs from the share that this process was given."""
+        inputs = (one for one in self._cut.worker.inputs if one.source != "state")
+        return [np.uint32(self._own or 0) if one.source == "number" else leaves[one.index] for one in inputs]
 
     def _dealt(self, one: Input, leaves: Sequence[Any], whole: Sequence[Any], worker: int) -> Any:
         if one.source == "number":
@@ -111,6 +149,7 @@ class GradientWork:
         adding = jax.jit(functools.partial(combined, self._cut.terms, self._keys, self._num_workers))
         output_of = {self.step.paths[i]: o for i, o in self.step.pairs}
         carried = set(output_of.values())
+        output_of |= {result_key(n): n for n in self._results()}
 
         def update(
             weights: dict[str, jax.Array], state: None, pushed: Sequence[Mapping[str, jax.Array]]
@@ -127,15 +166,21 @@ class GradientWork:
         return update
 
 
+def result_key(output: int) -> str:
+    """The key of what an update returned apart from the state, in a store that keeps it."""
+    return f"result {output}"
+
+
 class GradientSession:
     """As `Session`. The store counts the iterations of a period, and holds what was pushed in it."""
 
-    def __init__(self, work: GradientWork, store: VersionedStore, dispatching: AbstractContextManager[Any]) -> None:
+    def __init__(self, work: GradientWork, store: Any, dispatching: AbstractContextManager[Any]) -> None:
         self.work, self.store, self.dispatching = work, store, dispatching
         self._pulled: dict[int, Mapping[str, jax.Array]] = {}
-        self._count: list[int] = []
-        self._clocks: list[int] = []
-        self._look_up()
+        self._count = [0] * store.num_workers
+        self._clocks = [0] * store.num_workers
+        if isinstance(store, VersionedStore):
+            self._look_up()
 
     def iteration(self, worker: int) -> int:
         """As `Session.iteration`."""
@@ -165,6 +210,10 @@ class GradientSession:
     def end_round(self) -> None:
         """As `Session.end_round`; updates note results."""
 
+    def flush(self, worker: int) -> None:
+        """As `Session.flush`."""
+        self.store.flush()
+
     def leave(self, worker: int) -> None:
         """As `Session.leave`."""
         with self.dispatching:
@@ -172,7 +221,8 @@ class GradientSession:
 
     def state(self) -> dict[str, Any]:
         """As `Session.state`."""
-        return self.store.pull(worker=None).values
+        pulled = self.store.pull(worker=None).values
+        return {path: pulled[path] for path in (self.work.step.paths[i] for i, _ in self.work.step.pairs)}
 
     def snapshot(self) -> Snapshot:
         """As `Session.snapshot`."""

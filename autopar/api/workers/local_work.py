@@ -9,8 +9,8 @@ The rest, as the moments of an optimizer, stays with its worker.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class LocalWork:
 
     def __init__(self, step: TracedStep, local: Any, division: Division, policy: Policy, outer: Any) -> None:
         self.step, self.devices, self.num_workers, self._outer = step, division.devices, division.num_workers, outer
-        self.policy = policy
+        self.policy, self._own = policy, division.own
         graph = step.program.as_written.graph
         size, inputs = leading_dim(graph)
         self._cuts = dict.fromkeys(inputs, Cut(Place(0), size, division.num_workers))
@@ -68,6 +68,8 @@ class LocalWork:
 
     def deal(self, leaves: Sequence[Any]) -> list[Share]:
         """As `Work.deal`."""
+        if self._own is not None:
+            return [[leaf for i, leaf in enumerate(leaves) if i not in self._state]]
         return [
             [
                 share_of(self._cuts[i], as_array(leaf), worker) if i in self._cuts else leaf
@@ -79,6 +81,18 @@ class LocalWork:
 
     def session(self, leaves: Mapping[str, Any], note: Note, dispatching: AbstractContextManager[Any]) -> LocalSession:
         """As `Work.session`."""
+        return LocalSession(self, self.new_store(leaves, note), leaves, note, dispatching)
+
+    def session_of(self, store: Any, leaves: Mapping[str, Any], note: Note) -> LocalSession:
+        """As `Work.session_of`."""
+        return LocalSession(self, store, leaves, note, nullcontext())
+
+    def results_in(self, pulled: Callable[[list[str]], Mapping[str, Any]]) -> list[Any] | None:
+        """As `Work.results_in`: each worker has its own."""
+        return None
+
+    def new_store(self, leaves: Mapping[str, Any], note: Note, *, keeps_results: bool = False) -> VersionedStore:
+        """As `Work.new_store`."""
         shardings = self._step.on(self.devices[0]).in_shardings
         placed = {path: jax.device_put(leaves[path], shardings[i]) for path, i in self.weights.items()}
         update = update_of(self._outer, placed)
@@ -97,13 +111,17 @@ class LocalWork:
         takes = {keys[path]: Taken(array.shape, array.dtype, array.sharding) for path, array in placed.items()}
         everywhere = jax.sharding.NamedSharding(shardings[0].mesh, jax.sharding.PartitionSpec())
         takes[SHARES] = Taken((), np.dtype("int32"), everywhere, may_wait=False)
-        store = VersionedStore(
+        return VersionedStore(
             placed,
             update=TermsUpdate(takes, average, update.init),
             workers=self.num_workers,
             consistency=_with_own_period(self.policy),
         )
-        return LocalSession(self, store, leaves, note, dispatching)
+
+    @property
+    def own_worker(self) -> int | None:
+        """The worker of this process, where there are several."""
+        return self._own
 
     def run(self, worker: int, state: Mapping[int, Any], share: Share) -> tuple[jax.Array, ...]:
         """The step on one worker: its flat outputs."""
@@ -170,16 +188,19 @@ class LocalSession:
     def __init__(
         self,
         work: LocalWork,
-        store: VersionedStore,
+        store: Any,
         leaves: Mapping[str, Any],
         note: Note,
         dispatching: AbstractContextManager[Any],
     ) -> None:
         self.work, self.store, self.note, self.dispatching = work, store, note, dispatching
-        self.states = [work.own(worker, leaves) for worker in range(work.num_workers)]
+        here = range(work.num_workers) if work.own_worker is None else (work.own_worker,)
+        self.states = {worker: work.own(worker, leaves) for worker in here}
         self.counts = [0] * work.num_workers
         self._before: list[list[jax.Array]] = [[] for _ in range(work.num_workers)]
-        self._clocks = [clock or 0 for clock in store.report().clocks]
+        self._clocks = [0] * work.num_workers
+        if isinstance(store, VersionedStore):
+            self._clocks = [clock or 0 for clock in store.report().clocks]
         self._round: list[list[Any]] = []
 
     def iteration(self, worker: int) -> int:
@@ -228,23 +249,35 @@ class LocalSession:
             means = _means([[jax.device_put(one[n], place) for n in at] for one in made]) if at else []
             self.note([dict(zip(at, means, strict=True)).get(n) for n in range(len(made[0]))])
 
+    def flush(self, worker: int) -> None:
+        """As `Session.flush`."""
+        self._push_rest(worker)
+        self.store.flush()
+
+    def _push_rest(self, worker: int) -> None:
+        """Push what an unfinished period has changed; the next iteration begins a period."""
+        period = self.work.policy.period
+        if self.counts[worker] % period:
+            self._push(worker)
+            self.counts[worker] += period - self.counts[worker] % period
+
     def leave(self, worker: int) -> None:
         """As `Session.leave`."""
-        if self.counts[worker] % self.work.policy.period:
-            self._push(worker)
+        self._push_rest(worker)
         with self.dispatching:
             self.store.leave(worker)
 
     def state(self) -> dict[str, Any]:
         """As `Session.state`: the server's weights, and the rest of worker 0."""
         paths = self.work.step.paths
-        return {paths[i]: array for i, array in self.states[0].items()} | self.store.pull(worker=None).values
+        first = min(self.states)  # of its own process, where there are several
+        return {paths[i]: array for i, array in self.states[first].items()} | self.store.pull(worker=None).values
 
     def snapshot(self) -> Snapshot:
         """As `Session.snapshot`."""
         paths, of_store = self.work.step.paths, self.store.snapshot()
         arrays: dict[Name, Any] = {("store", *name): array for name, array in of_store.arrays.items()}
-        for worker, (state, before) in enumerate(zip(self.states, self._before, strict=True)):
+        for worker, (state, before) in ((n, (state, self._before[n])) for n, state in self.states.items()):
             arrays |= {("local", worker, paths[i]): raw(array) for i, array in state.items()}
             arrays |= {("start", worker, n): array for n, array in enumerate(before)}
         return Snapshot(arrays, {"store": dict(of_store.about), "counts": list(self.counts)})
@@ -254,15 +287,15 @@ class LocalSession:
         local, start, paths = snapshot.within("local"), snapshot.within("start"), self.work.step.paths
         try:
             counts = [int(count) for count in snapshot.about["counts"]]
-            states = [
-                {i: as_like(local[worker, paths[i]], like, repr(paths[i])) for i, like in state.items()}
-                for worker, state in enumerate(self.states)
-            ]
+            states = {
+                worker: {i: as_like(local[worker, paths[i]], like, repr(paths[i])) for i, like in state.items()}
+                for worker, state in self.states.items()
+            }
             before = [
                 [as_like(start[worker, n], state[i], path) for n, (path, i) in enumerate(self.work.weights.items())]
                 if (worker, 0) in start
                 else []
-                for worker, state in enumerate(self.states)
+                for worker, state in self.states.items()
             ]
             of_store = Snapshot(snapshot.within("store"), snapshot.about["store"])
         except (KeyError, TypeError, ValueError) as error:

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+import jax
+
 from autopar.api.workers.deal import Deal
+from autopar.api.workers.processes import OneProcess
 from autopar.api.workers.work import Session, Share, Work, is_lockstep
 from autopar.errors import StoreError
 from autopar.versions.consistency.policy import Policy
@@ -37,6 +40,10 @@ class Runner(Protocol):
         """Finish what is in flight; workers leave."""
         ...
 
+    def state(self) -> dict[str, Any]:
+        """The newest state, by path."""
+        ...
+
     def snapshot(self) -> Snapshot:
         """Everything that changes, between two iterations of each worker."""
         ...
@@ -52,13 +59,15 @@ class Runner(Protocol):
 
 def runner_of(
     work: Work, policy: Policy, num_workers: int, leaves: dict[str, Any], *, is_shared: bool
-) -> Lockstep | Threads:
-    """Begin to run workers from a state.
+) -> Lockstep | Threads | OneProcess:
+    """Begin to run workers from a state. With several processes, the worker of this one.
 
     Args:
         leaves: the state by path.
         is_shared: whether programs run on several devices, so that all threads must dispatch them in one order.
     """
+    if jax.process_count() > 1:
+        return OneProcess(work, policy, num_workers, leaves)
     if is_lockstep(policy):
         return Lockstep(work, leaves)
     return Threads(work, leaves, num_workers, is_fixed=math.isfinite(policy.slack), is_shared=is_shared)
@@ -103,6 +112,10 @@ class Lockstep:
             self._is_over = True
             for worker in range(self.session.store.num_workers):
                 self.session.leave(worker)
+
+    def state(self) -> dict[str, Any]:
+        """As `Runner.state`."""
+        return self.session.state()
 
     def snapshot(self) -> Snapshot:
         """As `Runner.snapshot`."""
@@ -171,6 +184,10 @@ class Threads:
                 thread.join(0.2)  # so that Ctrl-C is handled
         if self.errors:
             raise self.errors[0]
+
+    def state(self) -> dict[str, Any]:
+        """As `Runner.state`."""
+        return self.session.state()
 
     def snapshot(self) -> Snapshot:
         """As `Runner.snapshot`. Workers finish the iteration that they compute, and wait meanwhile."""

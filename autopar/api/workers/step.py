@@ -17,12 +17,14 @@ from autopar.api.dispatch import as_written
 from autopar.api.workers.division import check_options, divided
 from autopar.api.workers.gradient_work import GradientWork
 from autopar.api.workers.local_work import LocalWork, check_outer
+from autopar.api.workers.processes import OneProcess
 from autopar.api.workers.report import report_of, workers_plan
 from autopar.api.workers.run import Lockstep, Threads, runner_of
 from autopar.api.workers.traced_step import (
     TracedStep,
     arguments_of,
     check_state_first,
+    of_all_processes,
     on_shares,
     state_arguments_of,
     traced_step,
@@ -57,7 +59,7 @@ class _Run:
     """
 
     divided: Divided
-    runner: Lockstep | Threads
+    runner: Lockstep | Threads | OneProcess
     returned: list[Any] | None = None
 
 
@@ -105,10 +107,11 @@ class WorkersStep:
         """
         if is_traced():
             return as_written(self.called, args, kwargs)
-        if not is_lockstep(self.policy) or self.policy.period > 1:
+        if not is_lockstep(self.policy) or self.policy.period > 1 or jax.process_count() > 1:
+            why = "there are several processes" if jax.process_count() > 1 else f"the policy is {self.policy.name!r}"
             raise StepSignatureError(
-                f"under {self.policy.name!r} there is no state after each batch: workers are at different batches, or push once in"
-                f" several. Iterate over `{self.name}.stream(state, batches)`, then take the state from `{self.name}.drain()`"
+                f"{why}, so there is no state after each batch: workers are at different batches, push once in several, or would"
+                f" send all of it. Iterate over `{self.name}.stream(state, batches)`, then take the state from `{self.name}.drain()`"
             )
         with opened(self.called, args, kwargs) as call:
             leaves = jax.tree.leaves(call.trees)
@@ -119,7 +122,7 @@ class WorkersStep:
             run.runner.step(made.work.deal(leaves))
             outputs = run.runner.noted.popleft()
             run.runner.noted.clear()
-            state = run.runner.session.state()
+            state = run.runner.state()
             paths = made.traced.paths
             for position, output in made.traced.pairs:
                 outputs[output] = state[paths[position]]
@@ -164,7 +167,7 @@ class WorkersStep:
             )
         run, self._run = self._run, None
         run.runner.finish()
-        traced, state = run.divided.traced, run.runner.session.state()
+        traced, state = run.divided.traced, run.runner.state()
         leaves: list[Any] = [None] * len(traced.paths)
         for path, leaf in state.items():
             leaves[traced.paths.index(path)] = leaf
@@ -210,7 +213,7 @@ class WorkersStep:
         except BaseException:
             self._run = None
             raise
-        state = run.runner.session.state()
+        state = run.runner.state()
         for position, _ in made.traced.pairs:
             leaves[position] = state[made.traced.paths[position]]
         run.returned = [leaves[position] for position, _ in made.traced.pairs]
@@ -270,7 +273,9 @@ class WorkersStep:
     def _of(self, call: Call) -> Divided:
         """The step divided for a call's shapes."""
         if call.key not in self._divided:
-            options, carry = self._options, self._options.get("carry")
+            key, options, carry = call.key, self._options, self._options.get("carry")
+            if self.division.own is not None:
+                call = of_all_processes(call, self.division.num_workers, carry)
             traced = traced_step(call, carry)
             outer = options.get("outer")
             work: Work
@@ -280,7 +285,8 @@ class WorkersStep:
             else:
                 local = on_shares(call, traced, self.division.num_workers, carry)
                 work = LocalWork(traced, local, self.division, self.policy, outer)
-            self._divided[call.key] = Divided(traced, work)
+            self._divided[key] = Divided(traced, work)
+            return self._divided[key]
         return self._divided[call.key]
 
     def _new_run(self, made: Divided, leaves: Sequence[Any]) -> _Run:

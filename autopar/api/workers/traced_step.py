@@ -212,3 +212,18 @@ def check_state_first(traced: TracedStep, call: Call, count: int) -> None:
             " state: where several arguments are state, give a tuple of them; where one is taken for state by mistake, name the"
             f" state in `carry={[*given]}`"
         )
+
+
+def of_all_processes(call: Call, num_workers: int, carry: Sequence[str] | None) -> Call:
+    """The call with the batch of all processes, from that with the share of this one; shapes in place of arrays.
+
+    Raises:
+        MicrobatchError: the step has no batch.
+    """
+    batch = set(leading_dim(program_of_call(call, carry=carry, donate=()).as_written.graph)[1])
+    leaves = [shape_struct(leaf) for leaf in jax.tree.leaves(call.trees)]
+    whole = [
+        jax.ShapeDtypeStruct((leaf.shape[0] * num_workers, *leaf.shape[1:]), leaf.dtype) if i in batch else leaf
+        for i, leaf in enumerate(leaves)
+    ]
+    return replace(call, trees=jax.tree.unflatten(jax.tree.structure(call.trees), whole))

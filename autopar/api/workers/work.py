@@ -58,11 +58,35 @@ class Work(Protocol):
         """
         ...
 
+    def new_store(self, leaves: Mapping[str, Any], note: Note, *, keeps_results: bool = False) -> VersionedStore:
+        """A store of a state.
+
+        Args:
+            keeps_results: whether it also has what the last update returned apart from the state.
+        """
+        ...
+
+    def session_of(self, store: Any, leaves: Mapping[str, Any], note: Note) -> Session:
+        """A session with a store of another process.
+
+        Args:
+            store: has the calls of a `VersionedStore` for the worker of this process.
+        """
+        ...
+
+    def results_in(self, pulled: Callable[[list[str]], Mapping[str, Any]]) -> list[Any] | None:
+        """The outputs of the last update, None in the place of state; None if workers have results of their own.
+
+        Args:
+            pulled: pulls keys of a store that keeps results.
+        """
+        ...
+
 
 class Session(Protocol):
     """A run of the workers from one state on."""
 
-    store: VersionedStore
+    store: Any  # a `VersionedStore`, or what stands for one of another process
 
     def iteration(self, worker: int) -> int:
         """The number of a worker's present iteration, counted from the start of the session; skipped clocks count too."""
@@ -86,6 +110,10 @@ class Session(Protocol):
 
     def end_round(self) -> None:
         """All workers that run in lockstep have finished an iteration."""
+        ...
+
+    def flush(self, worker: int) -> None:
+        """Push what is left of an unfinished period or held back, with a store of another process."""
         ...
 
     def leave(self, worker: int) -> None:

@@ -18,7 +18,7 @@ from autopar.versions.keys import Keys, selected
 from autopar.versions.layout_choice import Place
 from autopar.versions.remote.channel import Channel, open_channel
 from autopar.versions.remote.own_server import OwnServer
-from autopar.versions.remote.served_keys import held_back_by, served_keys
+from autopar.versions.remote.served_keys import held_back_by, served_keys, served_terms
 from autopar.versions.remote.wire import packed_keys, packed_update
 from autopar.versions.server_update import Update
 from autopar.versions.store_values import Pulled
@@ -73,6 +73,7 @@ class StoreClient:
         self._policy = held_back_by([hello["held_by"] for hello in hellos])
         self._first_shard = [0, *itertools.accumulate(hello["shards"] for hello in hellos)]
         self._division: Division = served_keys([hello["kinds"] for hello in hellos])
+        self._terms = served_terms([hello["takes"] for hello in hellos])
         try:
             self._channel.service.put(f"{self._channel.root}/clients/{worker}", b"")
         except ProcessError as error:
@@ -83,10 +84,20 @@ class StoreClient:
         self._shapes = self._division.shapes
         self._channel.beat()
 
-    def pull(self, keys: Keys = None, at_least_clock: int = 0, *, timeout_s: float | None = None) -> Pulled:
-        """As `VersionedStore.pull`; shards are numbered server after server."""
+    def pull(
+        self, keys: Keys = None, at_least_clock: int = 0, *, timeout_s: float | None = None, newest: bool = False
+    ) -> Pulled:
+        """As `VersionedStore.pull`; shards are numbered server after server.
+
+        Args:
+            newest: whether to read as no worker does, without waiting as the policy says.
+        """
         chosen = selected(keys, self._shapes)
-        if self._count % self._policy.period and (kept := kept_of(self._before, chosen, self._to)) is not None:
+        if (
+            not newest
+            and self._count % self._policy.period
+            and (kept := kept_of(self._before, chosen, self._to)) is not None
+        ):
             return Pulled(*kept, self._clock)
         by_server = self._by_server(self._division.chosen(chosen))
         calls: dict[int, int] = {}
@@ -94,15 +105,15 @@ class StoreClient:
             if not self._is_own(server):
                 described, rows = packed_keys({self._key(name): rows for name, rows in own.items()})
                 request = {"call": "pull", "keys": described, "at_least_clock": at_least_clock, "timeout_s": timeout_s}
+                request |= {"newest": newest}
                 calls[server] = self._request(server, request, rows)
         values: dict[str, jax.Array] = {}
         versions: dict[int, int] = {}
         clocks: list[int] = []
         for server, own in by_server.items():
             if self._own is not None and self._is_own(server):
-                pulled = self._own.pull(
-                    {self._key(name): rows for name, rows in own.items()}, at_least_clock, timeout_s
-                )
+                own_keys = {self._key(name): rows for name, rows in own.items()}
+                pulled = self._own.pull(own_keys, at_least_clock, timeout_s, newest=newest)
                 arrays, found, clock = [*pulled.values.values()], pulled.versions.items(), pulled.clock
             else:
                 answer, arrays = self._answer(server, calls[server])
@@ -112,7 +123,7 @@ class StoreClient:
             clocks.append(clock)
         arrays_by_key = self._division.concatenated(values, chosen)
         values = {key: arrays_by_key[key] for key in chosen}
-        if self._policy.period > 1:
+        if self._policy.period > 1 and not newest:
             self._before |= {key: (values[key], versions) for key, rows in chosen.items() if rows is None}
         return Pulled(
             values if self._to is None else jax.device_put(values, self._to), versions, min(clocks, default=0)
@@ -120,13 +131,16 @@ class StoreClient:
 
     def push(self, keys: Keys, update: Any) -> None:
         """As `VersionedStore.push`; it is sent at `clock()`."""
-        whole = checked(update, keys, selected(keys, self._shapes), self._division.kinds)
-        self._open = added(self._open, self._division.update(whole))
+        if self._terms.kinds:
+            parts = checked(update, keys, selected(keys, self._terms.shapes), self._terms.kinds)
+        else:
+            parts = self._division.update(checked(update, keys, selected(keys, self._shapes), self._division.kinds))
+        self._open = added(self._open, parts)
 
     def clock(self) -> int:
         """As `VersionedStore.clock`."""
         self._count += 1
-        sent, self._held = after_iteration(self._policy, self._held, self._count, self._open)
+        sent, self._held = after_iteration(self._policy, self._held, self._count, self._open, self._terms.at_once)
         self._open = {}
         if sent is not None:
             self._clock = self._send(sent)
@@ -143,12 +157,18 @@ class StoreClient:
         clocks = [] if self._own is None else [self._own.clock(self._keyed(by_server.get(self._worker, {})))]
         return min([*clocks, *(self._answer(server, number)[0]["clock"] for server, number in calls.items())])
 
+    def flush(self) -> None:
+        """Send what the policy holds back, as one more clock."""
+        held, self._held = self._held, Held()
+        if held.update:
+            self._clock = self._send(held.update)
+
     def __enter__(self) -> StoreClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if error is None and self._held.update:
-            self._send(self._held.update)
+        if error is None:
+            self.flush()
         call: dict[str, Any] = {"call": "leave"} if error is None else {"call": "fail", "error": repr(error)[:500]}
         others = [server for server in range(len(self._numbers)) if not self._is_own(server)]
         calls = {server: self._request(server, call) for server in others}
@@ -167,7 +187,7 @@ class StoreClient:
         return self._own is not None and server == self._worker
 
     def _key(self, name: str) -> str:
-        return self._division.parts[name].key
+        return name if name in self._terms.kinds else self._division.parts[name].key
 
     def _keyed(self, update: Update) -> Update:
         """Parts of one server by its own keys."""
@@ -176,7 +196,8 @@ class StoreClient:
     def _by_server(self, parts: Any) -> dict[int, Any]:
         found: dict[int, Any] = {}
         for name, value in parts.items():
-            found.setdefault(self._division.parts[name].shard, {})[name] = value
+            server = 0 if name in self._terms.kinds else self._division.parts[name].shard
+            found.setdefault(server, {})[name] = value
         return found
 
     def _request(self, server: int, request: dict[str, Any], arrays: Any = ()) -> int:

@@ -49,9 +49,10 @@ class OwnServer:
         self._thread = threading.Thread(target=run, name=f"autopar store, server {worker}", daemon=True)
         self._thread.start()
 
-    def pull(self, chosen: Selected, at_least_clock: int, timeout_s: float | None) -> Pulled:
-        """As `VersionedStore.pull`."""
-        return self._store.pull(chosen, at_least_clock, worker=self._worker, timeout_s=timeout_s)
+    def pull(self, chosen: Selected, at_least_clock: int, timeout_s: float | None, *, newest: bool) -> Pulled:
+        """As `StoreClient.pull`."""
+        worker = None if newest else self._worker
+        return self._store.pull(chosen, at_least_clock, worker=worker, timeout_s=timeout_s)
 
     def clock(self, update: Update) -> int:
         """Push an update, and finish the clock."""

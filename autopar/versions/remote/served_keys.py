@@ -7,6 +7,7 @@ servers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,3 +64,32 @@ def held_back_by(names: Sequence[str]) -> Policy:
             " workers hold back what they push by it"
         )
     return find(names[0] or "async")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTerms:
+    """What workers push in place of updates of arrays.
+
+    Args:
+        kinds: shape and dtype of each; empty if they push updates.
+        at_once: those that are never held back.
+    """
+
+    kinds: Mapping[str, tuple[tuple[int, ...], Any]]
+    at_once: frozenset[str]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {key: shape for key, (shape, _) in self.kinds.items()}
+
+
+def served_terms(announced: Sequence[Mapping[str, Any]]) -> ServedTerms:
+    """The terms that a server takes.
+
+    Raises:
+        StoreError: several servers, of which one takes terms: it makes all arrays.
+    """
+    if len(announced) > 1 and any(announced):
+        raise StoreError("a server whose update is from terms makes all arrays, so there can be one server only")
+    kinds = {key: (tuple(shape), jnp.dtype(dtype)) for key, (shape, dtype, _) in announced[0].items()}
+    return ServedTerms(kinds, frozenset(key for key, (_, _, at_once) in announced[0].items() if at_once))

@@ -44,7 +44,13 @@ def announce(store: VersionedStore, name: str, server: int, layout: Layout | Non
     channel = open_channel(name, f"server {server}")
     channel.beat()
     kinds = {key: [list(shape), str(dtype), *rows[key]] for key, (shape, dtype) in store.kinds.items()}
-    hello = {"kinds": kinds, "workers": store.num_workers, "shards": store.num_shards, "held_by": held_by}
+    hello = {
+        "kinds": kinds,
+        "workers": store.num_workers,
+        "shards": store.num_shards,
+        "held_by": held_by,
+        "takes": _terms(store),
+    }
     try:
         channel.send(f"{server}/hello", hello)
     except ProcessError as error:
@@ -69,6 +75,15 @@ def _held_by_workers(store: VersionedStore) -> str:
         ) from error
     store._state = replace(store._state, holds=False)
     return policy.name
+
+
+def _terms(store: VersionedStore) -> dict[str, Any]:
+    """For each term that workers push in place of updates, its shape and dtype, and whether it is never held back; empty if they push
+    updates."""
+    if store._taken.keys() == store.kinds.keys():
+        return {}
+    at_once = store._state.sent_at_once
+    return {key: [list(shape), str(dtype), key in at_once] for key, (shape, dtype) in store._taken.items()}
 
 
 def _rows(store: VersionedStore, server: int, layout: Layout | None) -> dict[str, tuple[int, int]]:
@@ -144,6 +159,7 @@ def _answered(
             store.push(keys, update, worker=worker)
         return {"clock": store.clock(worker=worker)}, []
     keys = unpacked_keys(request["keys"], arrays)
-    pulled = store.pull(keys, request["at_least_clock"], worker=worker, timeout_s=request["timeout_s"])
+    reader = None if request["newest"] else worker
+    pulled = store.pull(keys, request["at_least_clock"], worker=reader, timeout_s=request["timeout_s"])
     answer = {"clock": pulled.clock, "versions": list(pulled.versions.items()), "keys": list(pulled.values)}
     return answer, list(pulled.values.values())
