@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from autopar.api.parallel_step import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
     from autopar.api.step_report import StepReport as StepReport
+    from autopar.api.streamed_step import StreamedStep as StreamedStep
     from autopar.api.workers.step import WorkersStep as WorkersStep
     from autopar.code_export.export import export as export
     from autopar.diagnosis.diagnose import diagnose as diagnose

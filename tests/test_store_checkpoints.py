@@ -56,7 +56,13 @@ LOCAL = {"outer": optax.sgd(0.7, momentum=0.9, nesterov=True)}
 
 
 @pytest.mark.parametrize(
-    ("policy", "options"), [("bsp", {}), ("every(2, bsp)", {}), ("every(3, bsp)", LOCAL), ("largest(8, 2)", {})]
+    ("policy", "options"),
+    [
+        ("bsp", {}),
+        pytest.param("every(2, bsp)", {}, marks=pytest.mark.slow),
+        ("every(3, bsp)", LOCAL),
+        pytest.param("largest(8, 2)", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_stream_has_the_bits_of_one_without_a_break(
     policy: str, options: dict[str, Any], tmp_path: Path
@@ -91,7 +97,10 @@ def test_calls_go_on_from_the_restored_state(tmp_path: Path) -> None:
     assert_same(state, expected)
 
 
-@pytest.mark.parametrize("policy", ["ssp(1)", "async", "backup(1)"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param("ssp(1)", marks=pytest.mark.slow), "async", pytest.param("backup(1)", marks=pytest.mark.slow)],
+)
 def test_every_share_is_computed_once_across_a_break(policy: str, tmp_path: Path) -> None:
     first, second, others = step_under(policy), step_under(policy), set(threading.enumerate())
     stream = first.stream(new_state(), batches(0, 12))
@@ -124,7 +133,9 @@ def new_store(policy: str = "ssp(2)", **options: Any) -> VersionedStore:
     return VersionedStore(values, **{"update": optax.adam(0.1), "workers": 2, "consistency": policy} | options)
 
 
-@pytest.mark.parametrize("policy", ["bsp", "ssp(2)", "every(2, ssp(1))", "largest(8, 2, ssp(1))"])
+@pytest.mark.parametrize(
+    "policy", [pytest.param("bsp", marks=pytest.mark.slow), "ssp(2)", "every(2, ssp(1))", "largest(8, 2, ssp(1))"]
+)
 def test_a_store_comes_back_with_clocks_and_what_is_pending(policy: str, tmp_path: Path) -> None:
     whole, first, second = new_store(policy), new_store(policy), new_store(policy)
     run(first, 3)

@@ -223,7 +223,13 @@ def test_bytes_are_those_of_a_parameter_server() -> None:
 # -- the whole step on workers -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outer", [optax.sgd(1.0), optax.sgd(0.7, momentum=0.9, nesterov=True)], ids=["sgd", "diloco"])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        pytest.param(optax.sgd(1.0), id="sgd", marks=pytest.mark.slow),
+        pytest.param(optax.sgd(0.7, momentum=0.9, nesterov=True), id="diloco"),
+    ],
+)
 def test_local_steps_average_weights(outer: optax.GradientTransformation) -> None:
     inner = optax.adam(1e-2)
     step = workers(step_with(inner), "every(2, bsp)", outer=outer, workers=2, num_devices=2)
