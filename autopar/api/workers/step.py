@@ -252,6 +252,7 @@ class WorkersStep:
             run = self._continued(made, leaves)
             run.returned = None
         skeleton = jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))
+        del state, leaves, call  # so that the stream does not keep the first state alive
         counter = itertools.count()
 
         def deal(batch: Any) -> list[Share]:
