@@ -379,7 +379,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     "batch": (
         lambda: workers(centered, "bsp")(jnp.ones(3), jnp.ones((6, 3))),
         MicrobatchError,
-        "6 examples .* cannot be split into 4",
+        "6 examples .* cannot be split into 4 equal shares of workers: choose one of 2, 3, 6",
     ),
     "statistics": (
         lambda: workers(centered, "bsp")(jnp.ones(3), jnp.ones((4, 3))),

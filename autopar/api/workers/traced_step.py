@@ -147,7 +147,7 @@ def on_shares(call: Call, traced: TracedStep, num_workers: int, carry: Sequence[
         MicrobatchError: the number of workers does not divide the batch.
     """
     graph = traced.program.as_written.graph
-    check_divides(graph, num_workers)
+    check_divides(graph, num_workers, "shares of workers")
     batch = set(leading_dim(graph)[1])
     leaves = [shape_struct(leaf) for leaf in jax.tree.leaves(call.trees)]
     shares = [

@@ -46,8 +46,11 @@ def split_batch(trace: Trace, graph: Graph, num_microbatches: int, *, own_statis
     return rewritten(trace, graph, places, split, num_microbatches)
 
 
-def check_divides(graph: Graph, num_microbatches: int) -> None:
+def check_divides(graph: Graph, num_microbatches: int, parts: str = "microbatches") -> None:
     """Refuse a number of microbatches that does not divide the batch.
+
+    Args:
+        parts: what they are, in the message.
 
     Raises:
         MicrobatchError: the number does not divide the batch; the error lists numbers that do.
@@ -57,7 +60,7 @@ def check_divides(graph: Graph, num_microbatches: int) -> None:
         paths = ", ".join(f"`{graph.input_paths[position]}`" for position in inputs[:3])
         fits = [str(n) for n in range(2, size + 1) if size % n == 0]
         raise MicrobatchError(
-            f"{size} examples ({paths}) cannot be split into {num_microbatches} equal microbatches: choose one of"
+            f"{size} examples ({paths}) cannot be split into {num_microbatches} equal {parts}: choose one of"
             f" {', '.join(fits[:8])}, or change the batch"
         )
 

@@ -108,7 +108,7 @@ def cut_for_workers(
     """
     form = program.as_written
     trace, graph = form.trace, form.graph
-    check_divides(graph, num_workers)
+    check_divides(graph, num_workers, "shares of workers")
     trace, graph = laid_for_parts(trace, graph)
     places = Places(graph)
     split = classify(trace, graph, places, own_statistics=own_statistics)
