@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 import pytest
 from async_reference import numpy_stream, reads_of, sequential
 from pipelines import pipelined
+from several_processes import run as run_processes
 
 import autopar
 from autopar.errors import OptionError, ScheduleError, StepSignatureError
@@ -257,6 +259,19 @@ def test_resuming_from_a_drained_state_is_exact() -> None:
     fresh, _, _ = decorated("vertical")
     assert [float(loss) for loss in fresh.stream(saved, batches[5:])] == losses
     jax.tree.map(np.testing.assert_array_equal, fresh.drain(), ended)
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_numbers_of_one() -> None:
+    programs, rules = Path(__file__).parent / "stream_programs.py", ("pipedream", "2bw", "ampnet")
+    (alone,) = run_processes("streams", *rules, processes=1, devices=2, programs=programs)
+    ended = run_processes("streams", *rules, processes=2, devices=1, programs=programs)
+    assert [one.code for one in ended] == [0, 0], ended[-1].errors[-3000:]
+    for rule in rules:
+        assert all(one.last[rule]["losses"] == alone.last[rule]["losses"] for one in ended)
+        parts = [one.last[rule]["here"] for one in ended]
+        assert all(parts), "each process has a stage"
+        assert {**parts[0], **parts[1]} == alone.last[rule]["here"]
 
 
 def test_one_batch_alone_is_a_synchronous_step() -> None:
