@@ -61,7 +61,7 @@ EXACT = (
     "parameter-servers",
     "schedules",
 )
-IN_FIGURES = ("../README", "how-a-plan-is-made", "vector-search-on-paper")
+IN_FIGURES = ("../README", "how-a-plan-is-made", "vector-search-on-paper", "asynchronous-pipelines")
 IN_WORDS = ("tutorial", "reading-a-plan", "checkpoints")
 NOT_HELD = ("replay", "verify", "diagnose", "pipelines", "plans-in-git", "vector-search", "api", "inference-on-paper")
 
