@@ -316,6 +316,50 @@ def test_state_without_gradients_belongs_to_the_batch() -> None:
     assert len(weights) == 4
 
 
+def masked_loss(weights: Any, batch: Any) -> Any:
+    """A scan over layers; the mean over examples that count."""
+    h, _ = jax.lax.scan(lambda h, weight: (h + jnp.tanh(h @ weight), None), batch["x"], weights)
+    return (jnp.square(h - batch["x"][:, ::-1]).mean(-1) * batch["counts"]).sum() / batch["counts"].sum()
+
+
+def updated(state: Any, loss: Any, gradients: Any) -> Any:
+    """Adam, an average of the weights, the best loss, and what never changes."""
+    updates, moments = optax.adam(1e-2).update(gradients, state["moments"], state["weights"])
+    weights = optax.apply_updates(state["weights"], updates)
+    average = 0.9 * state["average"] + 0.1 * weights
+    best = jnp.minimum(state["best"], loss)
+    return {"weights": weights, "moments": moments, "average": average, "best": best, "fixed": state["fixed"]}
+
+
+@pytest.mark.slow
+def test_2bw_is_a_step_whose_gradients_are_one_update_late() -> None:
+    """However it is cut: layers of a scan on several stages, a denominator from the batch, state of other kinds, an
+    argument that nothing reads, and results of several stages."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(masked_loss)(state["weights"], batch)
+        norms = jnp.sqrt(jnp.square(gradients).sum(axis=(1, 2)))
+        return updated(state, loss, gradients), {"loss": loss, "norms": norms}
+
+    weights = np.stack(weights_of(8)) / 4
+    state = {"weights": weights, "moments": optax.adam(1e-2).init(weights), "average": weights}
+    state |= {"best": np.float32(9.0), "fixed": np.arange(5, dtype=np.float32)}
+    counts = np.arange(16) % 3 > 0
+    batches = [
+        {"x": x, "counts": np.roll(counts, n), "unread": np.float32(n)} for n, (x, _) in enumerate(batches_of(9, 16))
+    ]
+    run = autopar.parallelize(step, stages=2, num_microbatches=4, consistency="2bw", num_devices=8, cache=False)
+    found = list(run.stream(state, batches))
+    ended = run.drain()
+    late, now = state, state
+    for batch, one in zip(batches, found, strict=True):
+        loss, gradients = jax.value_and_grad(masked_loss)(late["weights"], batch)
+        late, now = now, updated(now, loss, gradients)
+        np.testing.assert_allclose(one["loss"], loss, rtol=1e-4)
+        np.testing.assert_allclose(one["norms"], jnp.sqrt(jnp.square(gradients).sum(axis=(1, 2))), rtol=1e-3)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, atol=1e-4), ended, now)
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 
