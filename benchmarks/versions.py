@@ -2,7 +2,7 @@
 
 *rules*: for 2 to 8 equal stages without transfers, forward passes of 1 and backward passes of 2 units: the copies of the weights of
 each stage and the delay of its gradients (least and largest, in updates), after filling, over 200 updates, and the idle time after filling in the simulator.
-*sleeps*: makespan over the simulated one, with each piece of a real stream replaced by a sleep (40 ms forward, 80 ms backward) that returns prepared
+*sleeps*: makespan over the simulated one, with each piece of a real stream replaced by a sleep (100 ms forward, 200 ms backward) that returns prepared
 arrays. Order, registers and moves are the stream's, with a thread per submesh; the least of three.
 *convergence*: the decoder of two layers of `examples/async_pipeline.py` on this repository's documentation, two stages, four microbatches
 per update, Adam with a warm-up of 100 updates; the mean loss of the last 50 of 600 updates, on the same batches under each rule.
@@ -46,7 +46,7 @@ from benchmarks.zoo.gpt import gpt
 Row = dict[str, str | float]
 
 UPDATES, MOST_IDLE = 200, 0.03
-SLEEPS_S = {"forward": 0.04, "backward": 0.08}
+SLEEPS_S = {"forward": 0.1, "backward": 0.2}
 STAGES, MOST_LONGER = 4, 1.05
 TRAINED, AVERAGED, WARM_UP = 600, 50, 100
 

@@ -316,6 +316,25 @@ def test_state_without_gradients_belongs_to_the_batch() -> None:
     assert len(weights) == 4
 
 
+@pytest.mark.slow
+def test_the_rule_is_chosen_within_a_bound() -> None:
+    step, state, batches = decorated("auto", max_delay=1, stages=4, num_microbatches=4)
+    losses = [float(loss) for loss in step.stream(state, batches)]
+    step.drain()
+    (plan,) = step.plans
+    assert max(one.most_delay for one in plan.weight_versions) <= 1
+    notes = "\n".join(plan.notes)
+    assert f"consistency='auto' took {plan.schedule}" in notes
+    assert re.search(r"2bw, 4 microbatches: .* a step, .*, 1 updates late", notes)
+    named, _, _ = decorated(plan.schedule, stages=4, num_microbatches=4)
+    assert [float(loss) for loss in named.stream(state, batches)] == losses
+    with pytest.raises(
+        ScheduleError, match=r"has gradients at most 1 updates late: pipedream, 1 microbatches: .* 3 updates late"
+    ):
+        alone, state, batches = decorated("auto", max_delay=1, stages=4, num_microbatches=1)
+        next(alone.stream(state, batches))
+
+
 def masked_loss(weights: Any, batch: Any) -> Any:
     """A scan over layers; the mean over examples that count."""
     h, _ = jax.lax.scan(lambda h, weight: (h + jnp.tanh(h @ weight), None), batch["x"], weights)
@@ -408,6 +427,11 @@ def other_shape() -> Any:
         (lambda: decorated(stages=1), OptionError, "an asynchronous pipeline: give the number of `stages` too"),
         (lambda: decorated("bsp"), OptionError, "pipelines have 'pipedream', 'vertical', '2bw', 'ampnet'"),
         (lambda: decorated(stage=2), OptionError, "stage"),
+        (
+            lambda: decorated("auto"),
+            OptionError,
+            "`max_delay` is None: with `consistency='auto'`, give the most updates",
+        ),
     ],
 )
 def test_what_is_refused(call: Callable[[], Any], error: type[Exception], message: str) -> None:

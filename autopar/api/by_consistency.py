@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autopar.api.chosen_consistency import ChosenStep
 from autopar.api.streamed_step import StreamedStep
 from autopar.api.workers.step import WorkersStep
 from autopar.errors import OptionError
@@ -28,6 +29,9 @@ def step_by_consistency(step: Callable[..., Any], consistency: Any, plan: Any, o
         OptionError: they do not go together.
     """
     of_stages = options.get("stages") not in (None, 1) or isinstance(plan, PipelinePlan)
+    if consistency == "auto" and of_stages:
+        rest = {name: value for name, value in options.items() if name != "max_delay"}
+        return ChosenStep(step, options.get("max_delay"), plan, rest)
     if isinstance(consistency, str) and consistency in ASYNCHRONOUS:
         if not of_stages and plan is None:
             raise OptionError(

@@ -99,6 +99,10 @@ class StepPlans:
         self.latest = self._known[call.key].plan
         return self._known[call.key]
 
+    def know(self, call: Call, planned: Planned) -> None:
+        """Use this plan for calls like this one."""
+        self._known[call.key] = planned
+
     def mesh(self, plan: Plan) -> Mesh:
         """The mesh that a plan of one program runs on."""
         given = self.options.get("mesh")

@@ -33,7 +33,7 @@ from autopar.runtime import jit as execute
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class Ready:
     """A step ready to stream batches of certain shapes."""
 
     traced: TracedStep
@@ -50,7 +50,7 @@ class _InFlight:
         finished: all results, with the state, once no batch is in flight any more.
     """
 
-    ready: _Ready
+    ready: Ready
     key: Any
     state: Sequence[Any]
     leaves: Sequence[Any]
@@ -79,7 +79,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             )
         self.kind = ASYNCHRONOUS[consistency]
         super().__init__(step, plan, options if plan is not None else {**options, "schedule": consistency})
-        self._ready: dict[Any, _Ready] = {}
+        self._ready: dict[Any, Ready] = {}
         self._in_flight: _InFlight | None = None
 
     def stream(self, state: Any, batches: Iterable[Any], /, **others: Any) -> Iterator[Any]:
@@ -162,7 +162,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             skeleton = jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))
             return _InFlight(ready, call.key, skeleton, leaves, ready.pipeline.start(leaves))
 
-    def _ready_for(self, call: Call) -> _Ready:
+    def _ready_for(self, call: Call) -> Ready:
         found = self._ready.get(call.key)
         if found is not None:
             return found
@@ -183,7 +183,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
         spans = zip(traced.names, traced.spans, strict=True)
         of_batch = [n for name, span in spans if name not in traced.state_names for n in span]
         with self._plans.compiled_kept(plan):
-            self._ready[call.key] = _Ready(traced, run, run.streamed(self.kind, of_batch))
+            self._ready[call.key] = Ready(traced, run, run.streamed(self.kind, of_batch))
         return self._ready[call.key]
 
     def _state(self, flight: _InFlight, outputs: Sequence[Any]) -> Any:
