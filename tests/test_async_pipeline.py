@@ -345,7 +345,7 @@ def updated(state: Any, loss: Any, gradients: Any) -> Any:
     """Adam, an average of the weights, the best loss, and what never changes."""
     updates, moments = optax.adam(1e-2).update(gradients, state["moments"], state["weights"])
     weights = optax.apply_updates(state["weights"], updates)
-    average = 0.9 * state["average"] + 0.1 * weights
+    average = 0.9 * state["average"] + 0.1 * jnp.asarray(weights)
     best = jnp.minimum(state["best"], loss)
     return {"weights": weights, "moments": moments, "average": average, "best": best, "fixed": state["fixed"]}
 

@@ -40,7 +40,7 @@ class ChosenStep(StreamedStep):
         if isinstance(plan, PipelinePlan | str | Path):
             raise OptionError("`consistency` is 'auto', but a given `plan` has a rule: name it, or leave `plan` out")
         super().__init__(step, next(iter(ASYNCHRONOUS)), None, options)
-        self._asked, self._max_delay, self._is_chosen = dict(options), max_delay, False
+        self._given, self._max_delay, self._is_chosen = dict(options), max_delay, False
 
     def _ready_for(self, call: Call) -> Ready:
         if not self._is_chosen:
@@ -82,9 +82,9 @@ class ChosenStep(StreamedStep):
 
     def _tried(self, name: str, call: Call) -> Iterator[tuple[StepPlans, Planned]]:
         """Plans under a rule, with the fastest number of microbatches first, then with more."""
-        asked = self._asked.get("num_microbatches", "auto")
-        for count in (asked,) if asked != "auto" else ("auto", *_MORE):
-            plans = StepPlans(self.called, None, {**self._asked, "schedule": name, "num_microbatches": count})
+        given = self._given.get("num_microbatches", "auto")
+        for count in (given,) if given != "auto" else ("auto", *_MORE):
+            plans = StepPlans(self.called, None, {**self._given, "schedule": name, "num_microbatches": count})
             try:
                 planned = plans.of(call, to_run=True)
             except (BudgetError, MicrobatchError, ScheduleError):  # of this rule or number; other errors are the step's
