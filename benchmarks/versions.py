@@ -1,4 +1,4 @@
-"""Measure asynchronous pipelines: versions and idle time, the order with sleeps, convergence, simulated speed.
+"""Measure asynchronous pipelines: versions and idle time, the order with sleeps, convergence.
 
 *rules*: for 2 to 8 equal stages without transfers, forward passes of 1 and backward passes of 2 units: the copies of the weights of
 each stage and the delay of its gradients (least and largest, in updates), after filling, over 200 updates, and the idle time after filling in the simulator.
@@ -6,8 +6,6 @@ each stage and the delay of its gradients (least and largest, in updates), after
 arrays. Order, registers and moves are the stream's, with a thread per submesh; the least of three.
 *convergence*: the decoder of two layers of `examples/async_pipeline.py` on this repository's documentation, two stages, four microbatches
 per update, Adam with a warm-up of 100 updates; the mean loss of the last 50 of 600 updates, on the same batches under each rule.
-*clusters*: predicted step time of GPTs on the clusters of the pipeline benchmark, stages, submeshes and microbatches searched for each
-schedule; GPipe and 1F1B beside it. Prices of planned layers.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import numpy as np
 import optax
 
 import autopar
-from autopar.pipeline.cut.stage_programs import Cuttable
 from autopar.pipeline.run.calls_and_moves import Call
 from autopar.pipeline.run.instances import Instances
 from autopar.pipeline.run.measured import _MeasuredRun
@@ -35,13 +32,8 @@ from autopar.pipeline.run.stream_program import Window
 from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.simulate import simulate
-from autopar.pipeline.schedule.table import SCHEDULES, build
+from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.versions import delays_of, most_kept, versions_read
-from autopar.pipeline.search.microbatch_search import Tried
-from autopar.pipeline.search.plan_stages import likely_numbers, searches_of
-from autopar.transforms.program import program_of
-from benchmarks.pipeline.clusters import CASES, request_of
-from benchmarks.zoo.gpt import gpt
 
 Row = dict[str, str | float]
 
@@ -52,9 +44,7 @@ TRAINED, AVERAGED, WARM_UP = 600, 50, 100
 
 
 def measure(program: str) -> list[Row]:
-    """Rows of one of the programs `rules`, `sleeps`, `convergence`, `clusters: 2.6B`, ..."""
-    if program.startswith("clusters: "):
-        return _cluster(program.removeprefix("clusters: "))
+    """Rows of one of the programs `rules`, `sleeps`, `convergence`."""
     return {"rules": _rules, "sleeps": _sleeps, "convergence": _convergence}[program]()
 
 
@@ -215,37 +205,3 @@ def _convergence() -> list[Row]:
         }
         for name, one in losses.items()
     ]
-
-
-# -- clusters --------------------------------------------------------------------------------
-
-
-def _cluster(name: str) -> list[Row]:
-    case = next(case for case in CASES if case.name == name)
-    step, args = gpt(case.sizes).target
-    request = request_of(case)
-    cuttable = Cuttable.of(program_of(step, args, carry=None, donate=None))
-    searches = searches_of(cuttable, request)
-    numbers, _ = likely_numbers(cuttable, request.cluster)
-    found = {
-        kind.name: min(
-            (Tried(number, searches.search(number).outcome((kind,))) for number in numbers), key=lambda t: t.step_time_s
-        )
-        for kind in (SCHEDULES["gpipe"], SCHEDULES["1f1b"], *ASYNCHRONOUS.values())
-    }
-    rows: list[Row] = []
-    for schedule, tried in found.items():
-        fits = tried.outcome.step is not None
-        rows.append(
-            {
-                "model": case.name,
-                "devices": f"{case.num_hosts} x 8",
-                "schedule": schedule,
-                "microbatches": tried.num_microbatches if fits else "-",
-                "stages": len(tried.outcome.step.stages) if tried.outcome.step is not None else "-",
-                "step (s)": tried.step_time_s if fits else "does not fit",
-                "over gpipe": found["gpipe"].step_time_s / tried.step_time_s if fits else "-",
-                "over 1f1b": found["1f1b"].step_time_s / tried.step_time_s if fits else "-",
-            }
-        )
-    return rows
