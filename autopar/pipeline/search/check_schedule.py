@@ -21,7 +21,7 @@ from autopar.pipeline.search.request import StageRequest
 
 def check_schedule(cuttable: Cuttable, name: str, request: StageRequest) -> None:
     """Refuse a forward-only schedule for a step with a backward pass, one whose orders cannot run, and numbers for which a
-    schedule with replicas is not defined.
+    schedule is not defined.
 
     Args:
         name: the step's name.
@@ -38,7 +38,7 @@ def check_schedule(cuttable: Cuttable, name: str, request: StageRequest) -> None
         )
     if kind.has_replicas:
         _check_replicas(kind)
-        _check_pairs(kind, request)
+    _check_numbers(kind, request)
     if kind.backward == "none" and cuttable.flow.backward:
         training = [repr(one.name) for one in SCHEDULES.values() if one.backward != "none"]
         raise ScheduleError(
@@ -66,12 +66,12 @@ def _check_replicas(kind: ScheduleKind) -> None:
             )
 
 
-def _check_pairs(kind: ScheduleKind, request: StageRequest) -> None:
-    """Refuse a number of stages, or of microbatches, with which a schedule with replicas is not defined."""
+def _check_numbers(kind: ScheduleKind, request: StageRequest) -> None:
+    """Refuse a number of stages, or of microbatches, with which a schedule is not defined."""
     if request.stages in ("auto", 1):
         return
     wanted, num_devices = request.num_microbatches, request.cluster.num_devices
-    count = wanted if isinstance(wanted, int) else 2 * max(request.stages, num_devices)
+    count = wanted if isinstance(wanted, int) and wanted > 0 else 2 * max(request.stages, num_devices)
     shape = PipelineShape(request.stages, count, kind.virtuals[0])
     if len(kind.placement(shape)) == request.stages and (reason := unmet(kind, shape)):
         raise ScheduleError(reason)
