@@ -77,7 +77,7 @@ def _row(kind: ScheduleKind) -> dict[str, Any]:
     counted = Counter[str]()
     assert kind.bubble_s is not None
     for shape in shapes(kind):
-        built = build(kind, shape.num_submeshes, shape.num_microbatches, virtual=shape.virtual)
+        built = build(SCHEDULES[kind.name], shape.num_submeshes, shape.num_microbatches, virtual=shape.virtual)
         counted["shapes"] += 1
         assert kind.in_flight is not None
         counted["in flight"] += peak_held(built, lambda stage: 1) == kind.in_flight(shape)
