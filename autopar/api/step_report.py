@@ -7,7 +7,7 @@ figures to check if measured and predicted differ.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from rich.console import Console
@@ -117,7 +117,8 @@ class StepReport:
         for name in ("simulated", "measured"):
             timeline: PipelineTimeline | None = getattr(self, name)
             more[name] = None if timeline is None else timeline.rows()
-        return {"format": "autopar-report", "version": 1} | asdict(self) | more
+        plain = asdict(replace(self, simulated=None, measured=None))
+        return {"format": "autopar-report", "version": 1} | plain | more
 
 
 # -- text ------------------------------------------------------------------------------------

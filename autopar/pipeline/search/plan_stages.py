@@ -8,6 +8,7 @@ Out: a `PipelinePlan`. Nothing is compiled and no device is used.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import defaultdict
@@ -60,6 +61,8 @@ _MOVED = ", borders then moved by single equations"
 _WINDOWS = (0.06, 0.015, 0.004)
 #: A chain and stages that fork are both planned if their step times are within this factor.
 _CLOSE = 1.1
+#: Number of microbatches, stages, and searches with their layers.
+_Found = tuple[int, StagedStep, Searches]
 #: How often the search is repeated when the planned stages exceed their estimated memory.
 _MOST_REPLANS = 2
 #: The time limit of one schedule's partition.
@@ -237,7 +240,8 @@ class _Planning:
         self.branches = forked and _branch_search(self.cuttable, forked, request, self.layouts)
         self.tried: list[StagesTried] = []
         #: By whether stages fork, the best: the number of microbatches, the step, and the searches whose layers it has.
-        self.best: dict[bool, tuple[int, StagedStep, Searches]] = {}
+        self.best: dict[bool, _Found] = {}
+        self.best_under: dict[str, _Found] = {}  # by schedule
 
     def run(self) -> PipelinePlan:
         numbers, start = _numbers(self.cuttable, self.request)
@@ -264,8 +268,22 @@ class _Planning:
                 failures.append(error)
         if not plans:
             raise failures[0]
+        plans += self._cheaper(min(plan.prediction.step_time_s for plan in plans))
         self.report("done", 1.0)
         return replace(min(plans, key=lambda plan: plan.prediction.step_time_s), tried=tuple(self.tried))
+
+    def _cheaper(self, planned_s: float) -> Iterator[PipelinePlan]:
+        """Plans of the best stages under other schedules, where these are priced below the planned stages."""
+        done = set(map(_order, (step for _, step, _ in self.best.values())))
+        for count, step, searches in sorted(self.best_under.values(), key=lambda found: found[1].step_time_s):
+            if _order(step) in done or step.step_time_s >= planned_s:
+                continue
+            done.add(_order(step))
+            self.searches = searches
+            with contextlib.suppress(BudgetError):
+                plan = self._within(count, step)
+                planned_s = min(planned_s, plan.prediction.step_time_s)
+                yield plan
 
     def _move_cuts(self) -> None:
         """Move the borders of the best stages by single units, where that makes the step faster."""
@@ -351,31 +369,17 @@ class _Planning:
         best = Outcome(None)
         for name, found in self._outcomes(search):
             step = found.step
-            self._note_tried(search.num_microbatches, name, step, reason=found.reason)
+            self.tried.append(_tried(search.num_microbatches, name, step, reason=found.reason))
             if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
                 best = found
             if step is not None:
                 forks = step.layer_of is not None
                 one = search.num_microbatches, step, self.searches
+                known = self.best_under.setdefault(name, one)
+                self.best_under[name] = min(known, one, key=lambda found: found[1].step_time_s)
                 if step.step_time_s < self.best.setdefault(forks, one)[1].step_time_s:
                     self.best[forks] = one
         return best
-
-    def _note_tried(
-        self, count: int, schedule: str, step: StagedStep | None, *, planned: bool = False, reason: str = ""
-    ) -> None:
-        """Record stages that were priced or planned, or that nothing fits."""
-        self.tried.append(
-            StagesTried(
-                schedule=schedule,
-                num_stages=len(step.stages) if step else 0,
-                num_microbatches=count,
-                step_time_s=step.step_time_s if step else math.inf,
-                peak_bytes=max(step.peak_bytes) if step else math.inf,
-                planned=planned,
-                reason="" if step else reason,
-            )
-        )
 
     def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
         """The results with parallel branches, if there are any, then those of each schedule. If nothing fits, the last
@@ -453,8 +457,28 @@ class _Planning:
             tried=(),
             search_time_s=time.perf_counter() - self.started,
         )
-        self._note_tried(count, plan.schedule, planned, planned=True)
+        self.tried.append(_tried(count, plan.schedule, planned, planned=True))
         return plan, planned.over(self.request.budgets)
+
+
+def _order(step: StagedStep) -> str:
+    """The name of the schedule; "" for one stage, which runs alike under all."""
+    return step.schedule.name if len(step.stages) > 1 else ""
+
+
+def _tried(
+    count: int, schedule: str, step: StagedStep | None, *, planned: bool = False, reason: str = ""
+) -> StagesTried:
+    """The record of stages that were priced or planned, or that nothing fits."""
+    return StagesTried(
+        schedule=schedule,
+        num_stages=len(step.stages) if step else 0,
+        num_microbatches=count,
+        step_time_s=step.step_time_s if step else math.inf,
+        peak_bytes=max(step.peak_bytes) if step else math.inf,
+        planned=planned,
+        reason="" if step else reason,
+    )
 
 
 def _cuttable(program: Program, request: StageRequest, read_state: Sequence[int], splits_loops: bool) -> Cuttable:
