@@ -76,6 +76,20 @@ def synchronous(num_workers: int, num_clocks: int, parts: list[list[str]]) -> di
     return params
 
 
+def keys_of_servers(num_servers: int) -> list[list[str]]:
+    return [sorted(weights())[number::num_servers] for number in range(num_servers)]
+
+
+def serve(policy: str, num_servers: int) -> autopar.VersionedStore:
+    """The store of this server's keys, after all workers have left."""
+    process = jax.process_index()
+    own = {key: weights()[key] for key in keys_of_servers(num_servers)[process]}
+    num_workers = jax.process_count() - num_servers
+    store = autopar.VersionedStore(own, update=OPTIMIZER, workers=num_workers, consistency=policy)
+    store.serve(server=process)
+    return store
+
+
 def served(policy: str, clocks: str, servers: str, slow: str) -> None:
     """Training by a served store.
 
@@ -84,11 +98,9 @@ def served(policy: str, clocks: str, servers: str, slow: str) -> None:
     """
     process, num_servers, num_clocks = jax.process_index(), int(servers), int(clocks)
     num_workers = jax.process_count() - num_servers
-    parts = [sorted(weights())[number::num_servers] for number in range(num_servers)]
+    parts = keys_of_servers(num_servers)
     if process < num_servers:
-        own = {key: weights()[key] for key in parts[process]}
-        store = autopar.VersionedStore(own, update=OPTIMIZER, workers=num_workers, consistency=policy)
-        store.serve(server=process)
+        store = serve(policy, num_servers)
         report, final = store.report(), store.pull(worker=None)
         expected = synchronous(num_workers, num_clocks, parts)
         tell(
@@ -98,7 +110,7 @@ def served(policy: str, clocks: str, servers: str, slow: str) -> None:
                 "traffic": [
                     [worker, one.pushed_bytes, one.pulled_bytes] for (worker, _), one in report.traffic.items()
                 ],
-                "bytes": sum(array.nbytes for array in own.values()),
+                "bytes": sum(weights()[key].nbytes for key in parts[process]),
                 "final": digest(final.values),
                 "synchronous": digest({key: expected[key] for key in parts[process]}),
             }
@@ -121,11 +133,8 @@ def held_back(policy: str, clocks: str, servers: str) -> None:
     """Training under a policy by which workers hold back what they push, served and in one process."""
     process, num_servers, num_iterations = jax.process_index(), int(servers), int(clocks)
     num_workers = jax.process_count() - num_servers
-    parts = [sorted(weights())[number::num_servers] for number in range(num_servers)]
     if process < num_servers:
-        own = {key: weights()[key] for key in parts[process]}
-        store = autopar.VersionedStore(own, update=OPTIMIZER, workers=num_workers, consistency=policy)
-        store.serve(server=process)
+        store = serve(policy, num_servers)
         tell({"final": digest(store.pull(worker=None).values), "versions": store.report().versions})
         return
     index = process - num_servers
