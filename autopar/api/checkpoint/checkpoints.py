@@ -11,16 +11,16 @@ import json
 import logging
 import operator
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import Any, SupportsIndex
 
 import jax
 import numpy as np
 
 from autopar.api.checkpoint import state_tree as checkpoint_state
-from autopar.api.checkpoint.folder import ABOUT, EXTRA, PLAN, CheckpointFolder, DamagedError, about_of, digest, store
+from autopar.api.checkpoint.background_writes import BackgroundWrites
+from autopar.api.checkpoint.folder import ABOUT, EXTRA, PLAN, CheckpointFolder, DamagedError, about_of, digest
 from autopar.api.parallel_step import ParallelStep
 from autopar.errors import CheckpointError, PlanFileError
 from autopar.frontend.state import makes_state, state_apart
@@ -29,9 +29,6 @@ from autopar.pipeline.plan_files import plan_from_json
 from autopar.pipeline.run.stacked_leaves import as_arrays
 from autopar.report.diff import PlanDiff, diff
 from autopar.runtime.own_arrays import make_own
-
-if TYPE_CHECKING:
-    from autopar.api.checkpoint import orbax_store
 
 _log = logging.getLogger(__name__)
 
@@ -62,11 +59,8 @@ class Checkpoints:
                 f"`Checkpoints` takes a step made by `autopar.parallelize`, not a {type(step).__name__}: its plan says"
                 " where the state belongs"
             )
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise CheckpointError(f"`keep` is {keep!r}: give 1 or more, or None to keep all")
-        self._saved = CheckpointFolder(directory)
-        self._step, self._keep = step, keep
-        self._writer: orbax_store.Writer | None = None
+        self._step, self._saved = step, CheckpointFolder(directory)
+        self._writes = BackgroundWrites(self._saved, keep)
         self._encoded: tuple[AnyPlan, Any] | None = None
         self._last_map: PlanDiff | None = None
 
@@ -100,8 +94,7 @@ class Checkpoints:
 
     def extra(self, at: int | None = None) -> Any:
         """The `extra` of a checkpoint; None where there is none."""
-        number = self._existing(at)
-        return self._saved.part(number, EXTRA) if store().has_part(self._saved.path, number, EXTRA) else None
+        return self._saved.extra(self._existing(at))
 
     def save(self, number: SupportsIndex, state: Any, *, extra: Any = None, wait: bool = False) -> None:
         """Save a state. It is copied to the host, and then written in the background, so that the step may donate it.
@@ -136,15 +129,7 @@ class Checkpoints:
                 f"step {number} cannot be saved to {self.directory!r}: it {there}. Save to another folder, or remove"
                 f" the checkpoints from {number} on"
             )
-        try:
-            writer = self._writer or store().Writer(self._saved.path, self._keep)
-            self._writer = writer
-            # A thread digests the arrays while orbax copies them; both are done before the step may donate them.
-            with ThreadPoolExecutor(1) as thread:
-                digests = thread.submit(checkpoint_state.parts_started, tree, leaves, once=True)
-                writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests.result()))
-        except Exception as error:
-            raise self._saved.not_written(number, error) from error
+        self._writes.write(number, tree, leaves, parts)
         if wait:
             self.wait()
 
@@ -154,19 +139,11 @@ class Checkpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._writer is None:
-            return
-        try:
-            self._writer.wait()
-        except Exception as error:
-            raise self._saved.not_written(None, error) from error
+        self._writes.wait()
 
     def close(self) -> None:
         """Wait for all saves, and end the background threads. A `with autopar.Checkpoints(...)` block does it."""
-        self.wait()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writes.close()
 
     def __enter__(self) -> Checkpoints:
         return self

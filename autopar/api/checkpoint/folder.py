@@ -99,6 +99,10 @@ class CheckpointFolder:
             raise self.damaged(number, f"its part `{name}`, the file {name}/metadata, is not what was written")
         return part
 
+    def extra(self, number: int) -> Any:
+        """What the user gave along; None where there is nothing."""
+        return self.part(number, EXTRA) if store().has_part(self.path, number, EXTRA) else None
+
     def arrays(self, number: int, about: dict[str, Any], target: Any) -> list[Any]:
         """The arrays of a checkpoint with the shardings of `target`, checked."""
         try:

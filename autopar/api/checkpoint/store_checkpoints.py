@@ -10,22 +10,19 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex, overload
+from typing import Any, SupportsIndex, overload
 
 import jax
 
 from autopar.api.checkpoint import state_tree as checkpoint_state
+from autopar.api.checkpoint.background_writes import BackgroundWrites
 from autopar.api.checkpoint.folder import ABOUT, EXTRA, CheckpointFolder, about_of, digest, store
 from autopar.api.checkpoint.state_tree import Leaf
 from autopar.api.workers.step import WorkersStep
 from autopar.errors import CheckpointError
 from autopar.versions.snapshot import Name, Snapshot
 from autopar.versions.store import VersionedStore
-
-if TYPE_CHECKING:
-    from autopar.api.checkpoint import orbax_store
 
 #: The JSON part with clocks and names.
 _STORE = "store"
@@ -48,12 +45,10 @@ class StoreCheckpoints:
     """
 
     def __init__(self, directory: str | Path, *, keep: int | None = 3) -> None:
-        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-            raise CheckpointError(f"`keep` is {keep!r}: give 1 or more, or None to keep all")
         if jax.process_count() > 1:
             raise CheckpointError("`StoreCheckpoints` are of one process: the server saves what it serves")
-        self._saved, self._keep = CheckpointFolder(directory), keep
-        self._writer: orbax_store.Writer | None = None
+        self._saved = CheckpointFolder(directory)
+        self._writes = BackgroundWrites(self._saved, keep)
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -69,8 +64,7 @@ class StoreCheckpoints:
     def extra(self, at: int | None = None) -> Any:
         """The `extra` of a checkpoint; None where there is none."""
         self.wait()
-        number = self._saved.existing(at)
-        return self._saved.part(number, EXTRA) if store().has_part(self._saved.path, number, EXTRA) else None
+        return self._saved.extra(self._saved.existing(at))
 
     def save(
         self, number: SupportsIndex, what: VersionedStore | WorkersStep, *, extra: Any = None, wait: bool = False
@@ -102,14 +96,7 @@ class StoreCheckpoints:
         parts: dict[str, Any] = {_STORE: {"about": dict(snapshot.about), "names": names}}
         parts |= {} if extra is None else {EXTRA: extra}
         parts[ABOUT] = about_of([_STORE], leaves, {name: digest(part) for name, part in parts.items()})
-        try:
-            writer = self._writer = self._writer or store().Writer(self._saved.path, self._keep)
-            tree = checkpoint_state.stored(arrays)
-            with ThreadPoolExecutor(1) as thread:
-                digests = thread.submit(checkpoint_state.parts_started, tree, leaves, once=True)
-                writer.write(number, tree, parts, lambda: checkpoint_state.sums_to_json(digests.result()))
-        except Exception as error:
-            raise self._saved.not_written(number, error) from error
+        self._writes.write(number, checkpoint_state.stored(arrays), leaves, parts)
         if wait:
             self.wait()
 
@@ -144,18 +131,11 @@ class StoreCheckpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._writer is not None:
-            try:
-                self._writer.wait()
-            except Exception as error:
-                raise self._saved.not_written(None, error) from error
+        self._writes.wait()
 
     def close(self) -> None:
         """Wait for all saves, and end the background threads; a `with` block does it."""
-        self.wait()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writes.close()
 
     def __enter__(self) -> StoreCheckpoints:
         return self
