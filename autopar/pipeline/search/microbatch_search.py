@@ -136,10 +136,8 @@ class _Climb:
             self.one_stage_on = self.one_stage_on or tuple(s for s in search.shapes if s.num_devices == whole)
             if outcome.step is not None and (self.best is None or outcome.step.step_time_s < self.best.step_time_s):
                 self.best = outcome.step
-        tried = self.tried[at]
-        return min(
-            tried.step_time_s, tried.outcome.bound_s
-        )  # steps that are too slow still say where others are less so
+        tried = self.tried[at]  # the bound of steps that are too slow says where others are less so
+        return tried.outcome.bound_s if tried.outcome.step is None else tried.step_time_s
 
     def _shapes(self, at: int) -> list[SubmeshShape] | None:
         """The shapes to search for a number of microbatches; None for all."""

@@ -38,7 +38,7 @@ from autopar.pipeline.search.searches_by_microbatches import Searches, Units
 from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import STATE_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts, stage_layouts
-from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
+from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch, fastest
 from autopar.pipeline.search.token_slice_search import with_token_slices
 from autopar.planner.memory_budget import MARGIN
 from autopar.system.gc_pause import seldom_collect
@@ -366,12 +366,11 @@ class _Planning:
 
     def _found(self, search: StageSearch) -> Outcome:
         """The best result of all schedules. The result of each schedule is recorded in `tried`."""
-        best = Outcome(None)
+        outcomes: list[Outcome] = []
         for name, found in self._outcomes(search):
             step = found.step
             self.tried.append(_tried(search.num_microbatches, name, step, reason=found.reason))
-            if best.step is None or (step is not None and step.step_time_s < best.step.step_time_s):
-                best = found
+            outcomes.append(found)
             if step is not None:
                 forks = step.layer_of is not None
                 one = search.num_microbatches, step, self.searches
@@ -379,7 +378,7 @@ class _Planning:
                 self.best_under[name] = min(known, one, key=lambda found: found[1].step_time_s)
                 if step.step_time_s < self.best.setdefault(forks, one)[1].step_time_s:
                     self.best[forks] = one
-        return best
+        return fastest(outcomes)
 
     def _outcomes(self, search: StageSearch) -> Iterator[tuple[str, Outcome]]:
         """The results with parallel branches, if there are any, then those of each schedule. If nothing fits, the last

@@ -194,7 +194,7 @@ class StageSearch:
         # With a limit, one program on all devices is planned already, which one stage would be too.
         may_be_one = self.num_stages in (None, 1) and partitioner is None and math.isinf(self.limit_s)
         alone = [self.one_stage()] if may_be_one else []
-        return _fastest(alone, outcomes)
+        return fastest([*alone, *outcomes])
 
     def one_stage(self) -> Outcome:
         """All layers as one stage, on any of the shapes: intra-operator parallelism only."""
@@ -379,16 +379,17 @@ class StageSearch:
         return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
 
 
-def _fastest(alone: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Outcome:
-    """The best of one stage and of several; if nothing fits, why."""
-    every = (*alone, *outcomes)
-    best = min((one.step for one in every if one.step), key=lambda step: step.step_time_s, default=None)
-    reason = next((one.reason for one in reversed(every) if one.reason), "")
+def fastest(outcomes: Sequence[Outcome]) -> Outcome:
+    """The best of several outcomes; if nothing fits, the last reason."""
+    best = min((one.step for one in outcomes if one.step), key=lambda step: step.step_time_s, default=None)
+    one_stage_s = min((one.one_stage_s for one in outcomes), default=math.inf)
+    if best is not None:
+        return Outcome(best, one_stage_s=one_stage_s)
     return Outcome(
-        best,
-        "" if best else reason,
-        one_stage_s=min((one.one_stage_s for one in alone), default=math.inf),
-        is_slow=best is None and any(one.is_slow for one in every),
+        None,
+        next((one.reason for one in reversed(outcomes) if one.reason), ""),
+        one_stage_s,
+        is_slow=any(one.is_slow for one in outcomes),
         bound_s=min((one.bound_s for one in outcomes), default=math.inf),
     )
 
