@@ -27,10 +27,11 @@ from autopar.pipeline.schedule.dag import NAMES, Backward, backward_in, list_sch
 from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.sequential import INFERENCE
 from autopar.pipeline.schedule.table import objective_of
+from autopar.pipeline.search.schedule_costs import unsplit_backward
 from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import STASH_PRICES, PlannedRun, StageCosts, likely_shapes
 from autopar.pipeline.search.stage_layouts import StageLayouts
-from autopar.pipeline.search.stage_search import FAR, SLOW, Outcome, StagedStep, unsplit_backward
+from autopar.pipeline.search.stage_search import FAR, SLOW, Outcome, StagedStep
 from autopar.pipeline.search.transfer_prices import sends_of, sent_s
 from autopar.solve.problem import Status
 

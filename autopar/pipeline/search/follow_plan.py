@@ -31,10 +31,11 @@ from autopar.pipeline.search.microbatch_search import checked_count
 from autopar.pipeline.search.plan_stages import likely_numbers, searches_of
 from autopar.pipeline.search.record_stages import recorded, runs_of_layers
 from autopar.pipeline.search.request import StageRequest
+from autopar.pipeline.search.schedule_costs import unsplit_backward
 from autopar.pipeline.search.sent_values import with_sent_values
 from autopar.pipeline.search.stage_costs import OPTIONS, PlannedRun, StageCosts
 from autopar.pipeline.search.stage_layouts import StageLayouts, pins_by_position
-from autopar.pipeline.search.stage_search import StagedStep, unsplit_backward
+from autopar.pipeline.search.stage_search import StagedStep
 from autopar.pipeline.search.stages_of_state import StagesOfUnits, holds, shared_state
 from autopar.pipeline.search.transfer_prices import sends_of
 from autopar.solve.problem import Status

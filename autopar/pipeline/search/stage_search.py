@@ -41,6 +41,14 @@ from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, stage_numbers, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.search.schedule_costs import (
+    Cost,
+    combining,
+    exchanging,
+    unsplit_backward,
+    unsplit_costs,
+    unsplit_tables,
+)
 from autopar.pipeline.search.transfer_prices import (
     direct_bytes,
     exchange_s,
@@ -56,9 +64,9 @@ _MOST_SIMULATED = 3
 #: Partitions whose objective is above the limit by this factor are not simulated. Simulations were at most 10 % faster than
 #: the objective, for GPT-2, LLaMA 7B and a mixture of experts on 8 and 16 GPUs under all schedules.
 FAR = 1.15
+_UNLIMITED_BYTES = 1e30
 SLOW = "no stages are fast enough, by a bound"
 
-Cost = Callable[[int, int, SubmeshShape], StageCost | None]
 Schedules = Sequence[str | ScheduleKind]
 
 
@@ -288,7 +296,7 @@ class StageSearch:
     def _of_schedule(self, kind: ScheduleKind, virtual: int, partitioner: Partitioner | None) -> Outcome:
         cost, tables = self.cost, self.tables if partitioner is None else None  # another may replace the cost function
         if kind.backward != "split":
-            cost, tables = _unsplit_costs(cost), tables and _unsplit_tables(tables)
+            cost, tables = unsplit_costs(cost), tables and unsplit_tables(tables)
         count, gap, limit_s = self.num_microbatches, self.relative_gap, self.time_limit_s
 
         def shape(num_submeshes: int) -> PipelineShape:
@@ -297,15 +305,11 @@ class StageSearch:
         reason = _why_not(kind, shape(self.cluster.num_devices), self.num_stages)
         if reason:
             return Outcome(None, reason)
-        if partitioner is None and virtual == 1 and kind.placement is in_turn:
-            partitioner = ExactPartitioner(time_limit_s=limit_s, relative_gap=gap)
-        elif partitioner is None:
-            partitioner = EqualSubmeshPartitioner(
-                lambda num_submeshes: kind.placement(shape(num_submeshes)), time_limit_s=limit_s, relative_gap=gap
-            )
+        if partitioner is None:
+            partitioner = _partitioner_of(kind, shape, time_limit_s=limit_s, relative_gap=gap)
         relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
         exchanged_s = exchange_s(self.cluster, self.profiles)
-        priced, tables = _exchanging(cost, tables, exchanged_s) if kind.has_replicas else (cost, tables)
+        priced, tables = exchanging(cost, tables, exchanged_s) if kind.has_replicas else (cost, tables)
         problem = PartitionProblem(
             num_layers=len(self.keys),
             cluster=self.cluster,
@@ -323,12 +327,16 @@ class StageSearch:
             limit_s=FAR * self.limit_s,
             may_have=lambda num_submeshes: unmet(kind, shape(num_submeshes)) is None,
         )
-        partition = partitioner.partition(problem)
+        chosen = _with_free_memory(problem) if math.isfinite(self.limit_s) else problem
+        partition = partitioner.partition(chosen)
         steps = list(self._steps(kind, virtual, partition, cost))
+        if chosen is not problem and partition.stages and partition.stages not in [step.stages for step in steps]:
+            chosen, partition = problem, partitioner.partition(problem)
+            steps = list(self._steps(kind, virtual, partition, cost))
         direct = direct_bytes(self.passing, len(self.keys), max((partition.stages, *partition.others), key=len))
         if any(not math.isclose(*pair, rel_tol=1e-9) for pair in zip(direct, relayed, strict=True)):
             again = partitioner.partition(
-                replace(problem, transfer_s=there_and_back_s(direct, self.cluster, self.profiles))
+                replace(chosen, transfer_s=there_and_back_s(direct, self.cluster, self.profiles))
             )
             steps += self._steps(kind, virtual, again, cost)
         if steps:
@@ -360,7 +368,7 @@ class StageSearch:
         partition: Partition,
         exchanges: Sequence[Exchange] | None = None,
     ) -> StagedStep:
-        costs = _combining(costs, stages, self.profiles)
+        costs = combining(costs, stages, self.profiles)
         given = self.exchanges(stages) if exchanges is None else exchanges
         sends = sends_of(given, stages, self.cluster, self.profiles, costs)
         edges = chain_with(len(stages), edges_between(sends))
@@ -377,6 +385,27 @@ class StageSearch:
             timeline, peaks = staged_timeline(one, costs, sends, submeshes_of(stages)), staged_peaks(one, costs)
             steps.append(StagedStep(tuple(stages), tuple(costs), sends, one, timeline, peaks, partition, kind=kind))
         return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
+
+
+def _partitioner_of(kind: ScheduleKind, shape: Callable[[int], PipelineShape], **options: float) -> Partitioner:
+    """The package's partitioner for a schedule.
+
+    Args:
+        shape: the pipeline on a number of submeshes.
+        options: `time_limit_s` and `relative_gap`.
+    """
+    if shape(1).virtual == 1 and kind.placement is in_turn:
+        return ExactPartitioner(**options)
+    return EqualSubmeshPartitioner(lambda num_submeshes: kind.placement(shape(num_submeshes)), **options)
+
+
+def _with_free_memory(problem: PartitionProblem) -> PartitionProblem:
+    """The problem without budgets. The first option of each shape is the fastest then, so that the others need no plans; their
+    forward, backward or weight part alone may be faster, by much less than `FAR`. If nothing is fast enough, or the best
+    fits, the budgets do not matter."""
+    first = {kind: min(one.option for one in problem.all_shapes if one.kind == kind) for kind in problem.budget_bytes}
+    shapes = tuple(shape for shape in problem.all_shapes if shape.option == first[shape.kind])
+    return replace(problem, shapes=shapes, budget_bytes=dict.fromkeys(problem.budget_bytes, _UNLIMITED_BYTES))
 
 
 def fastest(outcomes: Sequence[Outcome]) -> Outcome:
@@ -446,50 +475,3 @@ def _settled(stage: Stage, cost: StageCost, num_microbatches: int) -> Partition:
     return Partition(
         stages=(stage,), cost_s=seconds, lower_bound_s=seconds, status=Status.OPTIMAL, num_queries=1, others=()
     )
-
-
-def unsplit_backward(cost: StageCost) -> StageCost:
-    """The cost with an unsplit backward pass."""
-    return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0, kept_bytes=0.0, passed_bytes=0.0)
-
-
-def _combining(
-    costs: Sequence[StageCost], stages: Sequence[Stage], profiles: Mapping[str, HardwareProfile]
-) -> list[StageCost]:
-    """The costs of stages whose updates read what other replicas accumulated, too."""
-    read_bytes = [len(stage.replicas) * cost.accumulated_bytes for cost, stage in zip(costs, stages, strict=True)]
-    rates = [profiles[stage.submesh.shape.kind].memory_bytes_per_s for stage in stages]
-    return [
-        replace(cost, update_s=cost.update_s + num_bytes / rate) if num_bytes else cost
-        for cost, num_bytes, rate in zip(costs, read_bytes, rates, strict=True)
-    ]
-
-
-def _exchanging(
-    cost: Cost, tables: CostTables | None, exchanged_s: Callable[[StageCost, SubmeshShape], float]
-) -> tuple[Cost, CostTables | None]:
-    """Costs and tables of stages whose replicas exchange what they accumulate before the update; bounds may lack it."""
-
-    def with_exchange(found: StageCost, shape: SubmeshShape) -> StageCost:
-        return replace(found, update_s=found.update_s + exchanged_s(found, shape))
-
-    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
-        found = cost(first, last, shape)
-        return found and with_exchange(found, shape)
-
-    return of, tables and replace(tables, cost=lambda shape: with_exchange(tables.cost(shape), shape))
-
-
-def _unsplit_costs(cost: Cost) -> Cost:
-    """The costs with an unsplit backward pass."""
-
-    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
-        found = cost(first, last, shape)
-        return found and unsplit_backward(found)
-
-    return of
-
-
-def _unsplit_tables(tables: CostTables) -> CostTables:
-    """The tables with an unsplit backward pass; bounds may be split, as they are bounds of the sum of the parts."""
-    return replace(tables, cost=lambda shape: unsplit_backward(tables.cost(shape)))

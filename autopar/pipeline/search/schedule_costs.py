@@ -1,0 +1,63 @@
+"""Change costs of stages to what a schedule has of them: an unsplit backward pass, and replicas of stages.
+
+In: the cost of a stage, of all runs of layers, or tables of them.
+Out: the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from autopar.hardware.profile import HardwareProfile
+from autopar.pipeline.partition.cluster import SubmeshShape
+from autopar.pipeline.partition.problem import CostTables, Stage, StageCost
+
+Cost = Callable[[int, int, SubmeshShape], StageCost | None]
+
+
+def unsplit_backward(cost: StageCost) -> StageCost:
+    """The cost with an unsplit backward pass."""
+    return replace(cost, backward_s=cost.backward_s + cost.weight_s, weight_s=0.0, kept_bytes=0.0, passed_bytes=0.0)
+
+
+def combining(
+    costs: Sequence[StageCost], stages: Sequence[Stage], profiles: Mapping[str, HardwareProfile]
+) -> list[StageCost]:
+    """The costs of stages whose updates read what other replicas accumulated, too."""
+    read_bytes = [len(stage.replicas) * cost.accumulated_bytes for cost, stage in zip(costs, stages, strict=True)]
+    rates = [profiles[stage.submesh.shape.kind].memory_bytes_per_s for stage in stages]
+    return [
+        replace(cost, update_s=cost.update_s + num_bytes / rate) if num_bytes else cost
+        for cost, num_bytes, rate in zip(costs, read_bytes, rates, strict=True)
+    ]
+
+
+def exchanging(
+    cost: Cost, tables: CostTables | None, exchanged_s: Callable[[StageCost, SubmeshShape], float]
+) -> tuple[Cost, CostTables | None]:
+    """Costs and tables of stages whose replicas exchange what they accumulate before the update; bounds may lack it."""
+
+    def with_exchange(found: StageCost, shape: SubmeshShape) -> StageCost:
+        return replace(found, update_s=found.update_s + exchanged_s(found, shape))
+
+    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        found = cost(first, last, shape)
+        return found and with_exchange(found, shape)
+
+    return of, tables and replace(tables, cost=lambda shape: with_exchange(tables.cost(shape), shape))
+
+
+def unsplit_costs(cost: Cost) -> Cost:
+    """The costs with an unsplit backward pass."""
+
+    def of(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        found = cost(first, last, shape)
+        return found and unsplit_backward(found)
+
+    return of
+
+
+def unsplit_tables(tables: CostTables) -> CostTables:
+    """The tables with an unsplit backward pass; bounds may be split, as they are bounds of the sum of the parts."""
+    return replace(tables, cost=lambda shape: unsplit_backward(tables.cost(shape)))
