@@ -20,6 +20,7 @@ from autopar.pipeline.cut.exchanges import passing_of
 from autopar.pipeline.cut.stage_programs import Cuttable, layers_between
 from autopar.pipeline.partition.cluster import Cluster, DeviceGroup, SubmeshShape
 from autopar.pipeline.partition.cluster_layers import Clustering, cluster_layers
+from autopar.pipeline.partition.problem import StageCost
 from autopar.pipeline.search.microbatch_search import divisors, over_microbatches
 from autopar.pipeline.search.stage_costs import StageCosts, likely_shapes
 from autopar.pipeline.search.stage_search import Outcome, StagedStep, StageSearch
@@ -205,3 +206,52 @@ def test_one_stage_is_looked_at_again_only_where_it_may_be_quicker() -> None:
 
 def test_numbers_of_microbatches() -> None:
     assert divisors(12, 2) == (2, 3, 4, 6, 12)
+
+
+@pytest.mark.parametrize("budget, option", [(100.0, 0), (30.0, 3)], ids=["memory for the fast option", "for the slow"])
+def test_a_limit_finds_the_same_stages(budget: float, option: int) -> None:
+    search, _ = search_with_options(budget)
+    best = search.best(("1f1b",))
+    assert best is not None and {stage.submesh.shape.option for stage in best.stages} == {option}
+    limited = replace(search, limit_s=1.05 * best.step_time_s).best(("1f1b",))
+    assert limited is not None
+    assert (limited.stages, limited.step_time_s) == (best.stages, best.step_time_s)
+
+
+def test_options_that_save_memory_are_not_priced_if_the_fastest_are_too_slow() -> None:
+    search, priced = search_with_options(30.0)
+    found = replace(search, limit_s=50.0).outcome(("1f1b",))
+    assert found.step is None and found.is_slow and found.bound_s > 50.0
+    assert priced == {0}
+    found = replace(search, limit_s=1e3).outcome(("1f1b",))
+    assert found.step is not None and priced == {0, 3}
+
+
+def search_with_options(budget_bytes: float) -> tuple[StageSearch, set[int]]:
+    """A search whose stages take a second per layer and pass in option 0, and more time and fewer bytes in option 3; and the
+    options that it has priced."""
+    cluster, priced = Cluster((DeviceGroup(H100.name, 1, 2),)), set[int]()
+
+    def cost(first: int, last: int, shape: SubmeshShape) -> StageCost:
+        priced.add(shape.option)
+        seconds, held = (1.0, 20.0) if shape.option == 0 else (1.1, 5.0)
+        layers = last - first + 1
+        return StageCost(forward_s=layers * seconds, backward_s=2 * layers * seconds, state_bytes=held * layers)
+
+    def bound(first: int, last: int, shape: SubmeshShape) -> StageCost:
+        return StageCost(forward_s=0.5 * (last - first + 1))
+
+    shapes = tuple(SubmeshShape(H100.name, 1, devices, option=option) for devices in (1, 2) for option in (0, 3))
+    search = StageSearch(
+        cost=cost,
+        keys=range(LAYERS),
+        passing=[],
+        cluster=cluster,
+        profiles={H100.name: H100},
+        budget_bytes={H100.name: budget_bytes},
+        shapes=shapes,
+        num_microbatches=MICROBATCHES,
+        num_stages=2,
+        bound=bound,
+    )
+    return search, priced

@@ -306,7 +306,7 @@ class StageSearch:
         if reason:
             return Outcome(None, reason)
         if partitioner is None:
-            partitioner = _partitioner_of(kind, shape, time_limit_s=limit_s, relative_gap=gap)
+            partitioner = _partitioner_of(kind, shape, limit_s, gap)
         relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
         exchanged_s = exchange_s(self.cluster, self.profiles)
         priced, tables = exchanging(cost, tables, exchanged_s) if kind.has_replicas else (cost, tables)
@@ -387,16 +387,19 @@ class StageSearch:
         return min(steps, key=lambda step: (step.over(self.budget_bytes) > 1, step.step_time_s))
 
 
-def _partitioner_of(kind: ScheduleKind, shape: Callable[[int], PipelineShape], **options: float) -> Partitioner:
+def _partitioner_of(
+    kind: ScheduleKind, shape: Callable[[int], PipelineShape], time_limit_s: float, relative_gap: float
+) -> Partitioner:
     """The package's partitioner for a schedule.
 
     Args:
         shape: the pipeline on a number of submeshes.
-        options: `time_limit_s` and `relative_gap`.
     """
     if shape(1).virtual == 1 and kind.placement is in_turn:
-        return ExactPartitioner(**options)
-    return EqualSubmeshPartitioner(lambda num_submeshes: kind.placement(shape(num_submeshes)), **options)
+        return ExactPartitioner(time_limit_s=time_limit_s, relative_gap=relative_gap)
+    return EqualSubmeshPartitioner(
+        lambda num_submeshes: kind.placement(shape(num_submeshes)), time_limit_s=time_limit_s, relative_gap=relative_gap
+    )
 
 
 def _with_free_memory(problem: PartitionProblem) -> PartitionProblem:
