@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.api.make_plan import plan as plan
     from autopar.api.parallel_step import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
+    from autopar.api.pipeline_templates import plan_templates as plan_templates
     from autopar.api.step_report import StepReport as StepReport
     from autopar.api.streamed_step import StreamedStep as StreamedStep
     from autopar.api.workers.step import WorkersStep as WorkersStep
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from autopar.diagnosis.diagnosis import Diagnosis as Diagnosis
     from autopar.pipeline.plan import PipelinePlan as PipelinePlan
     from autopar.pipeline.plan_files import load_plan as load_plan
+    from autopar.pipeline.templates.templates import PipelineTemplates as PipelineTemplates
     from autopar.plans.plan import Plan as Plan
     from autopar.plans.workers_plan import WorkersPlan as WorkersPlan
     from autopar.report.diff import PlanDiff as PlanDiff
@@ -63,7 +65,9 @@ _DEFINED_IN = {
     "parallelize": "autopar.api.parallelize",
     "ParallelStep": "autopar.api.parallel_step",
     "PipelinePlan": "autopar.pipeline.plan",
+    "PipelineTemplates": "autopar.pipeline.templates.templates",
     "plan": "autopar.api.make_plan",
+    "plan_templates": "autopar.api.pipeline_templates",
     "Plan": "autopar.plans.plan",
     "PlanDiff": "autopar.report.diff",
     "register_rule": "autopar.rules.user_rules",

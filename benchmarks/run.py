@@ -132,6 +132,14 @@ BENCHMARKS = {
         },
     ),
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
+    "faults": Benchmark(
+        ("templates",),
+        VIRTUAL_DEVICES,
+        sources=(),
+        sources_of={"templates": ("faults/templates.py",)},
+        summary="benchmarks.faults.page",
+        module="faults.parts",
+    ),
     "first_start": Benchmark(("unet",), VIRTUAL_DEVICES, sources=("zoo/diffusion.py", "zoo/training.py")),
     "held_out": Benchmark(
         (

@@ -175,9 +175,13 @@ def planning(
     hardware: Hardware | None = None,
     schedule: str | ScheduleKind = "auto",
     partitioner: Partitioner | None = None,
+    stages_only: bool = False,
     **options: Any,
 ) -> Callable[[Program], AnyPlan]:
     """Check the options of `plan` now, and return a function that plans a traced program with them.
+
+    Args:
+        stages_only: whether `stages=1` means a pipeline of one stage.
 
     Raises:
         AutoparError: one of its subclasses; the text names the option.
@@ -195,7 +199,7 @@ def planning(
             f"`like` is a {type(like).__name__}: give the plan of another step, or in `parallelize` a step; a saved plan is"
             " read by `autopar.load_plan(path)`"
         )
-    in_stages = stages != 1 or isinstance(like, PipelinePlan)
+    in_stages = stages_only or stages != 1 or isinstance(like, PipelinePlan)
     count: int | Literal["auto"] = ("auto" if in_stages else 1) if num_microbatches is None else num_microbatches
     _check_attention(options.get("attention", "as_written"))
     _check_pin(options.get("pin"))

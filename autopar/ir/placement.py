@@ -71,8 +71,8 @@ def move(shape: tuple[int, ...], before: Parts, after: Parts) -> Move:
     >>> move((8, 2), (Part(whole, four),), (Part(data, two),)).fetched
     (0, 0)
     """
-    starts, stops = _boxes(shape, before)
-    new_starts, new_stops = _boxes(shape, after)
+    starts, stops = boxes(shape, before)
+    new_starts, new_stops = boxes(shape, after)
     both = min(len(starts), len(new_starts))
     overlap = np.minimum(stops[:both], new_stops[:both]) - np.maximum(starts[:both], new_starts[:both])
     kept = np.prod(np.maximum(overlap, 0), axis=1, dtype=np.int64)
@@ -84,7 +84,7 @@ def move(shape: tuple[int, ...], before: Parts, after: Parts) -> Move:
     return Move(tuple(held.tolist()), tuple(fetched.tolist()), same)
 
 
-def _boxes(shape: tuple[int, ...], lies: Parts) -> tuple[np.ndarray, np.ndarray]:
+def boxes(shape: tuple[int, ...], lies: Parts) -> tuple[np.ndarray, np.ndarray]:
     """The start and stop of each device's part, [devices, dims]; both are 0 for a device that holds nothing."""
     num_devices = max(part.first_device + part.mesh.num_devices for part in lies)
     starts, stops = (np.zeros((num_devices, max(len(shape), 1)), np.int64) for _ in range(2))

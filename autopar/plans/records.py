@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from autopar.ir.graph import Phase
 from autopar.ir.mesh import MeshShape
+from autopar.ir.placement import Parts
 from autopar.ir.sharding import TensorSharding
 from autopar.plans.json_codec import MaybeInfinite
 
@@ -68,6 +69,15 @@ class TensorPlan:
     sharding: TensorSharding
     num_bytes: float
     pinned: bool = False
+
+    def itemsize(self, parts: Parts) -> float:
+        """Bytes of one element, from the recorded bytes of the largest shard.
+
+        Args:
+            parts: where the tensor is.
+        """
+        local = (part.sharding.local_size(part.shape_of(self.shape), part.mesh) for part in parts)
+        return self.num_bytes / max(1, *local)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autopar.ir.placement import Move, Parts, move
+from autopar.ir.placement import Move, move
 from autopar.ir.sharding import TensorSharding
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.plans.plan import Plan
@@ -171,7 +171,7 @@ def diff(before: AnyPlan, after: AnyPlan) -> PlanDiff:
             )
             state_unlike += new.role != "data"
             continue
-        moved, itemsize = move(new.shape, earlier_parts[path], later_parts[path]), _itemsize(new, later_parts[path])
+        moved, itemsize = move(new.shape, earlier_parts[path], later_parts[path]), new.itemsize(later_parts[path])
         if new.role != "data":
             num_state += 1
             for device in range(len(moved.held)):
@@ -216,13 +216,6 @@ def _layout(plan: AnyPlan) -> str:
     if isinstance(plan, PipelinePlan):
         return f"{len(plan.stages)} stages on {plan.cluster}"
     return f"mesh {plan.mesh}"
-
-
-def _itemsize(tensor: TensorPlan, parts: Parts) -> float:
-    """Bytes of one element, computed from the recorded bytes of the largest shard."""
-    return tensor.num_bytes / max(
-        1, *(part.sharding.local_size(part.shape_of(tensor.shape), part.mesh) for part in parts)
-    )
 
 
 def _activations(before: AnyPlan, after: AnyPlan) -> tuple[tuple[ActivationChange, ...], int]:

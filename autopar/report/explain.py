@@ -1,6 +1,6 @@
 """Explain a plan of one program or of pipeline stages.
 
-In: a plan, fresh or from a file, or of workers. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a
+In: a plan, fresh or from a file, of workers, or pipelines over nodes that fail. Out: `explain(plan)`, which prints as plain text; `render(plan, console)` for a
 terminal; `explain_json(plan)` for other programs.
 """
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from autopar.errors import OptionError
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
+from autopar.pipeline.templates.templates import PipelineTemplates
 from autopar.plans.plan import Plan
 from autopar.plans.workers_plan import WorkersPlan
 from autopar.report.explain_program import (
@@ -28,6 +29,7 @@ from autopar.report.explain_stages import (
     render_stages_summary,
     stages_json,
 )
+from autopar.report.templates import TemplatesExplanation
 from autopar.report.workers import WorkersExplanation
 
 
@@ -38,11 +40,17 @@ def explain(plan: PipelinePlan) -> StagesExplanation: ...
 @overload
 def explain(plan: WorkersPlan) -> WorkersExplanation: ...
 @overload
+def explain(plan: PipelineTemplates) -> TemplatesExplanation: ...
+@overload
 def explain(plan: AnyPlan) -> Explanation | StagesExplanation: ...
-def explain(plan: AnyPlan | WorkersPlan) -> Explanation | StagesExplanation | WorkersExplanation:
+def explain(
+    plan: AnyPlan | WorkersPlan | PipelineTemplates,
+) -> Explanation | StagesExplanation | WorkersExplanation | TemplatesExplanation:
     """Explain what a plan does and why: `print(autopar.explain(plan))`."""
     if isinstance(plan, WorkersPlan):
         return WorkersExplanation(plan)
+    if isinstance(plan, PipelineTemplates):
+        return TemplatesExplanation(plan)
     if not isinstance(plan, Plan | PipelinePlan):
         raise OptionError(
             f"`explain` takes a plan, but {plan!r} is a {type(plan).__name__}: read a plan file with"

@@ -1,19 +1,19 @@
-"""`autopar estimate`: estimate inference, vector search and collectives, without a program of the user's.
+"""`autopar estimate`: estimate inference, vector search, collectives, and pipelines over nodes that fail.
 
-In: a model, a corpus or a mesh. Out: times and memory on devices that need not exist.
+In: a model, a corpus, a mesh, or a step. Out: times and memory on devices that need not exist.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from autopar.cli.estimate import collectives, inference, search
+from autopar.cli.estimate import collectives, inference, pipelines, search
 
 
 def add_command(added: Any) -> None:
     """Add the command and its subcommands to a parser's commands."""
-    about = "estimate inference, a vector search or collectives on devices that need not exist"
+    about = "estimate inference, a vector search, collectives, or pipelines over nodes that fail, on devices that need not exist"
     estimate = added.add_parser("estimate", help=about, description=about)
     under = estimate.add_subparsers(title="what to estimate", metavar="WHAT", required=True)
-    for command in (inference, search, collectives):
+    for command in (inference, search, collectives, pipelines):
         command.add_command(under)
