@@ -1,5 +1,6 @@
-"""Pipelines over nodes that fail: templates of several sizes, how they cover the nodes that are left, and what state is copied.
+"""Pipelines over nodes that fail, by Oobleck's templates (Jang et al. 2023, arXiv 2309.08125).
 
-In: the plan of a pipeline for each number of nodes, as numbers. Out: pipelines that use every node, before and after failures.
-The method is Oobleck's (Jang et al. 2023, arXiv 2309.08125). Imported by: `pipeline.template_plans`, api.
+In: the plan of a pipeline for each number of nodes, as numbers.
+Out: pipelines that use every node, before and after failures, with what each node copies.
+Imported by: pipeline.template_plans; api; report.
 """
