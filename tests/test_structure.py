@@ -16,8 +16,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
 from autopar.errors import PinError
+from autopar.formulate.formulation import formulate
 from autopar.frontend.trace import Trace
 from autopar.frontend.tracing import trace
+from autopar.hardware.profile import load
+from autopar.ir.mesh import parse_mesh
+from autopar.planner.program_groups import program_groups
 from autopar.plans.plan import Plan
 from autopar.transforms.program import program_of
 from autopar.xla_compiler.compiler import Compiler
@@ -305,6 +309,19 @@ def test_what_the_program_splits_itself_stays_so(loss: Callable[..., jax.Array])
     else:
         sums = [use for use in plan.collectives if "shard_map" in use.cause]
         assert {use.axes for use in sums} >= {("tp",)} and all(use.kind == "all-reduce" for use in sums)
+
+
+def test_a_constraint_of_the_program_is_no_kernel() -> None:
+    """It is a name for the memory of its operand."""
+    shapes = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    graph = program_of(constrained, shapes, carry=None, donate=None).graph
+    groups = program_groups(graph, {}).groups
+    f = formulate(graph, groups, parse_mesh("dp=2,tp=4"), load("h100-sxm"), pins={}, memory_budget_bytes=None)
+    kinds = [{graph.nodes[n].primitive for n in groups[one.group].nodes} for one in f.decisions if one.kind == "group"]
+    seconds = [one for one, decision in zip(f.compute_s, f.decisions, strict=True) if decision.kind == "group"]
+    assert {"sharding_constraint"} in kinds
+    for kind, prices in zip(kinds, seconds, strict=True):
+        assert prices.any() == (kind != {"sharding_constraint"})
 
 
 @pytest.mark.parametrize(("mesh", "loss"), [("8", constrained), ("2x4", mapped), ("dp=4,tp=2", mapped)])

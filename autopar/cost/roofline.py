@@ -42,7 +42,7 @@ def load_of(group: Group, written: frozenset[int], graph: Graph) -> Load:
     Args:
         written: values of the group with users outside, which are written to memory.
     """
-    if all(traits_of(graph.nodes[n].primitive).reshapes for n in group.nodes):  # a bitcast moves no data
+    if all(traits_of(graph.nodes[n].primitive).view for n in group.nodes):  # it moves no data
         return Load(group.factors, (), ())
     values = graph.values
     moved = [(values[r.value].itemsize * values[r.value].repeat, r.value, r.dims) for r in group.reads]
