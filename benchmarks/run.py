@@ -93,6 +93,7 @@ _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
 #: Parts of serving, and the files that they measure with, in addition to their own module.
 _SERVED = {
     "scheduling": (),
+    "host cost": ("inference/host_cost_program.py",),
     "paging": ("timing.py",),
     "chunked prefill": ("timing.py",),
     "speculation": (),

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from simulated_results import results_of
 
 from autopar.api.planned_function import Planned
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, write_checkpoint
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
-from autopar.inference.schedule.requests import Options, Request, Result, Run, Shape
+from autopar.inference.schedule.requests import Options, Request, Run, Shape
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.speculation_policy import DraftRequest
 from autopar.inference.serve.draft_model import DraftModel, Jitted
@@ -55,21 +56,21 @@ class Small:
         padded[0, : len(tokens)] = tokens
         return np.asarray(self._whole(padded))[0, : len(tokens)]
 
-    def result(self, text: list[int], run: Run, shape: Shape) -> Result:
-        """The result of a run by the model alone. The run's tokens are the last of the text."""
+    def result(self, text: list[int], run: Run, shape: Shape) -> list[int]:
+        """The tokens of a run by the model alone. The run's tokens are the last of the text."""
         if not run.samples:
-            return Result()
+            return []
         if shape.width == 1:
             new: list[int] = []
-            for _ in range(shape.steps):
+            for _ in range(run.num_tokens if shape.steps > 1 else 1):
                 new.append(int(self.logits([*text, *new])[-1].argmax()))
-            return Result(tuple(new))
+            return new
         logits = np.zeros((1, 1 + PROPOSALS, 24), np.float32)
         proposed = np.zeros((1, PROPOSALS), np.int32)
         num = len(run.tokens) - 1
         logits[0, : num + 1], proposed[0, :num] = self.logits(text)[-num - 1 :], run.tokens[1:]
         found = VERIFY(logits, proposed, np.array([num]), params_of([None]), np.array([run.start + 1]))
-        return Result(tuple(np.asarray(found.tokens)[0, : int(found.num_accepted[0]) + 1].tolist()))
+        return np.asarray(found.tokens)[0, : int(found.num_accepted[0]) + 1].tolist()
 
     def check(self, tokens: list[int], draft: list[int]) -> None:
         """Assert that each draft token is the most probable one, up to rounding."""
@@ -122,8 +123,8 @@ def test_draft_tokens_equal_greedy_decoding_without_a_cache(
         drafts = [[] for _ in range(SLOTS)]
         for each, draft in zip(requests, model.propose(requests), strict=True):
             drafts[each.slot] = list(draft)
-            small.check(each.tokens, drafts[each.slot])
-            assert len(draft) in (0, min(most, max(0, LENGTH + 1 - len(each.tokens))))
+            small.check(tokens[each.slot], drafts[each.slot])
+            assert len(draft) in (0, min(most, max(0, LENGTH + 1 - len(tokens[each.slot]))))
     requests = [DraftRequest(slot, tokens[slot][-LENGTH:], 1) for slot in range(SLOTS)]
     found = [model.propose(requests) for _ in range(SLOTS * LENGTH // CHUNK[1])]  # enough even for one chunk per call
     assert all(len(draft) == 1 for draft in found[-1]), "in the end all sequences are prefilled"
@@ -142,15 +143,15 @@ def test_a_draft_model_equal_to_the_target_is_always_accepted(small: Small) -> N
     widths: list[int] = []
     attempts: set[int] = set()
     while iteration := scheduler.next():
-        results: dict[str, Result] = {}
+        results: dict[tuple[int, int], list[int]] = {}
         for run in iteration.runs:
             text = [*texts[run.name][: run.start], *run.tokens]
-            results[run.name] = small.result(text, run, iteration.shape)
+            new = results[run.slot, run.start] = small.result(text, run, iteration.shape)
             attempts.add(run.attempt)
-            if run in iteration.decodes and iteration.shape.width > 1:
+            if run not in iteration.chunks and iteration.shape.width > 1:
                 widths.append(run.num_tokens)
-                assert len(results[run.name].tokens) == run.num_tokens, "a draft token was rejected"
-        for each in scheduler.update(iteration, results):
+                assert len(new) == run.num_tokens, "a draft token was rejected"
+        for each in scheduler.update(iteration, results_of(iteration, SLOTS, results)).progress():
             texts[each.name] += each.tokens
     assert scheduler.num_running == scheduler.num_waiting == 0 and len(attempts) > len(requests), "some are preempted"
     for request in requests:

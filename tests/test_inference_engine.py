@@ -191,6 +191,22 @@ def test_text_comes_in_pieces_and_ends_before_a_stop_string(engine: Engine) -> N
     assert is_idle(engine)
 
 
+def test_text_is_decoded_by_the_reader(engine: Engine) -> None:
+    """An unread generation of more tokens than a window has the same tokens, logprobs and text as one that is streamed."""
+    pieces = list(engine.submit("a", max_tokens=100, num_best=2))
+    generation = engine.submit("a", max_tokens=100, num_best=2)
+    decoded: list[int] = []
+    decode = generation.decode
+    assert decode is not None
+    generation.decode = lambda token: decoded.append(token) or decode(token)
+    engine.run()
+    assert (generation.ended, decoded) == ("length", [])
+    assert generation.text == "".join(piece.text for piece in pieces)
+    assert decoded == generation.tokens == [token for piece in pieces for token in piece.tokens]
+    assert generation.logprobs == [logprob for piece in pieces for logprob in piece.logprobs]
+    assert generation.best == [best for piece in pieces for best in piece.best]
+
+
 def test_the_models_stop_tokens_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
     assert stop_tokens_of(tmp_path) == {7}

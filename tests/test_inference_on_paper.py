@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 from autopar.api.planned_function import Planned
@@ -21,7 +22,7 @@ from autopar.inference.estimate.layout_text import describe_layout
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.model.config import DecoderConfig
-from autopar.inference.schedule.requests import Iteration, Options, Request, Result, Shape
+from autopar.inference.schedule.requests import Iteration, Options, Request, Results, Shape
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.steady_state import steady_state
 from autopar.pipeline.plan_files import load_plan
@@ -85,8 +86,9 @@ def simulated(options: Options, prompt: int, output: int, num_requests: int) -> 
             in_flight.append(iteration)
         if len(in_flight) > (iteration is not None):  # one iteration ahead, as in the engine
             done = in_flight.popleft()
-            results = {run.name: Result((1,) if run.samples else ()) for run in done.runs}
-            ended += [len(sent) for one in scheduler.update(done, results) if one.ended]
+            rows = options.num_slots + done.shape.rows
+            results = Results(np.ones((rows, 1), np.int32), np.ones(rows, np.int32), np.ones(rows, bool))
+            ended += [len(sent)] * len(scheduler.update(done, results).ended)
     first = len(sent) // 4
     num = len(sent) - first
     return sum(at > first for at in ended) / num, sum(bool(each.chunks) for each in sent[first:]) / num
@@ -98,7 +100,7 @@ def simulated(options: Options, prompt: int, output: int, num_requests: int) -> 
     ids=["few prompts", "short prompts", "prompts alone", "nearly all prompts"],
 )
 def test_the_steady_state_equals_that_of_the_scheduler(prompt: int, output: int, slots: int, within: float) -> None:
-    options = Options(num_slots=slots, max_length=4096)
+    options = Options(num_slots=slots, max_length=4096, steps=1)
     formula = steady_state(options, prompt, output, slots)
     ended, mixed = simulated(options, prompt, output, 8 * slots)
     assert formula.ended == pytest.approx(ended, rel=within)

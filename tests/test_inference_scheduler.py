@@ -7,14 +7,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_results import results_of
 
 from autopar.errors import InferenceError
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
-from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run
+from autopar.inference.schedule import admission
+from autopar.inference.schedule.prefill_chunks import divide_rows
+from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Results, Run
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.speculation_policy import DraftRequest, NGram, Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
@@ -41,21 +45,26 @@ def generated(request: Request) -> tuple[int, ...]:
 class Device:
     """Simulated device pages: an iteration's writes stay, whichever sequence they belong to."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, num_slots: int) -> None:
+        self.page_size, self.num_slots = page_size, num_slots
         self.pages: dict[tuple[int, int], int] = {}
         self.last: dict[int, int] = {}  # the last token of each slot
 
-    def run(self, iteration: Iteration) -> dict[str, Result]:
+    def run(self, iteration: Iteration, unsound: Sequence[str] = ()) -> Results:
         read = {(target, o): self.pages.get((source, o)) for source, target in iteration.copies for o in range(PAGE)}
         self.pages |= {place: token for place, token in read.items() if token is not None}
-        assert len({run.slot for run in iteration.runs}) == len(iteration.runs)
+        assert not {run.slot for run in iteration.chunks} & set(iteration.decodes.slots.tolist())
         assert len(iteration.chunks) <= iteration.shape.rows
-        return {run.name: self._run(run, iteration) for run in iteration.runs}
+        runs = iteration.runs
+        num = len(runs) - len(iteration.chunks)
+        found = {
+            (run.slot, run.start): self._run(run, iteration, is_chunk=number >= num) for number, run in enumerate(runs)
+        }
+        return results_of(iteration, self.num_slots, found, unsound)
 
-    def _run(self, run: Run, iteration: Iteration) -> Result:
+    def _run(self, run: Run, iteration: Iteration, *, is_chunk: bool) -> list[int]:
         tokens = run.tokens or (self.last[run.slot],)
-        if run in iteration.chunks:
+        if is_chunk:
             assert len(tokens) == run.num_tokens <= iteration.shape.length
         else:
             assert len(tokens) <= iteration.shape.width
@@ -63,17 +72,18 @@ class Device:
         for at, token in enumerate(tokens, run.start):
             self._write(run, at, token)
         if not run.samples:
-            return Result()
-        if len(tokens) > 1 and run not in iteration.chunks:
+            return []
+        if len(tokens) > 1 and not is_chunk:
             new = self._verified(run, tokens)
         else:
-            for step in range(iteration.shape.steps):
+            steps = run.num_tokens if iteration.shape.steps > 1 else 1
+            for step in range(steps):
                 before = self._read(run, run.start + len(tokens) + step)
                 new.append(next_token(before))
-                if step + 1 < iteration.shape.steps:
+                if step + 1 < steps:
                     self._write(run, run.start + len(tokens) + step, new[-1])
         self.last[run.slot] = new[-1]
-        return Result(tuple(new))
+        return new
 
     def _verified(self, run: Run, tokens: Sequence[int]) -> list[int]:
         new: list[int] = []
@@ -98,7 +108,7 @@ class Guess:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         assert len({each.slot for each in requests}) == len(requests)
-        return [self.guess(each.tokens, each.max_tokens) for each in requests]
+        return [self.guess(np.asarray(each.tokens).tolist(), each.max_tokens) for each in requests]
 
 
 class Served:
@@ -127,13 +137,14 @@ class Served:
         chance = random.Random(0)
         self.pool = PagePool(num_pages)
         cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes)
-        self.scheduler, device = Scheduler(cache, options, proposer, policy), Device(PAGE)
+        self.scheduler, device = Scheduler(cache, options, proposer, policy), Device(PAGE, options.num_slots)
         self.tokens: dict[str, list[int]] = {request.name: [] for request in requests}
         self.ended: dict[str, str] = {}
         self.iterations: list[Iteration] = []
+        self.runs: list[tuple[Run, ...]] = []
         self.used: list[float] = []
         self.most_held = 0
-        waiting, in_flight = deque(requests), deque[tuple[Iteration, dict[str, Result]]]()
+        waiting, in_flight = deque(requests), deque[tuple[Iteration, Results]]()
         while len(self.ended) < len(requests):
             for _ in range(min(len(waiting), arrive or len(waiting))):
                 self.scheduler.submit(waiting.popleft())
@@ -141,10 +152,10 @@ class Served:
             self.pool.check()
             if iteration is not None:
                 assert iteration.shape in options.shapes
-                assert all(
-                    self.pool.is_writable(page) for run in iteration.runs for page in self._written(run, iteration)
-                )
-                assert len(iteration.copies) <= len(iteration.runs)
+                runs = iteration.runs
+                self.runs.append(runs)
+                assert all(self.pool.is_writable(page) for run in runs for page in self._written(run))
+                assert len(iteration.copies) <= len({run.slot for run in runs})
                 in_flight.append((iteration, device.run(iteration)))
                 self.iterations.append(iteration)
                 self.most_held = max(self.most_held, self.pool.num_held)
@@ -154,10 +165,10 @@ class Served:
             if chance.random() < abort and (name := str(chance.randrange(len(requests)))) not in self.ended:
                 self.ended |= {name: "aborted"} if self.scheduler.abort(name) else {}
             if len(in_flight) > (ahead if iteration is not None else 0):
-                self._take(self.scheduler.update(*in_flight.popleft()))
+                self._take(self.scheduler.update(*in_flight.popleft()).progress())
             assert len(self.iterations) < 100_000
 
-    def _written(self, run: Run, iteration: Iteration) -> tuple[int, ...]:
+    def _written(self, run: Run) -> tuple[int, ...]:
         """The pages that a run writes."""
         last = run.start + run.num_tokens - 1
         return run.pages[run.start // PAGE : last // PAGE + 1]
@@ -301,7 +312,85 @@ def test_a_long_prompt_is_prefilled_in_chunks_while_others_decode() -> None:
     served.check(requests)
     chunks = [iteration for iteration in served.iterations if any(run.name == "long" for run in iteration.chunks)]
     assert len(chunks) == 2048 // 256
-    assert all([run.name for run in iteration.decodes] == ["short"] for iteration in chunks)
+    assert all(iteration.decodes.names == ["short"] for iteration in chunks)
+
+
+def test_a_short_prompt_behind_a_long_one_starts_within_four_iterations() -> None:
+    """This holds with one row of chunks and with several, one iteration ahead."""
+    for chunks in (((4, 64), (1, 256)), ((1, 256),), ((2, 128),)):
+        options = Options(4, 16_400, chunks)
+        scheduler, device = Scheduler(PagedCache(PagePool(1100), PAGE), options), Device(PAGE, 4)
+        scheduler.submit(Request("long", tuple(range(16_000)), 4))
+        first = scheduler.next()
+        assert first is not None
+        scheduler.submit(Request("short", tuple(range(7, 27)), 4))
+        in_flight = deque([(first, device.run(first))])
+        for _ in range(4):
+            iteration = scheduler.next()
+            assert iteration is not None
+            in_flight.append((iteration, device.run(iteration)))
+            if any(each.name == "short" for each in scheduler.update(*in_flight.popleft()).progress()):
+                break
+        else:
+            pytest.fail(f"no token within four iterations of chunks {chunks}")
+
+
+@given(
+    remaining=st.lists(st.integers(1, 2000), min_size=1, max_size=9),
+    shapes=st.lists(st.tuples(st.integers(1, 8), st.sampled_from([16, 64, 256])), min_size=1, max_size=3),
+    shortest_first=st.booleans(),
+)
+def test_no_prompt_has_over_half_of_the_rows_while_another_needs_more(
+    remaining: list[int], shapes: list[tuple[int, int]], shortest_first: bool
+) -> None:
+    found = divide_rows(remaining, shapes, shortest_first=shortest_first)
+    assert (found.rows, found.length) in shapes
+    given_rows = {number: -(-num // found.length) for number, num in found.num_tokens}
+    assert 1 <= sum(given_rows.values()) <= found.rows
+    for number, num in found.num_tokens:
+        assert num in (given_rows[number] * found.length, remaining[number], remaining[number] - 1)
+    is_waiting = any(remaining[n] > given_rows.get(n, 0) * found.length + 1 for n in range(len(remaining)))
+    half = max(1, found.rows // 2)
+    needed = [-(-num // found.length) for num in remaining]
+    for number, rows in given_rows.items():
+        others = [given_rows.get(n, 0) >= min(half, needed[n]) for n in range(len(remaining)) if n != number]
+        assert rows <= half or all(others), "more than half only of rows that are left over"
+    assert sum(given_rows.values()) == found.rows or not is_waiting, "no row is idle while a prompt needs it"
+
+
+def test_calls_of_several_steps_go_on_while_requests_wait() -> None:
+    """A slot whose request ends in the call is idle until its end. That is allowed for a small share of the steps."""
+    requests = workload(96, mean=120)
+    options = Options(32, 512, ((8, 64),))
+    served, single = (
+        Served(requests, each, num_pages=1024, ahead=1, shares_prefixes=False)
+        for each in (options, replace(options, steps=1))
+    )
+    served.check(requests)
+    waiting = served.iterations[: len(served.iterations) // 2]
+    several = sum(iteration.shape.steps > 1 for iteration in waiting if not iteration.chunks)
+    assert several > sum(not iteration.chunks for iteration in waiting) / 4
+    assert served.steps <= 1.1 * single.steps
+
+
+def test_requests_of_a_lower_priority_number_start_first_and_are_preempted_last() -> None:
+    requests = [Request(str(i), (i,), 40, priority=i % 2) for i in range(8)]
+    served = Served(requests, Options(2, 64), 64)
+    served.check(requests)
+    assert [int(name) % 2 for name in served.ended] == [0, 0, 0, 0, 1, 1, 1, 1]
+    both = [Request("low", (1,), 60, priority=1), Request("high", (2,), 60)]
+    served = Served(both, Options(2, 64, steps=1), 5, arrive=1)
+    served.check(both)
+    attempts = {
+        name: {run.attempt for each in served.runs for run in each if run.name == name} for name in ("low", "high")
+    }
+    assert len(attempts["low"]) > 1 == len(attempts["high"]), "the one that came first is preempted"
+
+
+def test_prefixes_with_one_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "prefix_hashes", lambda keys, before=0: [number % 2 for number in range(len(keys))])
+    requests = some_requests(random.Random(3), 30, 0.6)
+    Served(requests, Options(6, 120, ((2, 16),)), 60, ahead=1).check(requests)
 
 
 def chains(num: int, prompt: int, max_tokens: int) -> list[Request]:
@@ -325,7 +414,7 @@ def test_equal_prompts_are_prefilled_once_and_all_decode_in_the_next_iteration(a
 
 def test_a_prompt_whose_tokens_a_running_sequence_has_needs_no_prefill() -> None:
     """One prompt is another request's prompt and output so far; one is a part of it."""
-    scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(3, 256, steps=1)), Device(PAGE)
+    scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(3, 256, steps=1)), Device(PAGE, 3)
     first = Request("first", tuple(range(20)), 60)
     scheduler.submit(first)
     ran: list[Run] = []
@@ -350,11 +439,11 @@ def test_chains_share_the_pages_of_their_prompt(num: int, prompt: int, max_token
     served = Served(requests, Options(num, 256), needed, ahead=ahead)
     served.check(requests)
     assert served.most_held <= needed
-    assert not any(run.attempt > num for iteration in served.iterations for run in iteration.runs), "none is preempted"
+    assert not any(run.attempt > num for runs in served.runs for run in runs), "none is preempted"
 
 
 def test_a_request_that_waits_for_a_prefix_starts_when_its_source_is_aborted() -> None:
-    scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(4, 512)), Device(PAGE)
+    scheduler, device = Scheduler(PagedCache(PagePool(60), PAGE), Options(4, 512)), Device(PAGE, 4)
     for request in chains(3, 400, 5):
         scheduler.submit(request)
     first = scheduler.next()
@@ -369,11 +458,12 @@ def test_requests_are_served_in_order_of_arrival() -> None:
     requests = [Request(str(i), (i,), 10) for i in range(160)]
     served = Served(requests, Options(16, 64), 64)
     served.check(requests)
-    assert list(served.ended) == sorted(served.ended, key=int)
+    batches = [int(name) // 16 for name in served.ended]
+    assert batches == sorted(batches)
 
 
 def test_an_aborted_or_failed_request_leaks_nothing_and_others_continue() -> None:
-    scheduler, device = Scheduler(PagedCache(PagePool(40), PAGE), Options(4, 256, steps=1)), Device(PAGE)
+    scheduler, device = Scheduler(PagedCache(PagePool(40), PAGE), Options(4, 256, steps=1)), Device(PAGE, 4)
     requests = [Request(str(i), (i, *range(i * 7)), 30) for i in range(8)]
     for request in requests:
         scheduler.submit(request)
@@ -383,15 +473,13 @@ def test_an_aborted_or_failed_request_leaks_nothing_and_others_continue() -> Non
         iteration = scheduler.next()
         if iteration is None:
             break
-        results = device.run(iteration)
+        results = device.run(iteration, unsound=["2"] if step == 8 else [])
         if step == 5:
             assert scheduler.abort("1") and scheduler.abort("7") and not scheduler.abort("unknown")
-        if step == 8:
-            results["2"] = replace(results["2"], tokens=(), ended="logits are not numbers")
-        for each in scheduler.update(iteration, results):
+        for each in scheduler.update(iteration, results).progress():
             tokens[each.name] += each.tokens
             ended |= {each.name: each.ended} if each.ended else {}
-    assert ended.pop("2") == "logits are not numbers"
+    assert ended.pop("2") == "unsound"
     assert ended == dict.fromkeys(("0", "3", "4", "5", "6"), "length")
     assert all(tuple(tokens[request.name]) == generated(request) for request in requests if request.name in ended)
     assert scheduler.cache.pool.num_held == scheduler.num_running == scheduler.num_waiting == 0

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
-from autopar.inference.schedule.requests import Iteration, Options, Request, Result
+from autopar.inference.schedule.requests import Iteration, Options, Request, Results
 from autopar.inference.schedule.scheduler import Scheduler
 from benchmarks.inference.models import output_lengths, random_prompts
 from benchmarks.inference.rows import Row, row
@@ -70,6 +72,9 @@ def simulated(lengths: list[int], slots: int = SLOTS, prompt: int = PROMPT) -> S
             on_their_way.append(iteration)
         if len(on_their_way) > (_AHEAD if iteration is not None else 0):
             done = on_their_way.popleft()
-            tokens = (0,) * done.shape.steps
-            scheduler.update(done, {run.name: Result(tokens if run.samples else ()) for run in done.runs})
+            rows = slots + done.shape.rows
+            results = Results(
+                np.zeros((rows, done.shape.steps), np.int32), np.ones(rows, np.int32), np.ones(rows, bool)
+            )
+            scheduler.update(done, results)
     return Simulated(steps, sum(used) / len(used))

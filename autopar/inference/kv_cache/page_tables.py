@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from autopar.inference.kv_cache.page_pool import PagePool
-from autopar.inference.kv_cache.prefix_tree import PrefixTree
+from autopar.inference.kv_cache.prefix_tree import PrefixTree, page_keys
 
 
 class Copy(NamedTuple):
@@ -58,30 +61,22 @@ class PagedCache:
         """The number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
-    def start(self, tokens: Sequence[int]) -> PageTable:
+    def start(self, tokens: ArrayLike) -> PageTable:
         """Make the table of a new sequence, with the pages of its longest cached prefix.
 
         The last token is never taken from the cache: its logits are needed.
         """
-        pages = self._tree.match(tokens[: len(tokens) - 1]) if self._tree and tokens else []
+        return self.start_with(page_keys(np.asarray(tokens, np.int32)[:-1], self.page_size))
+
+    def start_with(self, keys: Sequence[bytes]) -> PageTable:
+        """Make the table of a new sequence from the keys of its full pages, without its last token."""
+        pages = self._tree.find(keys) if self._tree else []
+        self.pool.share(pages)
         return PageTable(pages, len(pages) * self.page_size, len(pages))
 
-    def num_shareable(self, tokens: list[int], others: list[int], first: int) -> int:
-        """Count the tokens that a new sequence should share with a running one by a fork.
-
-        The result is all tokens but the last, whose logits are needed, if the running sequence has them; else the
-        common tokens in whole pages.
-
-        Args:
-            tokens, others: the tokens of the new and of the running sequence.
-            first: tokens, in whole pages, that the prefix cache provides already.
-        """
-        num, most, size = first, len(tokens) - 1, self.page_size
-        while num + size <= most and tokens[num : num + size] == others[num : num + size]:
-            num += size
-        if num + size > most and tokens[num:most] == others[num:most]:
-            num = most
-        return num if num > first and tokens[:first] == others[:first] else first
+    def num_cached(self, keys: Sequence[bytes]) -> int:
+        """The number of leading pages that are in the prefix cache."""
+        return len(self._tree.find(keys)) if self._tree else 0
 
     def num_needed(self, table: PageTable, num_tokens: int) -> int:
         """The number of pages that `grow` allocates."""
@@ -114,12 +109,13 @@ class PagedCache:
         del table.pages[last:]
         table.num_tokens = min(table.num_tokens, num_tokens)
 
-    def insert_prefix(self, table: PageTable, tokens: Sequence[int]) -> None:
+    def insert_prefix(self, table: PageTable, tokens: ArrayLike) -> None:
         """Insert the full pages of a sequence into the prefix cache.
 
         Args:
             tokens: the tokens of the sequence, all of them computed.
         """
+        tokens = np.asarray(tokens, np.int32)
         if self._tree is None or len(tokens) // self.page_size <= table.num_cached_pages:
             return
         table.num_cached_pages = self._tree.insert(tokens, table.pages, table.num_cached_pages)

@@ -1,147 +1,224 @@
 """Admit requests to slots and pages, and preempt them where pages run out.
 
-In: requests, a `PagedCache`. Out: `Admission`: the requests that wait, and a `Sequence` for each that runs.
+In: requests, a `PagedCache`. Out: `Admission`: the requests that wait, and the `SlotArrays` and page tables of those that run.
 
 - Prefix sharing: a request is forked from a running sequence that has dispatched all of its tokens but the last, and
   decodes at once. A request whose prefix is being computed waits for it.
-- Admission: a request is admitted when pages are available for its whole prompt, besides those that running sequences
-  need for their prompts and one more for each. Pages are allocated when they are needed.
-- Preemption: when no page is available for the next token, the youngest sequence releases its pages and waits to be
-  recomputed. The oldest sequence always progresses, so every request ends.
+- Admission: by priority, then in the order of arrival. A request is admitted when pages are available for its whole prompt,
+  besides those that running sequences need for their prompts and one more for each. Pages are allocated when they are needed.
+- Preemption: when no page is available for the next token, the last sequence in that order releases its pages and waits to be
+  recomputed. The first one always progresses, so every request ends.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.inference.kv_cache.page_tables import Copy, PagedCache, PageTable
-from autopar.inference.schedule.requests import Request
+from autopar.inference.kv_cache.prefix_tree import page_keys
+from autopar.inference.kv_cache.running_prefixes import RunningPrefixes, prefix_hashes
+from autopar.inference.schedule.requests import Options, Request, Started
+from autopar.inference.schedule.slot_arrays import SlotArrays
+
+_ARRIVALS = 1 << 40  # a rank is a priority and an arrival below this number
+_MOST_PRIORITY = 1 << 20
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
-    """A running request.
+class Waiting:
+    """A request that waits.
 
     Args:
-        tokens: the prompt and the generated tokens that the host knows.
-        num_dispatched: the number of tokens whose computation has been dispatched. The table has room for these.
-        num_pending: the number of generated tokens that are on the device only.
-        is_verifying: whether draft tokens are being verified, so the number of new tokens is not yet known.
+        rank: its place in the order of admission.
+        tokens: the prompt, and the tokens generated before a preemption.
+        keys: the keys of its full pages without the last token. hashes: those of their prefixes.
     """
 
     request: Request
-    attempt: int
-    slot: int
-    table: PageTable
-    tokens: list[int]
-    num_dispatched: int
-    num_pending: int = 0
-    is_verifying: bool = False
-
-    @property
-    def num_to_compute(self) -> int:
-        """The number of tokens to compute before the next one can be sampled."""
-        return len(self.tokens) + self.num_pending - self.num_dispatched
-
-    @property
-    def num_to_generate(self) -> int:
-        return self.request.max_tokens - (len(self.tokens) + self.num_pending - len(self.request.prompt))
-
-    @property
-    def can_decode(self) -> bool:
-        return self.num_to_compute == 1 and self.num_to_generate > 0 and not self.is_verifying
-
-    def ended_by(self, token: int) -> str | None:
-        """Why the last token ends the request; None if it does not."""
-        if token in self.request.stop_tokens:
-            return "stop"
-        return "length" if len(self.tokens) - len(self.request.prompt) >= self.request.max_tokens else None
+    rank: int
+    tokens: NDArray[np.int32]
+    keys: list[bytes]
+    hashes: list[int]
 
 
 class Admission:
     """The waiting requests and the running sequences of one model.
 
     Attributes:
-        waiting: requests with their tokens so far, in order. running: sequences by name, the oldest first.
+        waiting: in the order of admission.
+        slots: the state of running sequences.
+        requests, page_tables: the requests and the page tables of running sequences, by slot.
     """
 
-    def __init__(self, cache: PagedCache, num_slots: int) -> None:
-        self.waiting: deque[tuple[Request, list[int]]] = deque()
-        self.running: dict[str, Sequence] = {}
+    def __init__(self, cache: PagedCache, options: Options, scratch_page: int) -> None:
+        pages_of_sequence = cache.num_pages(options.max_length)
+        self.waiting: list[Waiting] = []
+        self.slots = SlotArrays(options.num_slots, options.max_length, pages_of_sequence, scratch_page)
+        self.requests: dict[int, Request] = {}
+        self.page_tables: dict[int, PageTable] = {}
+        self.num_preempted = 0
         self._cache = cache
-        self._slots = list(range(num_slots - 1, -1, -1))
-        self._attempts = 0
+        self._prefixes = RunningPrefixes(options.num_slots)
+        self._free = list(range(options.num_slots - 1, -1, -1))
+        self._attempts = self._arrivals = 0
+        self._slot_of: dict[str, int] = {}
 
-    def admit(self) -> None:
+    def add(self, request: Request) -> None:
+        """Add a new request to the queue."""
+        self._arrivals += 1
+        priority = max(-_MOST_PRIORITY, min(_MOST_PRIORITY, request.priority))
+        self._queue(request, priority * _ARRIVALS + self._arrivals, np.array(request.prompt, np.int32))
+
+    def _queue(self, request: Request, rank: int, tokens: NDArray[np.int32]) -> None:
+        keys = page_keys(tokens[:-1], self._cache.page_size) if self._cache.shares_prefixes else []
+        waiting = Waiting(request, rank, tokens, keys, prefix_hashes(keys))
+        bisect.insort(self.waiting, waiting, key=lambda each: each.rank)
+
+    def admit(self) -> list[Started]:
         """Admit waiting requests while a slot and pages are available."""
-        while self.waiting and self._slots:
-            request, tokens = self.waiting[0]
-            table = self._start_table(tokens)
+        started: list[Started] = []
+        while self.waiting and self._free:
+            waiting = self.waiting[0]
+            table = self._start_table(waiting)
             if table is None:
-                return
-            if not self._has_room(tokens, table):
+                break
+            if not self._has_room(waiting.tokens.size, table):
                 self._cache.release(table)
-                return
-            self.waiting.popleft()
-            self._attempts += 1
-            slot = self._slots.pop()
-            self.running[request.name] = Sequence(request, self._attempts, slot, table, tokens, table.num_tokens)
+                break
+            del self.waiting[0]
+            started.append(self._start(waiting, table))
+        return started
 
-    def _start_table(self, tokens: list[int]) -> PageTable | None:
+    def _start(self, waiting: Waiting, table: PageTable) -> Started:
+        self._attempts += 1
+        request, slots, slot = waiting.request, self.slots, self._free.pop()
+        slots.occupy(slot, request.name, self._attempts, waiting.rank, waiting.tokens)
+        slots.num_prompt[slot] = len(request.prompt)
+        slots.num_end[slot] = len(request.prompt) + request.max_tokens
+        slots.set_stop_tokens(slot, request.stop_tokens)
+        slots.set_pages(slot, table.pages)
+        # The last page of a fork is shared, so the next write is checked for a copy.
+        slots.num_dispatched[slot] = slots.capacity[slot] = table.num_tokens
+        self._prefixes.add(slot, waiting.hashes)
+        self.requests[slot], self.page_tables[slot], self._slot_of[request.name] = request, table, slot
+        return Started(slot, request.name, table.num_tokens)
+
+    def _start_table(self, waiting: Waiting) -> PageTable | None:
         """Make a table that shares the longest computed prefix, from the prefix cache or by a fork of a running sequence.
 
         Returns:
             None to wait for a longer prefix: a running sequence has it and has not dispatched all of it yet.
         """
-        table = self._cache.start(tokens)
         if not self._cache.shares_prefixes:
-            return table
-        best, source = (table.num_tokens, True), None
-        for sequence in self.running.values():
-            num = self._cache.num_shareable(tokens, sequence.tokens, table.num_tokens)
-            if (num, num <= sequence.num_dispatched) > best:
-                best, source = (num, num <= sequence.num_dispatched), sequence
-            if best == (len(tokens) - 1, True):
-                break
-        if source is None:
-            return table
-        self._cache.release(table)
-        num, is_dispatched = best
-        return self._cache.fork(source.table, num) if is_dispatched else None
+            return PageTable([])
+        num, sources = self._shareable(waiting)
+        if num <= self._cache.num_cached(waiting.keys) * self._cache.page_size:
+            return self._cache.start_with(waiting.keys)
+        slots = self.slots
+        ready = sources[slots.num_dispatched[sources] >= num]
+        if not ready.size:
+            return None
+        source = slots.oldest_first(ready)[0]
+        table = self._current_table(source)
+        slots.capacity[source] = slots.num_dispatched[source]  # its next write is checked for a copy, too
+        return self._cache.fork(table, num)
 
-    def _has_room(self, tokens: list[int], table: PageTable) -> bool:
+    def _shareable(self, waiting: Waiting) -> tuple[int, NDArray[np.intp]]:
+        """The longest prefix that running sequences have, and their slots: all tokens but the last, or whole pages."""
+        slots, tokens, size = self.slots, waiting.tokens, self._cache.page_size
+        num_pages, found = self._prefixes.longest(waiting.hashes)
+        sources = np.array(found, np.intp) if num_pages else np.flatnonzero(slots.attempts)
+        num, most = num_pages * size, tokens.size - 1
+        if num_pages:  # two prefixes may have one hash
+            sources = sources[(slots.tokens[sources, :num] == tokens[:num]).all(1)]
+        if num_pages == len(waiting.hashes) and sources.size:
+            has_rest = (slots.tokens[sources, num:most] == tokens[num:most]).all(1) & (slots.num_known[sources] >= most)
+            if has_rest.any():
+                return most, sources[has_rest]
+        return (num, sources) if sources.size else (0, sources)
+
+    def _has_room(self, num_tokens: int, table: PageTable) -> bool:
         """Whether pages are available for a new sequence, besides those that running sequences reserve."""
-        reserved = sum(  # the pages of all tokens of each, and one more
-            self._cache.num_needed(each.table, len(each.tokens) + each.num_pending + 1) + 1
-            for each in self.running.values()
-        )
-        return self._cache.num_needed(table, len(tokens) + 1) + reserved <= self._cache.pool.num_available
+        slots, size = self.slots, self._cache.page_size
+        # The pages of all tokens of each, a copy if its last page may be shared, and one more.
+        own = np.maximum(0, -(-(slots.num_known + slots.num_pending + 1) // size) - slots.num_pages)
+        reserved = (own + (slots.capacity < slots.num_pages * size) + 1)[slots.attempts > 0].sum()
+        return self._cache.num_needed(table, num_tokens + 1) + int(reserved) <= self._cache.pool.num_available
 
-    def remove(self, sequence: Sequence) -> None:
-        """Release the slot and pages of a sequence."""
-        self._cache.release(sequence.table)
-        self._slots.append(sequence.slot)
-        del self.running[sequence.request.name]
+    def remove(self, slot: int) -> Request:
+        """Release the slot and the pages of a sequence."""
+        request = self.requests.pop(slot)
+        self._cache.release(self.page_tables.pop(slot))
+        self._prefixes.remove(slot)
+        self.slots.clear(slot)
+        self._free.append(slot)
+        del self._slot_of[request.name]
+        return request
 
     def drop(self, name: str) -> None:
         """Remove a request, whether it runs or waits."""
-        if name in self.running:
-            self.remove(self.running[name])
+        if name in self._slot_of:
+            self.remove(self._slot_of[name])
         else:
-            self.waiting = deque(each for each in self.waiting if each[0].name != name)
+            self.waiting = [each for each in self.waiting if each.request.name != name]
 
-    def _preempt_youngest(self) -> Sequence:
-        """Preempt the youngest sequence. It is recomputed before any waiting request starts."""
-        sequence = next(reversed(self.running.values()))
-        self.remove(sequence)
-        self.waiting.appendleft((sequence.request, sequence.tokens))
-        return sequence
+    def _preempt_last(self) -> int:
+        """Preempt the last sequence in the order of admission, and return its slot."""
+        slots = self.slots
+        running = np.flatnonzero(slots.attempts)
+        slot = int(running[np.argmax(slots.ranks[running])])
+        rank, tokens = int(slots.ranks[slot]), slots.history(slot).copy()
+        self.num_preempted += 1
+        self._queue(self.remove(slot), rank, tokens)
+        return slot
 
-    def grow(self, sequence: Sequence, num_tokens: int, copies: list[Copy]) -> bool:
-        """Allocate pages, by preemption if necessary; False if the sequence itself was preempted."""
-        while (new := self._cache.grow(sequence.table, num_tokens)) is None:
-            if self._preempt_youngest() is sequence:
+    def grow(self, slot: int, num_tokens: int, copies: list[Copy], *, may_preempt: bool = True) -> bool:
+        """Allocate pages for `num_tokens` tokens of a sequence, by preemption if necessary and allowed.
+
+        Returns:
+            False if there are no pages, or if the sequence itself was preempted.
+        """
+        if num_tokens <= self.slots.capacity[slot]:
+            return True
+        table = self._current_table(slot)
+        while (new := self._cache.grow(table, num_tokens)) is None:
+            if not may_preempt or self._preempt_last() == slot:
                 return False
         copies += new
+        first = max(0, int(self.slots.num_pages[slot]) - 1)  # the only page that may be copied
+        self.slots.set_pages(slot, table.pages, first)
+        self.slots.capacity[slot] = len(table.pages) * self._cache.page_size
         return True
+
+    def truncate(self, slot: int) -> None:
+        """Release the pages past the dispatched tokens, such as those of rejected draft tokens."""
+        table, num_tokens = self._current_table(slot), int(self.slots.num_dispatched[slot])
+        self._cache.truncate(table, num_tokens)
+        self.slots.set_pages(slot, table.pages, len(table.pages))
+        self.slots.capacity[slot] = len(table.pages) * self._cache.page_size
+
+    def _current_table(self, slot: int) -> PageTable:
+        """The page table of a slot, with the number of tokens dispatched so far."""
+        table = self.page_tables[slot]
+        table.num_tokens = int(self.slots.num_dispatched[slot])
+        return table
+
+    def insert_prefix(self, slot: int, num_tokens: int) -> None:
+        """Insert the full pages of a slot's computed tokens into the prefix cache.
+
+        A page that a fork holds, too, cannot be inserted yet; it is tried again when another page is full.
+        """
+        table, size = self.page_tables[slot], self._cache.page_size
+        self.slots.num_inserted[slot] = (num_tokens // size + 1) * size
+        if not self._cache.shares_prefixes:
+            return
+        before = table.num_cached_pages
+        self._cache.insert_prefix(table, self.slots.tokens[slot, :num_tokens])
+        self.slots.tables[slot, before : table.num_cached_pages] = table.pages[before : table.num_cached_pages]
+        known = self._prefixes.num_pages(slot)
+        new = page_keys(self.slots.history(slot)[known * size :], size)
+        self._prefixes.add(slot, prefix_hashes(new, self._prefixes.last_hash(slot)))

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.inference.kv_cache.page_tables import Copy
 
 
@@ -20,12 +23,15 @@ class Request:
         prompt: the tokens of the prompt, at least one.
         max_tokens: the largest number of tokens to generate.
         stop_tokens: tokens that end the request when they are generated.
+        priority: requests with a lower number are admitted first and preempted last; those with equal ones in the order of
+            arrival.
     """
 
     name: str
     prompt: tuple[int, ...]
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    priority: int = 0
 
 
 class Shape(NamedTuple):
@@ -41,6 +47,18 @@ class Shape(NamedTuple):
     steps: int = 1
     rows: int = 0
     length: int = 0
+
+
+class Started(NamedTuple):
+    """A request that has been admitted to a slot.
+
+    Args:
+        num_shared: the number of its tokens whose pages it shares, so that they are not computed.
+    """
+
+    slot: int
+    name: str
+    num_shared: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,47 +85,102 @@ class Run:
     samples: bool = True
 
 
+class Decodes(NamedTuple):
+    """The slots that decode in an iteration, as arrays with one entry for each of them.
+
+    Args:
+        slots: int32 `[n]`. attempts: int32 `[n]`, as in `Run`.
+        starts: int32 `[n]`, the position of the first token.
+        num_tokens: int32 `[n]`, the number of tokens computed: decode steps, or the last token and draft tokens.
+        tokens: int32 `[n, width]`, the known tokens, padded with 0; -1 for a last token that is on the device alone.
+        names: the names of the requests.
+    """
+
+    slots: NDArray[np.int32]
+    attempts: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    num_tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    names: list[str]
+
+
 @dataclass(frozen=True, slots=True)
 class Iteration:
     """One call of one program.
 
     Args:
-        copies: page copies to do first; at most one per run, so never more than slots.
-        decodes: one run for each slot that decodes.
-        chunks: the prefill chunks, at most `shape.rows`.
+        copies: page copies to do first; at most one per sequence, so never more than slots.
+        started: the requests that were admitted since the last iteration.
+        decodes: the slots that decode.
+        chunks: the prefill chunks, at most `shape.rows`. Those of one sequence are consecutive, and the last one samples if
+            it ends the prompt.
+        tables: int32 `[slots, pages of a sequence]`, the pages of all slots, padded with the scratch page. The scheduler
+            changes this array in its next call.
     """
 
     shape: Shape
     copies: tuple[Copy, ...]
-    decodes: tuple[Run, ...]
+    started: tuple[Started, ...]
+    decodes: Decodes
     chunks: tuple[Run, ...]
+    tables: NDArray[np.int32]
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        return self.decodes + self.chunks
+        """The decodes and the chunks as objects, for inspection; read it before the scheduler's next call."""
+        runs: list[Run] = []
+        for name, slot, attempt, start, num, tokens in zip(
+            self.decodes.names, *(each.tolist() for each in self.decodes[:5]), strict=True
+        ):
+            known = () if tokens[0] < 0 else tuple(tokens[: num if self.shape.width > 1 else 1])
+            runs.append(Run(name, attempt, slot, start, num, known, tuple(self.tables[slot].tolist())))
+        return (*runs, *self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of a run.
+class Results(NamedTuple):
+    """The results of an iteration, with one row for each slot and then one for each chunk.
 
     Args:
-        tokens: the generated tokens: `shape.steps` of them; after verification, the accepted draft tokens and one more;
-            none if the run does not sample.
-        ended: a reason to end the request that the scheduler cannot know, such as non-finite logits.
+        tokens: int32 `[rows, steps]`, or `[rows, width]` after verification: the generated tokens.
+        num: int32 `[rows]`, after verification the number of accepted draft tokens and one more. Not read otherwise.
+        is_sound: bool `[rows]`; False ends the request, because its logits were NaN or infinite.
     """
 
-    tokens: tuple[int, ...] = ()
-    ended: str | None = None
+    tokens: NDArray[np.int32]
+    num: NDArray[np.int32]
+    is_sound: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The new tokens of a request, and the reason if it has ended: "stop", "length", or that of `Result.ended`."""
+    """The new tokens of a request, and the reason if it has ended: "stop", "length", or "unsound"."""
 
     name: str
     tokens: tuple[int, ...] = ()
     ended: str | None = None
+
+
+class Update(NamedTuple):
+    """What the results of an iteration have changed, with one entry for each request that has new tokens or has ended.
+
+    Args:
+        slots: int32 `[n]`. rows: int32 `[n]`, the row of each in the results.
+        tokens: int32 `[n, steps or width]`, of which the first `num_new` are new. num_new: int32 `[n]`.
+        names: the names of the requests.
+        ended: the reason of the end, by slot. Another request may be admitted to the slot from now on.
+    """
+
+    slots: NDArray[np.int32]
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    num_new: NDArray[np.int32]
+    names: list[str]
+    ended: dict[int, str]
+
+    def progress(self) -> list[Progress]:
+        """The same as objects, one for each request."""
+        each = zip(self.names, self.slots.tolist(), self.num_new.tolist(), self.tokens.tolist(), strict=True)
+        return [Progress(name, tuple(tokens[:num]), self.ended.get(slot)) for name, slot, num, tokens in each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +191,7 @@ class Options:
         num_slots: the number of sequences that run at once.
         max_length: the tokens of the longest sequence, prompt and output.
         chunks: (rows, length) of each shape of prefill chunks.
-        steps: decode steps in one call while no request waits.
+        steps: decode steps in one call while no prompt is being computed.
         num_proposals: draft tokens verified at once in speculative decoding; 0 turns it off.
     """
 

@@ -1,12 +1,11 @@
 """Schedule requests into iterations: continuous batching, chunked prefill, preemption, speculative decoding.
 
 In: requests, a `PagedCache`, and the results of each iteration. Out: `Iteration`s. The scheduler knows no model, device or
-clock, so a day of traffic is simulated in seconds.
+clock, so a day of traffic is simulated in seconds. It keeps all slots in arrays (`slot_arrays`), and changes them at once.
 
-- Continuous batching: when a sequence ends, its slot goes to the next request in the following iteration. Requests wait in
-  the order of arrival.
+- Continuous batching: when a sequence ends, its slot goes to the next request in the following iteration.
 - Chunked prefill: prompts are computed in chunks, in the same iterations as the decode steps of other slots, so decoding
-  never waits for a long prompt.
+  never waits for a long prompt. See `prefill_chunks.py` for the share of each prompt.
 - Prefix sharing, admission, preemption: see `admission.py`.
 - Dispatch ahead: `next` may be called again before `update`. Then the last token of a slot may be on the device only.
   Results of a sequence that ended or was preempted meanwhile are ignored. Its pages may be reused at once, because the
@@ -15,13 +14,29 @@ clock, so a day of traffic is simulated in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import InferenceError
 from autopar.inference.kv_cache.page_tables import Copy, PagedCache
-from autopar.inference.schedule.admission import Admission, Sequence
-from autopar.inference.schedule.requests import Iteration, Options, Progress, Request, Result, Run, Shape
+from autopar.inference.schedule.admission import Admission
+from autopar.inference.schedule.prefill_chunks import divide_rows
+from autopar.inference.schedule.requests import (
+    Decodes,
+    Iteration,
+    Options,
+    Request,
+    Results,
+    Run,
+    Shape,
+    Started,
+    Update,
+)
 from autopar.inference.schedule.speculation_policy import DraftRequest, Proposer, SpeculationPolicy
+from autopar.inference.schedule.take_results import take_results
+
+#: While requests wait, the largest share of slots' steps that may be idle in a call of several steps, because a request ends.
+_MOST_IDLE = 1 / 32
 
 
 class Scheduler:
@@ -31,6 +46,10 @@ class Scheduler:
         cache: the page tables of the model.
         proposer: the source of draft tokens; used if `options.num_proposals` is not 0.
         policy: decides when to speculate; by default always.
+        scratch_page: the page that pads the page tables; by default the number of pages.
+
+    Attributes:
+        num_prompt_tokens: the number of prompt tokens dispatched so far.
     """
 
     def __init__(
@@ -39,13 +58,18 @@ class Scheduler:
         options: Options | None = None,
         proposer: Proposer | None = None,
         policy: SpeculationPolicy | None = None,
+        scratch_page: int | None = None,
     ) -> None:
         self.cache = cache
         self.options = options or Options()
         self._proposer = proposer if self.options.num_proposals else None
         self._policy = policy
-        self._admission = Admission(cache, self.options.num_slots)
+        self._admission = Admission(cache, self.options, cache.pool.num_pages if scratch_page is None else scratch_page)
+        self._slots = self._admission.slots
         self._names: set[str] = set()
+        self._started: list[Started] = []
+        self._shortest_first = False
+        self.num_prompt_tokens = 0
 
     @property
     def num_waiting(self) -> int:
@@ -53,12 +77,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._admission.running)
+        return len(self._admission.requests)
+
+    @property
+    def num_preempted(self) -> int:
+        """The number of preemptions so far."""
+        return self._admission.num_preempted
 
     @property
     def num_cached_tokens(self) -> int:
         """The number of tokens in the pages of running sequences."""
-        return sum(sequence.num_dispatched for sequence in self._admission.running.values())
+        return int(self._slots.num_dispatched.sum())
 
     def submit(self, request: Request) -> None:
         """Queue a request.
@@ -86,7 +115,7 @@ class Scheduler:
                 "the prompt, reduce max_tokens, or leave the cache more memory"
             )
         self._names.add(request.name)
-        self._admission.waiting.append((request, list(request.prompt)))
+        self._admission.add(request)
 
     def abort(self, name: str) -> bool:
         """Abort a request; False if no request has the name."""
@@ -98,157 +127,144 @@ class Scheduler:
 
     def next(self) -> Iteration | None:
         """Decide the next iteration; None if nothing can run before an update, a new request, or a released page."""
-        self._admission.admit()
-        if self._is_speculating and any(each.num_pending for each in self._decoding()):
+        self._started += self._admission.admit()
+        slots = self._slots
+        if self._is_speculating and slots.num_pending[self._decoding()].any():
             return None
         copies: list[Copy] = []
         drafts = self._draft_tokens()
         shape = Shape(width=1 + self.options.num_proposals) if any(drafts.values()) else self._decode_shape()
-        decodes = self._decode_runs(shape, drafts, copies)
-        rows, length = (0, 0) if shape != Shape() else self._chunk_shape()
-        running = self._admission.running.values()
-        is_idle = not decodes and not any(each.num_pending or each.is_verifying for each in running)
-        chunks = self._chunk_runs(rows, length, copies, may_preempt=is_idle)
-        if chunks:
-            shape = Shape(rows=rows, length=length)
-        if not decodes and not chunks:
+        decodes = self._decodes(shape, drafts, copies)
+        is_idle = not decodes.slots.size and not slots.num_pending.any() and not slots.is_verifying.any()
+        chunks = self._chunks(copies, may_preempt=is_idle) if shape == Shape() else None
+        if chunks is not None:
+            shape, runs = chunks
+        elif decodes.slots.size:
+            runs = ()
+        else:
             return None
-        assert len(copies) <= len(decodes) + len(chunks), "a run copies at most one page"
-        return Iteration(shape, tuple(copies), tuple(decodes), tuple(chunks))
+        started, self._started = tuple(self._started), []
+        return Iteration(shape, tuple(copies), started, decodes, runs, slots.tables)
 
-    def update(self, iteration: Iteration, results: Mapping[str, Result]) -> list[Progress]:
-        """Apply the results of an iteration. Iterations are updated in the order in which `next` returned them.
+    def update(self, iteration: Iteration, results: Results) -> Update:
+        """Apply the results of an iteration. Iterations are updated in the order in which `next` returned them."""
+        update = take_results(self._admission, iteration, results)
+        self._names.difference_update(name for name, slot in zip(update.names, update.slots.tolist(), strict=True)
+                                      if slot in update.ended)  # fmt: skip
+        if self._policy is not None and iteration.decodes.slots.size:
+            if iteration.shape.width == 1:
+                self._policy.record_plain(iteration.shape.steps)
+            else:
+                counts = results.num[iteration.decodes.slots]
+                self._policy.record_verified(int(counts.sum()), counts.size)
+        return update
 
-        Args:
-            results: the result of each run by name; those of requests that have ended meanwhile may be missing.
-        """
-        progress: list[Progress] = []
-        for run in iteration.runs:
-            sequence = self._admission.running.get(run.name)
-            if sequence is not None and sequence.attempt == run.attempt:
-                new = self._update_sequence(sequence, run, results[run.name], iteration.shape)
-                if new is not None:
-                    progress.append(new)
-        self._update_policy(iteration, results)
-        return progress
-
-    def _update_policy(self, iteration: Iteration, results: Mapping[str, Result]) -> None:
-        if self._policy is None or not iteration.decodes:
-            return
-        if iteration.shape.width == 1:
-            self._policy.record_plain(iteration.shape.steps)
-        elif counts := [len(results[run.name].tokens) for run in iteration.decodes if run.name in results]:
-            self._policy.record_verified(sum(counts), len(counts))
-
-    def _decoding(self) -> list[Sequence]:
-        """All sequences with tokens to generate, if no prompt remains to be computed; else none."""
-        sequences = [sequence for sequence in self._admission.running.values() if sequence.num_to_generate > 0]
-        return sequences if all(sequence.can_decode for sequence in sequences) else []
+    def _decoding(self) -> NDArray[np.intp]:
+        """All slots with tokens to generate, if no prompt remains to be computed; else none."""
+        can_decode = self._slots.can_decode()
+        if (can_decode == (self._slots.num_to_generate > 0)).all():
+            return np.flatnonzero(can_decode)
+        return np.zeros(0, np.intp)
 
     @property
     def _is_speculating(self) -> bool:
         return self._proposer is not None and (self._policy is None or self._policy.is_enabled)
 
-    def _draft_tokens(self) -> dict[str, tuple[int, ...]]:
-        """Draft tokens of each sequence by name; none while prompts remain to be computed."""
+    def _draft_tokens(self) -> dict[int, tuple[int, ...]]:
+        """Draft tokens of each slot; none while prompts remain to be computed."""
         if self._proposer is None or not self._is_speculating:
             return {}
-        limits = {each: min(self.options.num_proposals, each.num_to_generate - 1) for each in self._decoding()}
-        chosen = [each for each, limit in limits.items() if limit > 0]
-        drafts = self._proposer.propose([DraftRequest(each.slot, each.tokens, limits[each]) for each in chosen])
-        return {each.request.name: tuple(draft[: limits[each]]) for each, draft in zip(chosen, drafts, strict=True)}
+        slots, decoding = self._slots, self._slots.oldest_first(self._decoding())
+        limits = {slot: min(self.options.num_proposals, int(slots.num_to_generate[slot]) - 1) for slot in decoding}
+        requests = [DraftRequest(slot, slots.history(slot), limit) for slot, limit in limits.items() if limit > 0]
+        drafts = self._proposer.propose(requests)
+        return {each.slot: tuple(draft)[: each.max_tokens] for each, draft in zip(requests, drafts, strict=True)}
 
     def _decode_shape(self) -> Shape:
-        """Several steps in one call if no request waits, and every sequence has tokens to generate and pages for them."""
-        steps, decoding = self.options.steps, self._decoding()
-        if self._admission.waiting or not decoding or any(sequence.num_to_generate < steps for sequence in decoding):
+        """Several steps in one call if every sequence decodes, has pages for them, and few slots would be idle.
+
+        A slot whose request ends within the call is idle until the end of the call. While no request waits, that costs
+        nothing.
+        """
+        slots, steps, decoding = self._slots, self.options.steps, self._decoding()
+        to_generate = slots.num_to_generate[decoding]
+        if not decoding.size or to_generate.max() < steps:
             return Shape()
-        needed = sum(self.cache.num_needed(each.table, each.num_dispatched + steps) for each in decoding)
+        num_steps = np.minimum(to_generate, steps)
+        if self._admission.waiting and (steps - num_steps).sum() > _MOST_IDLE * steps * self.options.num_slots:
+            return Shape()
+        num_pages = -(-(slots.num_dispatched[decoding] + num_steps) // self.cache.page_size)
+        may_copy = slots.capacity[decoding] < slots.num_pages[decoding] * self.cache.page_size
+        needed = (np.maximum(0, num_pages - slots.num_pages[decoding]) + may_copy).sum()
         return Shape(steps=steps) if needed <= self.cache.pool.num_available else Shape()
 
-    def _decode_runs(self, shape: Shape, drafts: Mapping[str, tuple[int, ...]], copies: list[Copy]) -> list[Run]:
-        """One run for each sequence that decodes, oldest first."""
-        runs: list[Run] = []
-        running = self._admission.running
-        for sequence in list(running.values()):
-            name = sequence.request.name
-            if name not in running or not sequence.can_decode:
-                continue
-            draft = drafts.get(name, ())
-            num_tokens = shape.steps + len(draft)
-            if not self._admission.grow(sequence, sequence.num_dispatched + num_tokens, copies):
-                continue
-            known = () if sequence.num_pending else (sequence.tokens[-1], *draft)
-            runs.append(self._dispatch(sequence, num_tokens, known))
-            sequence.is_verifying = shape.width > 1
-            sequence.num_pending += 0 if sequence.is_verifying else shape.steps
-        return runs
+    def _decodes(self, shape: Shape, drafts: dict[int, tuple[int, ...]], copies: list[Copy]) -> Decodes:
+        """The slots that decode. If pages run out, the last sequences in the order of admission are preempted."""
+        slots = self._slots
+        num_tokens = np.minimum(shape.steps, slots.num_to_generate)
+        for slot, draft in drafts.items():
+            num_tokens[slot] = 1 + len(draft)
+        can_decode = slots.can_decode()
+        short = np.flatnonzero(can_decode & (slots.num_dispatched + num_tokens > slots.capacity))
+        for slot in slots.oldest_first(short):
+            if slots.attempts[slot]:
+                self._admission.grow(slot, int(slots.num_dispatched[slot] + num_tokens[slot]), copies)
+        chosen = np.flatnonzero(can_decode & (slots.attempts > 0)).astype(np.int32)
+        counts, starts = num_tokens[chosen], slots.num_dispatched[chosen]
+        tokens = np.zeros((chosen.size, shape.width), np.int32)
+        tokens[:, 0] = np.where(slots.num_pending[chosen] > 0, -1, slots.tokens[chosen, slots.num_known[chosen] - 1])
+        for row, slot in enumerate(chosen.tolist() if drafts else ()):
+            if draft := drafts.get(slot):
+                tokens[row, 1 : 1 + len(draft)] = draft
+        self.num_prompt_tokens += int(np.clip(slots.num_prompt[chosen] - starts, 0, counts).sum())
+        slots.num_dispatched[chosen] += counts
+        if shape.width > 1:
+            slots.is_verifying[chosen] = True
+        else:
+            slots.num_pending[chosen] += counts
+        names = slots.names
+        return Decodes(
+            chosen, slots.attempts[chosen], starts, counts, tokens, [names[slot] for slot in chosen.tolist()]
+        )
 
-    def _prefilling(self) -> list[Sequence]:
-        return [sequence for sequence in self._admission.running.values() if sequence.num_to_compute > 1]
-
-    def _chunk_shape(self) -> tuple[int, int]:
-        """The chunk shape that computes the most tokens now; among equals, the one with the least padding."""
-        num_tokens = [sequence.num_to_compute for sequence in self._prefilling()]
-
-        def worth(chunk: tuple[int, int]) -> tuple[int, int]:
-            rows, length = chunk
-            return sum(min(num, length) for num in num_tokens[:rows]), -rows * length
-
-        return max(self.options.chunks, key=worth)
-
-    def _chunk_runs(self, rows: int, length: int, copies: list[Copy], *, may_preempt: bool) -> list[Run]:
-        """The next chunk of each of the oldest prompts.
+    def _chunks(self, copies: list[Copy], *, may_preempt: bool) -> tuple[Shape, tuple[Run, ...]] | None:
+        """The next prefill chunks, and the shape of the iteration with them; None if there are none.
 
         Args:
             may_preempt: whether nothing decodes and no result is pending, so that only preemption can release pages.
         """
+        slots = self._slots
+        prompts = slots.oldest_first(np.flatnonzero(slots.num_to_compute > 1))
+        if not prompts:
+            return None
+        remaining = slots.num_to_compute[prompts].tolist()
+        divided = divide_rows(remaining, self.options.chunks, shortest_first=self._shortest_first)
+        self._shortest_first = not self._shortest_first and len(prompts) > 1
         runs: list[Run] = []
-        for sequence in self._prefilling()[:rows]:
-            if sequence.request.name not in self._admission.running:
+        for number, num_tokens in divided.num_tokens:
+            slot = prompts[number]
+            if not slots.attempts[slot]:  # preempted for another prompt
                 continue
-            num_tokens = min(length, sequence.num_to_compute)
-            if may_preempt and not runs:
-                if not self._admission.grow(sequence, sequence.num_dispatched + num_tokens, copies):
+            end = int(slots.num_dispatched[slot]) + num_tokens
+            if not self._admission.grow(slot, end, copies, may_preempt=may_preempt and not runs):
+                if may_preempt and not runs:
                     continue
-            else:
-                new = self.cache.grow(sequence.table, sequence.num_dispatched + num_tokens)
-                if new is None:
-                    break
-                copies += new
-            tokens = tuple(sequence.tokens[sequence.num_dispatched : sequence.num_dispatched + num_tokens])
-            samples = num_tokens == sequence.num_to_compute
-            runs.append(self._dispatch(sequence, num_tokens, tokens, samples=samples))
-            sequence.num_pending += samples
-        return runs
-
-    def _dispatch(self, sequence: Sequence, num_tokens: int, tokens: tuple[int, ...], *, samples: bool = True) -> Run:
-        start = sequence.num_dispatched
-        sequence.num_dispatched += num_tokens
-        pages = tuple(sequence.table.pages)
-        return Run(sequence.request.name, sequence.attempt, sequence.slot, start, num_tokens, tokens, pages, samples)
-
-    def _update_sequence(self, sequence: Sequence, run: Run, result: Result, shape: Shape) -> Progress | None:
-        """Append new tokens to a sequence. Tokens after its end are dropped."""
-        num_done = run.start + run.num_tokens
-        if shape.width > 1:  # the cache entries of rejected draft tokens are invalid
-            sequence.is_verifying = False
-            num_done = sequence.num_dispatched = run.start + len(result.tokens)
-        elif run.samples:
-            sequence.num_pending -= shape.steps
-        new: list[int] = []
-        ended = result.ended
-        for token in result.tokens if run.samples else ():
-            sequence.tokens.append(token)
-            new.append(token)
-            ended = ended or sequence.ended_by(token)
-            if ended:
                 break
-        if result.ended is None:  # otherwise the pages may hold the non-finite values that ended the request
-            self.cache.insert_prefix(sequence.table, sequence.tokens[:num_done])
-        if ended:
-            self._admission.remove(sequence)
-            self._names.remove(sequence.request.name)
-        elif shape.width > 1:
-            self.cache.truncate(sequence.table, sequence.num_dispatched)
-        return Progress(sequence.request.name, tuple(new), ended) if new or ended else None
+            runs += self._runs(slot, num_tokens, divided.length)
+        return (Shape(rows=divided.rows, length=divided.length), tuple(runs)) if runs else None
+
+    def _runs(self, slot: int, num_tokens: int, length: int) -> list[Run]:
+        """Dispatch the next tokens of a prompt, in chunks."""
+        slots, runs = self._slots, []
+        samples = num_tokens == slots.num_to_compute[slot]
+        start, end = int(slots.num_dispatched[slot]), int(slots.num_dispatched[slot]) + num_tokens
+        pages = tuple(self._admission.page_tables[slot].pages)
+        for at in range(start, end, length):
+            tokens = tuple(slots.tokens[slot, at : min(at + length, end)].tolist())
+            is_last = at + length >= end
+            name, attempt = slots.names[slot], int(slots.attempts[slot])
+            runs.append(Run(name, attempt, slot, at, len(tokens), tokens, pages, bool(samples and is_last)))
+        self.num_prompt_tokens += max(0, min(end, int(slots.num_prompt[slot])) - start)
+        slots.num_dispatched[slot] = end
+        slots.num_pending[slot] += samples
+        return runs

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 
 class DraftRequest(NamedTuple):
     """A sequence to propose draft tokens for.
 
     Args:
         slot: the sequence's slot. Another sequence may have had it before, which only the tokens show.
-        tokens: the prompt and the generated tokens. The proposer must not change or keep the list.
+        tokens: int32 `[n]`, the prompt and the generated tokens. The proposer must not change or keep the array.
         max_tokens: the largest number of draft tokens, at least 1.
     """
 
     slot: int
-    tokens: list[int]
+    tokens: ArrayLike
     max_tokens: int
 
 
@@ -50,14 +53,18 @@ class NGram:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """See `Proposer`."""
-        return [self._look_up(each.tokens[-self.within :], each.max_tokens) for each in requests]
+        return [self._look_up(np.asarray(each.tokens)[-self.within :], each.max_tokens) for each in requests]
 
-    def _look_up(self, tokens: list[int], max_tokens: int) -> list[int]:
-        for length in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            suffix = tokens[-length:]
-            for start in range(len(tokens) - length - 1, -1, -1):
-                if tokens[start] == suffix[0] and tokens[start : start + length] == suffix:
-                    return tokens[start + length : start + length + max_tokens]
+    def _look_up(self, tokens: np.ndarray, max_tokens: int) -> list[int]:
+        for length in range(min(self.longest, tokens.size - 1), self.shortest - 1, -1):
+            num = tokens.size - length  # the occurrences before the last one
+            is_found = np.ones(num, bool)
+            for offset, token in enumerate(tokens[-length:]):
+                is_found &= tokens[offset : offset + num] == token
+            found = np.flatnonzero(is_found)
+            if found.size:
+                start = int(found[-1]) + length
+                return tokens[start : start + max_tokens].tolist()
         return []
 
 

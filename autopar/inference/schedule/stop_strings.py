@@ -18,6 +18,7 @@ class TextUntilStop:
         stop_strings: strings that end the text.
 
     Attributes:
+        stop_strings: as given.
         stopped_at: the stop string that ended the text; None before.
 
     Raises:
@@ -25,8 +26,8 @@ class TextUntilStop:
     """
 
     def __init__(self, stop_strings: Iterable[str] = ()) -> None:
-        self._stops = tuple(stop_strings)
-        if "" in self._stops:
+        self.stop_strings = tuple(stop_strings)
+        if "" in self.stop_strings:
             raise InferenceError("a stop string is empty: leave it out, or give a text to stop at")
         self._withheld = ""
         self.stopped_at: str | None = None
@@ -40,7 +41,7 @@ class TextUntilStop:
         if self.is_stopped:
             return ""
         self._withheld += text
-        found = [(at, stop) for stop in self._stops if (at := self._withheld.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stop_strings if (at := self._withheld.find(stop)) >= 0]
         if found:
             at, self.stopped_at = min(found)
             shown, self._withheld = self._withheld[:at], ""
@@ -56,8 +57,8 @@ class TextUntilStop:
 
     def _num_to_withhold(self) -> int:
         """The length of the longest suffix that a stop string begins with."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        longest = max((len(stop) - 1 for stop in self.stop_strings), default=0)
         for num in range(min(longest, len(self._withheld)), 0, -1):
-            if any(stop.startswith(self._withheld[-num:]) for stop in self._stops):
+            if any(stop.startswith(self._withheld[-num:]) for stop in self.stop_strings):
                 return num
         return 0

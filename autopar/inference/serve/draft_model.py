@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,14 @@ class Prepared(Protocol):
 
     @property
     def shardings(self) -> Sequence[jax.sharding.Sharding]: ...
+
+
+class _Known(NamedTuple):
+    """A `DraftRequest` with its tokens as a list."""
+
+    slot: int
+    tokens: list[int]
+    max_tokens: int
 
 
 #: (function, argument shapes) -> program. The function donates its argument `cache`, and returns the new cache first.
@@ -113,7 +121,8 @@ class DraftModel:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """See `Proposer`. The draft tokens are the model's own greedy continuation, once a sequence is prefilled."""
-        short = [each for each in requests if len(each.tokens) <= self._length]
+        known = [_Known(each.slot, np.asarray(each.tokens).tolist(), each.max_tokens) for each in requests]
+        short = [each for each in known if len(each.tokens) <= self._length]
         for slot, tokens, _ in short:
             del self._cached[slot][_num_common(self._cached[slot], tokens) :]
         self._prefill_chunk([each for each in short if self._num_to_prefill(each) > 0])
@@ -142,11 +151,11 @@ class DraftModel:
             for leaf in jax.tree.leaves((self._params, self._cache))
         )
 
-    def _num_to_prefill(self, request: DraftRequest) -> int:
+    def _num_to_prefill(self, request: _Known) -> int:
         """The number of tokens to prefill before the last two."""
         return len(request.tokens) - 2 - len(self._cached[request.slot])
 
-    def _prefill_chunk(self, requests: Sequence[DraftRequest]) -> None:
+    def _prefill_chunk(self, requests: Sequence[_Known]) -> None:
         """Prefill one chunk of each of the first requests; the scheduler lists the oldest first."""
         if not requests:
             return
@@ -162,7 +171,7 @@ class DraftModel:
             cached += new
         self._cache = self._prefill(self._params, self._cache, slots, tokens, positions)
 
-    def _draft_tokens(self, ready: Sequence[DraftRequest]) -> dict[int, list[int]]:
+    def _draft_tokens(self, ready: Sequence[_Known]) -> dict[int, list[int]]:
         """The draft tokens of prefilled sequences, by slot."""
         tokens, positions = _padding(len(self._cached), 2)
         for slot, known, _ in ready:

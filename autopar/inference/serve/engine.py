@@ -10,12 +10,13 @@ import itertools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import jax
+import numpy as np
 
 from autopar.errors import InferenceError
 from autopar.inference.kernels.paged_attention import REFERENCE
@@ -25,7 +26,7 @@ from autopar.inference.model.async_load import Load, Progress
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
-from autopar.inference.schedule.requests import Iteration, Options, Request
+from autopar.inference.schedule.requests import Options, Request, Results
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.speculation_policy import Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
@@ -40,6 +41,7 @@ from autopar.inference.serve.setup import (
     served_of,
     stop_tokens_of,
 )
+from autopar.inference.serve.slot_outputs import SlotOutputs
 from autopar.inference.step.sampling import SamplingOptions
 from autopar.jax_interop.compat import shape_struct
 
@@ -56,7 +58,7 @@ class Stats:
         free_pages, evictable_pages, held_pages: pages of the cache by state; they add up to all pages.
         num_iterations: calls of a program. num_steps: model steps; a call can have several.
         num_prompt_tokens: prompt tokens computed. num_cached_tokens: prompt tokens found in the cache.
-        num_tokens: tokens generated.
+        num_tokens: tokens generated. num_preempted: preemptions of requests.
         num_compiled: compiled programs.
     """
 
@@ -70,6 +72,7 @@ class Stats:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_tokens: int
+    num_preempted: int
     num_compiled: int
 
 
@@ -79,20 +82,8 @@ class _Counts:
 
     num_iterations: int = 0
     num_steps: int = 0
-    num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_tokens: int = 0
-
-    def add(self, iteration: Iteration, generations: Mapping[str, Generation]) -> None:
-        """Count an iteration that is dispatched."""
-        self.num_iterations += 1
-        self.num_steps += iteration.shape.steps
-        for run in iteration.runs:
-            generation = generations[run.name]
-            if not generation.is_started:
-                generation.is_started, generation.num_cached = True, run.start
-                self.num_cached_tokens += run.start
-            self.num_prompt_tokens += max(0, min(run.start + run.num_tokens, generation.num_prompt_tokens) - run.start)
 
 
 class Serving(TypedDict, total=False):
@@ -155,10 +146,12 @@ class Engine:
         self.pool = pages_of.pool if pages_of is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
-        self._scheduler = Scheduler(cache, served.options, proposer, policy)
+        options = served.options
+        self._scheduler = Scheduler(cache, options, proposer, policy, runner.layout.num_pages)
+        self._outputs = SlotOutputs(options.num_slots, max(options.steps, 1 + options.num_proposals))
         self._generations: dict[str, Generation] = {}
         self._in_flight: deque[DispatchedIteration] = deque()
-        self._lock = pages_of._lock if pages_of is not None else threading.RLock()
+        self.lock = pages_of.lock if pages_of is not None else threading.RLock()
         self._engines = pages_of._engines if pages_of is not None else []  # all that share the pages
         self._engines.append(self)
         self._names = itertools.count()
@@ -227,6 +220,7 @@ class Engine:
         stop_tokens: Iterable[int] | None = None,
         num_best: int = 0,
         name: str | None = None,
+        priority: int = 0,
     ) -> Generation:
         """Queue a request.
 
@@ -235,7 +229,7 @@ class Engine:
             sampling: the sampling options; by default greedy decoding.
             stop: strings that end the text and are not shown. stop_tokens: tokens that end it; by default the model's.
             num_best: the number of most probable tokens to record for each token, at most `NUM_CANDIDATES`.
-            name: the request's name; by default a new one.
+            name: the request's name; by default a new one. priority: as in `Request`.
 
         Raises:
             InferenceError: the request can never be served.
@@ -250,14 +244,14 @@ class Engine:
         if tuple(stop) and self.tokenizer is None:
             raise InferenceError("stop strings need a tokenizer, but the model's folder has none: give stop_tokens")
         ends = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
-        with self._lock:
+        with self.lock:
             self._check()
             if name is None:
                 name = next(new for n in self._names if (new := f"request-{n}") not in self._generations)
-            request = Request(name, tokens, max_tokens, ends)
+            request = Request(name, tokens, max_tokens, ends, priority)
             self._scheduler.submit(request)
             decode = None if self.tokenizer is None else text_stream(self.tokenizer)
-            generation = Generation(request, sampling, num_best, decode, self.step, self.abort, stops)
+            generation = Generation(request, sampling, num_best, decode, self, stops)
             self._generations[name] = generation
             return generation
 
@@ -268,10 +262,14 @@ class Engine:
 
     def abort(self, name: str) -> None:
         """Abort a request. An unknown name has no effect."""
-        with self._lock:
+        with self.lock:
             if name in self._generations:
                 self._scheduler.abort(name)
                 self._end(self._generations[name], "aborted")
+
+    def collect(self, generation: Generation) -> None:
+        """Pass new tokens to a generation. It calls this when it is read."""
+        self._outputs.collect(generation)
 
     def tokens_of(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
         """Tokenize a text prompt, or check a prompt of tokens.
@@ -290,7 +288,7 @@ class Engine:
         Returns:
             Whether there was anything to do.
         """
-        with self._lock:
+        with self.lock:
             if self._did_step():
                 return True
             # These requests wait for pages that another model's requests hold, so run those.
@@ -320,9 +318,14 @@ class Engine:
     def _step(self) -> bool:
         iteration = self._scheduler.next()
         if iteration is not None:
-            sampling = {run.name: self._generations[run.name].sampling for run in iteration.runs}
-            self._in_flight.append(self.runner.dispatch(iteration, sampling))
-            self._counts.add(iteration, self._generations)
+            for slot, name, num_shared in iteration.started:
+                if (generation := self._generations.get(name)) is not None:  # it may be aborted since
+                    self._outputs.assign(slot, generation)
+                    self.runner.set_sampling(slot, generation.sampling)
+                    self._counts.num_cached_tokens += generation.start(num_shared)
+            self._in_flight.append(self.runner.dispatch(iteration))
+            self._counts.num_iterations += 1
+            self._counts.num_steps += iteration.shape.steps
         elif not self._in_flight:
             return False
         if len(self._in_flight) > (_AHEAD if iteration is not None else 0):
@@ -330,18 +333,17 @@ class Engine:
         return True
 
     def _process(self, dispatched: DispatchedIteration) -> None:
-        results, details = dispatched.results({name: each.num_best for name, each in self._generations.items()})
-        for progress in self._scheduler.update(dispatched.iteration, results):
-            generation = self._generations[progress.name]
-            before = len(generation.tokens)
-            generation.append(progress.tokens, details[progress.name], progress.ended)
-            self._counts.num_tokens += len(generation.tokens) - before
-            if generation.ended is not None:
-                self._scheduler.abort(progress.name)  # if a stop string has ended it
-                del self._generations[progress.name]
+        out = dispatched.fetch(needs_best=self._outputs.needs_best)
+        results = Results(*map(np.asarray, (out.tokens, out.num, out.is_sound)))
+        update = self._scheduler.update(dispatched.iteration, results)
+        self._counts.num_tokens += int(update.num_new.sum())
+        for generation in self._outputs.record(update, out):
+            self._scheduler.abort(generation.name)  # if a stop string has ended it
+            del self._generations[generation.name]
 
     def _end(self, generation: Generation, why: str) -> None:
-        generation.end(why)
+        self._outputs.release(generation)
+        generation.ended = generation.ended or why
         del self._generations[generation.name]
 
     def _check(self) -> None:
@@ -353,13 +355,15 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """The counters and the current state."""
-        with self._lock:
+        with self.lock:
             return Stats(
                 num_waiting=self._scheduler.num_waiting,
                 num_running=self._scheduler.num_running,
                 free_pages=self.pool.num_free,
                 evictable_pages=self.pool.num_evictable,
                 held_pages=self.pool.num_held,
+                num_prompt_tokens=self._scheduler.num_prompt_tokens,
+                num_preempted=self._scheduler.num_preempted,
                 num_compiled=self.runner.num_compiled,
                 **asdict(self._counts),
             )

@@ -5,20 +5,21 @@ In: tokens as they are generated. Out: `Generation`: iterate over it for pieces,
 
 from __future__ import annotations
 
-from collections import deque
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from autopar.errors import InferenceError
 from autopar.inference.schedule.requests import Request
 from autopar.inference.schedule.stop_strings import TextUntilStop
-from autopar.inference.serve.runner import UNSOUND, TokenDetails
+from autopar.inference.schedule.take_results import UNSOUND
 from autopar.inference.step.sampling import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The new text and tokens of one iteration.
+    """The new text and tokens since the last piece.
 
     Args:
         text: the new text; "" without a tokenizer, and while a character or a possible stop string is incomplete.
@@ -32,47 +33,93 @@ class Piece:
     best: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
+class Source(Protocol):
+    """The engine of a generation."""
+
+    @property
+    def lock(self) -> contextlib.AbstractContextManager[object]:
+        """The lock that is held while generations change."""
+        ...
+
+    def step(self) -> bool:
+        """Run the next step; False if there is none."""
+        ...
+
+    def collect(self, generation: Generation) -> None:
+        """Pass new tokens to a generation."""
+        ...
+
+    def abort(self, name: str) -> None:
+        """Abort a request."""
+        ...
+
+
 @dataclass(eq=False)
 class Generation:
     """The output of a request. Made by `Engine.submit`.
+
+    Tokens are passed to it in windows, and text is decoded from them, when it is read: `tokens`, `text` and the pieces are up to
+    date, and a generation that nobody reads costs the engine next to nothing.
 
     Args:
         request: the request in the scheduler.
         num_best: the number of most probable tokens to record for each token.
         decode: a function from a token to its text, which is "" until a character is complete; None without a tokenizer.
-        advance: the function that runs the engine's next step; it returns False if there is none.
-        drop: the function that aborts the request by its name.
+        source: the engine.
+        stops: the strings that end the text.
 
     Attributes:
-        text: the text so far, without the stop string.
-        tokens, logprobs, best: the tokens so far, as in `Piece`.
+        best: for each token the most probable ones, as in `Piece`.
         ended: the reason of the end: "stop", "length", "aborted", "failed", or "unsound" for NaN or infinite logits; None
             before.
         num_cached: the number of prompt tokens that were found in the cache.
         is_cut: whether `top_p` was cut at the number of candidates.
+        slot: the slot that the engine collects its tokens from; None before the start and after the end.
     """
 
     request: Request
     sampling: SamplingOptions
     num_best: int
     decode: Callable[[int], str] | None
-    advance: Callable[[], bool]
-    drop: Callable[[str], None]
+    source: Source
     stops: TextUntilStop = field(default_factory=TextUntilStop)
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     best: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     ended: str | None = None
     num_cached: int = 0
     is_started: bool = False
     is_cut: bool = False
-    _pieces: deque[Piece] = field(default_factory=deque)
+    slot: int | None = None
+    _tokens: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+    _text: str = ""
+    _num_decoded: int = 0  # tokens whose text is in `_text` or withheld
+    _has_whole_text: bool = False
+    _num_read: tuple[int, int] = (0, 0)  # tokens and characters in pieces so far
 
     @property
     def name(self) -> str:
         """The name of the request."""
         return self.request.name
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens so far."""
+        self._collect()
+        return self._tokens
+
+    @property
+    def logprobs(self) -> list[float]:
+        """The logprob of each token so far."""
+        self._collect()
+        return self._logprobs
+
+    @property
+    def text(self) -> str:
+        """The text so far, without the stop string; "" without a tokenizer."""
+        with self.source.lock:
+            self._collect()
+            self._decode_new()
+            return self._text
 
     @property
     def stopped_at(self) -> str | None:
@@ -91,11 +138,13 @@ class Generation:
         """
         try:
             while True:
-                while self._pieces:
-                    yield self._pieces.popleft()
-                if self.ended is not None:
+                ended = self.ended
+                if (piece := self._new_piece()) is not None:
+                    yield piece
+                elif ended is not None:
                     break
-                self.advance()
+                else:
+                    self.source.step()
             self._check()
         finally:
             self.abort()
@@ -107,41 +156,64 @@ class Generation:
             InferenceError: the logits were NaN or infinite.
         """
         while self.ended is None:
-            self.advance()
+            self.source.step()
         self._check()
         return self
 
     def abort(self) -> None:
         """Abort the request. The tokens so far remain."""
         if self.ended is None:
-            self.drop(self.name)
+            self.source.abort(self.name)
 
-    def append(self, tokens: Sequence[int], details: TokenDetails, ended: str | None) -> None:
+    def start(self, num_cached: int) -> int:
+        """Record the number of prompt tokens found in the cache, and return it; 0 after a preemption. The engine calls this."""
+        if self.is_started:
+            return 0
+        self.is_started, self.num_cached = True, num_cached
+        return num_cached
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append new tokens. The engine calls this."""
-        text = ""
-        for number, token in enumerate(tokens, 1):
-            is_stop_token = ended == "stop" and number == len(tokens)
-            text += self.stops.add(self.decode(token)) if self.decode is not None and not is_stop_token else ""
-            if self.stops.is_stopped:
-                tokens, ended = tokens[:number], "stop"
-                break
-        if ended is not None:
-            text += self.stops.end()
-        num = len(tokens)
-        piece = Piece(text, tuple(tokens), details.logprobs[:num], details.best[:num])
-        self.text += text
-        self.tokens += tokens
-        self.logprobs += piece.logprobs
-        self.best += piece.best
-        self.is_cut |= details.is_cut
-        self.ended = ended
-        if piece.tokens or piece.text:
-            self._pieces.append(piece)
+        self._tokens += tokens
+        self._logprobs += logprobs
 
-    def end(self, why: str) -> None:
-        """End the request for a reason. The engine calls this."""
-        if self.ended is None:
-            self.append((), TokenDetails(), why)
+    def stops_early(self) -> bool:
+        """Whether the text has come to a stop string. Then tokens after it are dropped. The engine calls this."""
+        self._decode_new()
+        if not self.stops.is_stopped:
+            return False
+        for each in (self._tokens, self._logprobs, self.best):
+            del each[self._num_decoded :]
+        self.ended = "stop"
+        return True
+
+    def _collect(self) -> None:
+        if self.slot is not None:
+            with self.source.lock:
+                self.source.collect(self)
+
+    def _decode_new(self) -> None:
+        """Decode tokens up to a stop string."""
+        while self._num_decoded < len(self._tokens) and not self.stops.is_stopped:
+            token = self._tokens[self._num_decoded]
+            self._num_decoded += 1
+            is_last = self.ended == "stop" and self._num_decoded == len(self._tokens)  # a stop token has no text
+            if self.decode is not None and not is_last:
+                self._text += self.stops.add(self.decode(token))
+        if self.ended is not None and not self._has_whole_text:
+            self._text += self.stops.end()
+            self._has_whole_text = True
+
+    def _new_piece(self) -> Piece | None:
+        with self.source.lock:
+            text, tokens = self.text, self._tokens
+            start, start_text = self._num_read
+            if (len(tokens), len(text)) == self._num_read:
+                return None
+            self._num_read = len(tokens), len(text)
+            return Piece(
+                text[start_text:], tuple(tokens[start:]), tuple(self._logprobs[start:]), tuple(self.best[start:])
+            )
 
     def _check(self) -> None:
         if self.ended == UNSOUND:

@@ -7,7 +7,7 @@ while the devices work on the next. The KV cache and the last token of each slot
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,28 +19,11 @@ from numpy.typing import NDArray
 from autopar.api.planned_function import Compiled
 from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kv_cache.page_tables import Copy
-from autopar.inference.schedule.requests import Iteration, Result, Run, Shape
+from autopar.inference.schedule.requests import Iteration, Run, Shape
 from autopar.inference.serve.layout import Key, Layout, Served
-from autopar.inference.step.sampling import SamplingOptions
+from autopar.inference.step.host_inputs import Rows
+from autopar.inference.step.sampling import SamplingOptions, SamplingParams, params_of
 from autopar.inference.step.step import Out, Resident
-
-#: The reason of the end of a request with NaN or infinite logits.
-UNSOUND = "unsound"
-
-
-@dataclass(frozen=True, slots=True)
-class TokenDetails:
-    """The details of a run's tokens.
-
-    Args:
-        logprobs: the logprob of each token.
-        is_cut: as in `sampling.Sampled`.
-        best: for each token the most probable tokens with their logprobs; empty if not requested.
-    """
-
-    logprobs: tuple[float, ...] = ()
-    is_cut: bool = False
-    best: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,40 +32,14 @@ class DispatchedIteration:
 
     iteration: Iteration
     out: Out
-    num_slots: int
 
-    def results(self, num_best: Mapping[str, int]) -> tuple[dict[str, Result], dict[str, TokenDetails]]:
-        """Wait for the devices, and return the results of each run by name.
+    def fetch(self, *, needs_best: bool) -> Out:
+        """Wait for the devices, and copy the results to the host.
 
         Args:
-            num_best: the number of most probable tokens to fetch, by name; 0 for runs that are not listed.
+            needs_best: whether to fetch the most probable tokens, too.
         """
-        needs_best = any(num_best.get(run.name) for run in self.iteration.runs)
-        out = jax.device_get(self.out if needs_best else self.out._replace(best_tokens=None, best_logprobs=None))
-        results: dict[str, Result] = {}
-        details: dict[str, TokenDetails] = {}
-        for row, run in self._rows():
-            num = int(out.num[row]) if run.samples else 0
-            if run.samples and not out.is_sound[row]:
-                results[run.name], details[run.name] = Result((), UNSOUND), TokenDetails()
-                continue
-            results[run.name] = Result(tuple(out.tokens[row, :num].tolist()))
-            best = _best(out, row, num, num_best.get(run.name, 0))
-            details[run.name] = TokenDetails(tuple(out.logprobs[row, :num].tolist()), bool(out.is_cut[row]), best)
-        return results, details
-
-    def _rows(self) -> list[tuple[int, Run]]:
-        """The row of each run in the outputs."""
-        chunks = [(self.num_slots + i, run) for i, run in enumerate(self.iteration.chunks)]
-        return [(run.slot, run) for run in self.iteration.decodes] + chunks
-
-
-def _best(out: Out, row: int, num: int, num_best: int) -> tuple[tuple[tuple[int, float], ...], ...]:
-    """The most probable tokens of a row, from host arrays: a slice on a device would compile a program."""
-    if not num_best or out.best_tokens is None or out.best_logprobs is None:
-        return ()
-    tokens, logprobs = (each[row, :num, :num_best].tolist() for each in (out.best_tokens, out.best_logprobs))
-    return tuple(tuple(zip(t, p, strict=True)) for t, p in zip(tokens, logprobs, strict=True))
+        return jax.device_get(self.out if needs_best else self.out._replace(best_tokens=None, best_logprobs=None))
 
 
 @dataclass(eq=False, slots=True)
@@ -105,6 +62,7 @@ class Runner:
         self.served, self.layout = served, layout
         self._params = params
         self._num_slots = served.options.num_slots
+        self._sampling = params_of([None] * self._num_slots)
         empty = self._empty(whole=memory is None)
         self._last = empty.last
         self.memory = memory or PageMemory(empty.pages)
@@ -134,19 +92,19 @@ class Runner:
         self.memory.pages = (*resident.pages, *self.memory.pages[len(resident.pages) :])
         self._last = resident.last
 
-    def dispatch(self, iteration: Iteration, sampling: Mapping[str, SamplingOptions]) -> DispatchedIteration:
-        """Dispatch an iteration to the devices, without waiting for it.
+    def set_sampling(self, slot: int, options: SamplingOptions) -> None:
+        """Set the sampling options of a slot, until another request starts in it."""
+        for field, value in zip(self._sampling, _values(options), strict=True):
+            field[slot] = value
 
-        Args:
-            sampling: the sampling options of each run, by name.
-        """
+    def dispatch(self, iteration: Iteration) -> DispatchedIteration:
+        """Dispatch an iteration to the devices, without waiting for it."""
         self._copy(iteration.copies)
         shape = iteration.shape
-        slots = self._rows(iteration.decodes, self._num_slots, shape.width, sampling, by_slot=True)
-        rows = [slots]
+        rows = [self._slot_rows(iteration)]
         if shape.rows:
-            rows.append(self._rows(iteration.chunks, shape.rows, shape.length, sampling, by_slot=False))
-        return DispatchedIteration(iteration, self._run(shape, *rows), self._num_slots)
+            rows.append(self._chunk_rows(iteration.chunks, shape))
+        return DispatchedIteration(iteration, self._run(shape, *rows))
 
     def _run(self, key: Key, *rows: NDArray[np.int32]) -> Out:
         resident, out = self.layout.programs[key].run(self._params, self._resident(), *rows)
@@ -160,24 +118,36 @@ class Runner:
             pages[:, : len(batch)] = np.array(batch, np.int32).T
             self._store(self.layout.programs["copy"].run(self._resident(), pages))
 
-    def _rows(
-        self, runs: Sequence[Run], num: int, width: int, sampling: Mapping[str, SamplingOptions], *, by_slot: bool
-    ) -> NDArray[np.int32]:
-        rows = self.served.rows(num, width, self.layout.num_pages)
-        for number, run in enumerate(runs):
-            row = run.slot if by_slot else number
-            rows.tokens[row, : len(run.tokens)] = run.tokens
-            if not run.tokens:
-                rows.tokens[row, 0] = -1
-            rows.start[row] = run.start
-            rows.num_tokens[row] = max(1, len(run.tokens))
+    def _slot_rows(self, iteration: Iteration) -> NDArray[np.int32]:
+        """The rows of all slots. Those that do not decode are idle."""
+        decodes, tables = iteration.decodes, iteration.tables
+        packed, rows = Rows.views(self._num_slots, iteration.shape.width, tables.shape[1])
+        chosen = decodes.slots
+        rows.tables[:] = tables
+        rows.slots[:] = self._num_slots
+        rows.sampling.top_p[:] = 1
+        rows.tokens[chosen] = decodes.tokens
+        rows.start[chosen], rows.num_tokens[chosen], rows.slots[chosen] = decodes.starts, decodes.num_tokens, chosen
+        self._set_sampling_rows(rows, chosen, chosen)
+        return packed
+
+    def _chunk_rows(self, runs: Sequence[Run], shape: Shape) -> NDArray[np.int32]:
+        """The rows of prefill chunks."""
+        packed, rows = Rows.views(shape.rows, shape.length, self.served.pages_of_sequence)
+        rows.tables[:] = self.layout.num_pages
+        rows.slots[:] = self._num_slots
+        rows.sampling.top_p[:] = 1
+        for row, run in enumerate(runs):
+            rows.tokens[row, : run.num_tokens] = run.tokens
+            rows.start[row], rows.num_tokens[row] = run.start, run.num_tokens
             rows.slots[row] = run.slot if run.samples else self._num_slots
             rows.tables[row, : len(run.pages)] = run.pages
-            options = sampling[run.name]
-            values = (options.temperature, options.top_k, options.top_p, options.seed)
-            for field, value in zip(rows.sampling, values, strict=True):
-                field[row] = value
-        return rows.packed()
+        self._set_sampling_rows(rows, slice(len(runs)), [run.slot for run in runs])
+        return packed
+
+    def _set_sampling_rows(self, rows: Rows, at: Any, slots: Any) -> None:
+        for field, values in zip(rows.sampling, self._sampling, strict=True):
+            field[at] = values[slots]
 
     def warm_up(self) -> None:
         """Run each program once on idle rows, so that first-run costs and out-of-memory errors come before any request."""
@@ -199,3 +169,8 @@ class Runner:
         sizes = [(self._num_slots, shape.width)] + ([(shape.rows, shape.length)] if shape.rows else [])
         rows = [self.served.rows(num, width, self.layout.num_pages).packed() for num, width in sizes]
         return self._run(shape, *rows)
+
+
+def _values(options: SamplingOptions) -> SamplingParams:
+    """The parameters of one request."""
+    return SamplingParams(options.temperature, options.top_k, options.top_p, options.seed)

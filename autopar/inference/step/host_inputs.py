@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     Args:
         tokens: int32 `[rows, width]`. In a slot's row, -1 stands for the last token of the slot, which is on the device.
         start: int32 `[rows]`, the position of the first token.
-        num_tokens: int32 `[rows]`, the number of valid tokens; 0 in an idle row.
+        num_tokens: int32 `[rows]`, the number of valid tokens, or of decode steps if there are several; 0 in an idle row.
         slots: int32 `[rows]`, the slot whose last token the row sets; the number of slots if it sets none.
         sampling: the sampling parameters of each row.
         tables: int32 `[rows, pages of a sequence]`, padded with the scratch page.
@@ -50,6 +50,16 @@ class Rows(NamedTuple):
             ),
             tables=np.full((num, pages_of_sequence), scratch_page, np.int32),
         )
+
+    @classmethod
+    def views(cls, num: int, width: int, pages_of_sequence: int) -> tuple[NDArray[np.int32], Rows]:
+        """A packed array of zeros, and the rows as views of it, on the host: what is written to a row is packed already."""
+        packed = np.zeros((num, width + _NUM_FIELDS + pages_of_sequence), np.int32)
+        start, num_tokens, slots, temperature, top_k, top_p, seed = (
+            packed[:, width + field] for field in range(_NUM_FIELDS)
+        )
+        sampling = SamplingParams(temperature.view(np.float32), top_k, top_p.view(np.float32), seed.view(np.uint32))
+        return packed, cls(packed[:, :width], start, num_tokens, slots, sampling, packed[:, width + _NUM_FIELDS :])
 
     def packed(self) -> NDArray[np.int32]:
         """The rows as one array, `[rows, width + fields + pages of a sequence]`."""

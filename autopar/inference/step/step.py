@@ -99,13 +99,15 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         return Resident(pages, last), _out(sampled)
 
     def multi_step(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
-        """Several decode steps of each slot."""
-        is_active = (slots.num_tokens > 0).astype(jnp.int32)
+        """Several decode steps of each slot: as many as it has `num_tokens`. Then the slot is idle."""
 
         def iterate(carry: tuple[Resident, jax.Array], number: jax.Array) -> Any:
             resident, tokens = carry
-            rows = slots._replace(tokens=tokens, start=slots.start + number * is_active)
+            is_active = number < slots.num_tokens
+            start = jnp.where(is_active, slots.start + number, 0)
+            rows = slots._replace(tokens=tokens, start=start, num_tokens=is_active.astype(jnp.int32))
             resident, out = single_step(params, resident, rows)
+            out = out._replace(is_sound=out.is_sound | ~is_active, is_cut=out.is_cut & is_active)
             return (resident, jnp.full_like(tokens, -1)), out
 
         steps = jnp.arange(shape.steps, dtype=jnp.int32)
