@@ -26,7 +26,7 @@ def reads_of(rule: str, p: int, m: int) -> Reads:
 
     def reads(s: int, k: int) -> tuple[int, int]:
         applied = max(0, k - (p - 1 - s)) // m
-        if rule == "ampnet":
+        if rule in ("ampnet", "pipemare"):
             return applied, k // m
         ahead = {"pipedream": applied, "vertical": max(0, k - (p - 1)) // m, "2bw": max(0, k // m - 1)}[rule]
         return ahead, ahead
@@ -34,12 +34,31 @@ def reads_of(rule: str, p: int, m: int) -> Reads:
     return reads
 
 
+def mean_delay(p: int, m: int, s: int) -> float:
+    """The mean over microbatches of the updates between what a forward pass reads under the rule "latest" and what its gradients
+    are applied to."""
+    return sum(k // m - (k - (p - 1 - s)) // m for k in range(p * m, p * m + m)) / m
+
+
 def numpy_stream(
-    weights: Sequence[np.ndarray], batches: Sequence[tuple[np.ndarray, np.ndarray]], reads: Reads, m: int, rate: float
+    weights: Sequence[np.ndarray],
+    batches: Sequence[tuple[np.ndarray, np.ndarray]],
+    reads: Reads,
+    m: int,
+    rate: float,
+    annealing: int = 0,
+    decay: float | None = None,
 ) -> tuple[list[np.ndarray], list[float]]:
-    """SGD on the mean squared error. Microbatch i has the examples i, i + m, i + 2m, ..."""
+    """SGD on the mean squared error. Microbatch i has the examples i, i + m, i + 2m, ...
+
+    Args:
+        annealing, decay: K and D of PipeMare; by default without its corrections.
+    """
     p, versions, losses = len(weights), [[one] for one in weights], []
+    delays = [mean_delay(p, m, s) for s in range(p)]
+    velocities = [np.zeros_like(one) for one in weights]
     for n, (x, y) in enumerate(batches):
+        exponent = 1 - min(n / annealing, 1) if annealing else 0
         gradients, loss = [np.zeros_like(one) for one in weights], 0.0
         for i in range(m):
             k, made = n * m + i, [x[i::m]]
@@ -50,9 +69,13 @@ def numpy_stream(
             for s in reversed(range(p)):
                 back = back * (1 - made[s + 1] ** 2)
                 gradients[s] += made[s].T @ back
-                back = back @ versions[s][reads(s, k)[1]].T
+                ahead, behind = reads(s, k)
+                back = back @ (versions[s][behind] - (behind - ahead) * velocities[s]).T
         for s in range(p):
-            versions[s].append(versions[s][-1] - rate * gradients[s])
+            versions[s].append(versions[s][-1] - rate / max(delays[s], 1) ** exponent * gradients[s])
+            if decay is not None and delays[s]:
+                kept = decay ** (1 / delays[s])
+                velocities[s] = kept * velocities[s] + (1 - kept) * (versions[s][-1] - versions[s][-2])
         losses.append(loss)
     return [own[-1] for own in versions], losses
 
@@ -80,19 +103,50 @@ class _Sequential:
             for s in range(p):
                 self._run(s, "forward", n, self.reads(s, k)[0], k % self.m)
             for s in reversed(range(p)):
-                self._run(s, "backward", n, self.reads(s, k)[1], k % self.m)
+                ahead, behind = self.reads(s, k)
+                back = behind - ahead if self.stages[s].corrected is not None else 0
+                self._run(s, "backward", n, behind, k % self.m, back)
         for s, stage in enumerate(self.stages):
             for key in stage.whole:
                 if isinstance(key, tuple) and (key[0] or stage.whole[key].outputs):
                     self._run(s, key, n, n, None)
 
-    def _key(self, s: int, slot: Slot, n: int, v: int, i: int | None) -> Any:
+    def _key(self, s: int, slot: Slot, n: int, v: int, i: int | None, back: int = 0) -> Any:
+        if slot.kind == "velocity":
+            return s, slot, v
         leaf = next((leaf for leaf, own in self.stages[s].arguments.items() if own == slot), None)
         of = self.streamed.sources.stages[s].of(slot) if leaf is None else self.streamed.sources.leaves[leaf]
-        return s, slot, n if "batch" in of or (not of and leaf is None) else None, v if "version" in of else None, i
+        back = back if "version" in of and (leaf is None or self._is_weight(s, slot)) else 0
+        return (
+            s,
+            slot,
+            n if "batch" in of or (not of and leaf is None) else None,
+            v if "version" in of else None,
+            i,
+            back,
+        )
 
-    def _value(self, s: int, slot: Slot, n: int, v: int, i: int | None) -> Any:
-        key = self._key(s, slot, n, v, i)
+    def _is_weight(self, s: int, slot: Slot) -> bool:
+        corrected = self.stages[s].corrected
+        return corrected is not None and slot.value in corrected.moved
+
+    def _value(self, s: int, slot: Slot, n: int, v: int, i: int | None, back: int = 0) -> Any:
+        if slot.kind == "scale":
+            return next(
+                value
+                for _, value in self.whole.corrected.of_update(v)
+                if value.sharding.mesh == self.stages[s].stage.mesh
+            )
+        key = self._key(s, slot, n, v, i, back)
+        if key not in self.known and slot.kind == "velocity":
+            weight = self._value(s, Slot("once", slot.value), n, 0, None)
+            self.known[key] = jnp.zeros_like(weight)
+        if key not in self.known and back and self._is_weight(s, slot):
+            velocity = self._value(s, Slot("velocity", slot.value), n, v, None)
+            weight = self._value(s, slot, n, v, None)
+            (self.known[key],) = self.streamed.moving_back.program(s, slot, back).jitted(
+                *map(jnp.copy, (weight, velocity))
+            )
         if key not in self.known:
             leaf = next((leaf for leaf, own in self.stages[s].arguments.items() if own == slot), None)
             if leaf is not None:  # state of a batch, made by the stage that is its home
@@ -103,23 +157,25 @@ class _Sequential:
                 producer = next(
                     k for k, piece in self.stages[s].whole.items() if isinstance(k, tuple) and slot in piece.gives
                 )
-                self._run(s, producer, n, v, None)
+                self._run(s, producer, n, v, None, back)
         return self.known[key]
 
-    def _run(self, s: int, key: Any, n: int, v: int, i: int | None) -> None:
+    def _run(self, s: int, key: Any, n: int, v: int, i: int | None, back: int = 0) -> None:
         program = self.programs.programs[s].get(key)
         if program is None:
             return
         each = lambda slot, count: (range(count) if i is None else [i]) if slot.kind == "each" else [None]  # noqa: E731
         taken = [
-            self._value(s, slot, n, v, one)
+            self._value(s, slot, n, v, one, back)
             for slot, count in zip(program.takes, program.counts[0], strict=True)
             for one in each(slot, count)
         ]
         made = iter(program.jitted(*map(jnp.copy, taken)))
         for slot, count in zip(program.gives, program.counts[1], strict=True):
             for one in each(slot, count):
-                self.known[self._key(s, slot, n, v, one)] = next(made)
+                self.known[self._key(s, slot, n, v + (slot.kind == "velocity"), one, back)] = next(made)
+        if back and i is None:
+            return
         for paths in self.programs.sends[s][key].paths:
             value = next(made)
             for path in paths:

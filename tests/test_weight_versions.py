@@ -34,6 +34,7 @@ TABLE: dict[str, tuple[Callable[[int, int, int, int], int], Callable[[int, int],
     "vertical": (lambda p, s, k, m: k - (p - 1), lambda p, s: p, lambda p, s: p - 1),
     "2bw": (lambda p, s, k, m: k // m - 1, lambda p, s: 2, lambda p, s: 1),
     "ampnet": (lambda p, s, k, m: k - (p - 1 - s), lambda p, s: 1, lambda p, s: p - 1 - s),
+    "pipemare": (lambda p, s, k, m: k - (p - 1 - s), lambda p, s: 1, lambda p, s: p - 1 - s),
 }
 
 

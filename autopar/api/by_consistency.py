@@ -15,6 +15,7 @@ from autopar.api.workers.step import WorkersStep
 from autopar.errors import OptionError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
+from autopar.pipeline.schedule.corrections import find_consistency, is_asynchronous
 
 
 def step_by_consistency(step: Callable[..., Any], consistency: Any, plan: Any, options: Mapping[str, Any]) -> Any:
@@ -32,12 +33,12 @@ def step_by_consistency(step: Callable[..., Any], consistency: Any, plan: Any, o
     if consistency == "auto" and of_stages:
         rest = {name: value for name, value in options.items() if name != "max_delay"}
         return ChosenStep(step, options.get("max_delay"), plan, rest)
-    if isinstance(consistency, str) and consistency in ASYNCHRONOUS:
+    if is_asynchronous(consistency):
         if not of_stages and plan is None:
             raise OptionError(
                 f"`consistency` is {consistency!r}, an asynchronous pipeline: give the number of `stages` too, or 'auto'"
             )
-        return StreamedStep(step, consistency, plan, options)
+        return StreamedStep(step, find_consistency(consistency), plan, options)
     if of_stages:
         raise OptionError(
             f"`consistency` is {consistency!r} with `stages`={options.get('stages')!r}: pipelines have"

@@ -18,10 +18,13 @@ from autopar.errors import BudgetError, MicrobatchError, OptionError, ScheduleEr
 from autopar.frontend.call import Call
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
+from autopar.pipeline.schedule.corrections import Consistency
 from autopar.system.units import human_bytes, human_seconds
 
 #: Numbers of microbatches per update that are tried where the fastest one is too late: more of them are less late.
 _MORE = (2, 4, 8, 16, 32, 64)
+#: Corrected weights take more memory than the same rule without, and no less time, so they would never be chosen.
+_TRIED = {name: kind for name, kind in ASYNCHRONOUS.items() if not kind.reads.corrects}
 
 
 class ChosenStep(StreamedStep):
@@ -39,7 +42,7 @@ class ChosenStep(StreamedStep):
             )
         if isinstance(plan, PipelinePlan | str | Path):
             raise OptionError("`consistency` is 'auto', but a given `plan` has a rule: name it, or leave `plan` out")
-        super().__init__(step, next(iter(ASYNCHRONOUS)), None, options)
+        super().__init__(step, Consistency(next(iter(_TRIED.values()))), None, options)
         self._given, self._max_delay, self._is_chosen = dict(options), max_delay, False
 
     def _ready_for(self, call: Call) -> Ready:
@@ -51,7 +54,7 @@ class ChosenStep(StreamedStep):
         """Plan under every rule, and keep the fastest that is not too late."""
         found: dict[str, tuple[StepPlans, Planned]] = {}
         notes: list[str] = []
-        for name in ASYNCHRONOUS:
+        for name in _TRIED:
             fits = None
             for plans, planned in self._tried(name, call):
                 plan = planned.plan
@@ -77,7 +80,7 @@ class ChosenStep(StreamedStep):
         plans, planned = found[best]
         plan = dataclasses.replace(planned.plan, notes=(*planned.plan.notes, f"consistency='auto' took {best}", *notes))
         plans.know(call, dataclasses.replace(planned, plan=plan))
-        self.kind, self._plans, self._dispatch = ASYNCHRONOUS[best], plans, Dispatcher(plans)
+        self.kind, self._plans, self._dispatch = _TRIED[best], plans, Dispatcher(plans)
         self._is_chosen = True
 
     def _tried(self, name: str, call: Call) -> Iterator[tuple[StepPlans, Planned]]:

@@ -28,7 +28,7 @@ from autopar.jax_interop.compat import shape_struct
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.run.step import PipelinedStep
 from autopar.pipeline.run.stream import Stream, StreamedPipeline
-from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
+from autopar.pipeline.schedule.corrections import Consistency
 from autopar.runtime import jit as execute
 
 
@@ -47,6 +47,7 @@ class _InFlight:
 
     Args:
         state: the arguments that are state, as shapes. leaves: of all arguments at the start.
+        last: the results of the last batch for which they are complete.
         finished: all results, with the state, once no batch is in flight any more.
     """
 
@@ -55,6 +56,7 @@ class _InFlight:
     state: Sequence[Any]
     leaves: Sequence[Any]
     stream: Stream
+    last: Sequence[Any] = ()
     finished: list[Any] | None = None
 
 
@@ -67,20 +69,41 @@ class StreamedStep(ParallelStep[PipelinePlan]):
     def __init__(
         self,
         step: Callable[..., Any],
-        consistency: str,
+        consistency: Consistency,
         plan: AnyPlan | str | Path | None,
         options: Mapping[str, Any],
     ) -> None:
         plan_step.check_options([name for name in options if name not in plan_step.option_names()], "plan")
-        if options.get("schedule", "auto") not in ("auto", consistency):
+        self.kind, self.corrections = consistency.kind, consistency.corrections
+        if options.get("schedule", "auto") not in ("auto", self.kind.name):
             raise OptionError(
-                f"`schedule` is {options['schedule']!r} and `consistency` {consistency!r}: an asynchronous pipeline has a"
+                f"`schedule` is {options['schedule']!r} and `consistency` {self.kind.name!r}: an asynchronous pipeline has a"
                 " schedule of its own; leave `schedule` out"
             )
-        self.kind = ASYNCHRONOUS[consistency]
-        super().__init__(step, plan, options if plan is not None else {**options, "schedule": consistency})
+        super().__init__(step, plan, options if plan is not None else {**options, "schedule": self.kind.name})
         self._ready: dict[Any, Ready] = {}
         self._in_flight: _InFlight | None = None
+        self._num_updates = 0
+
+    @property
+    def num_updates(self) -> int:
+        """The number of updates of all streams, those of the batches in flight included. PipeMare anneals step sizes by it: set it
+        to that of a checkpoint, or to 0 for another training.
+
+        Raises:
+            StepSignatureError: it is set while batches are in flight.
+        """
+        flight = self._in_flight
+        return self._num_updates + (flight.stream.num_batches if flight is not None else 0)
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        if self._in_flight is not None:
+            raise StepSignatureError(
+                f"`num_updates` of `{self.name}` was set while batches are in flight: take the state from `{self.name}.drain()`"
+                " first"
+            )
+        self._num_updates = number
 
     def stream(self, state: Any, batches: Iterable[Any], /, **others: Any) -> Iterator[Any]:
         """Run the step over batches, and iterate over what it returns apart from the state, such as losses, in their order.
@@ -98,11 +121,8 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             StepSignatureError: the last stream was not drained, or the arguments do not fit the step.
             ScheduleError: the step cannot run asynchronously.
         """
-        if state is not None and self._in_flight is not None:
-            raise StepSignatureError(
-                f"the last stream of `{self.name}` was not drained: take its state from `{self.name}.drain()` first, or give None"
-                " as the state to go on"
-            )
+        if state is not None:
+            self._check_drained()
         if state is None and (self._in_flight is None or self._in_flight.finished is not None):
             raise StepSignatureError(
                 f"`{self.name}.stream` was given None as the state, which continues a stream, and nothing is in flight: give the"
@@ -122,17 +142,20 @@ class StreamedStep(ParallelStep[PipelinePlan]):
                 f"`{self.name}` has nothing to drain: iterate over `{self.name}.stream(state, batches)` first"
             )
         flight, self._in_flight = self._in_flight, None
+        self._num_updates += flight.stream.num_batches
         outputs = flight.finished
         if outputs is None:
-            _, outputs = flight.stream.drain()
+            late, outputs = flight.stream.drain()
+            flight.last = late[-1] if late else flight.last
         return self._state(flight, outputs)
 
     # -- helpers -----------------------------------------------------------------------------
 
     def _streamed(self, state: Sequence[Any], batches: Iterator[Any], others: Mapping[str, Any]) -> Iterator[Any]:
-        flight = self._in_flight
+        flight = None if state else self._in_flight
         for number, batch in enumerate(batches):
             if flight is None:
+                self._check_drained()
                 flight = self._started(state, batch, others)
                 self._in_flight = flight
             if self._in_flight is not flight:
@@ -147,10 +170,19 @@ class StreamedStep(ParallelStep[PipelinePlan]):
                     )
                 outputs = flight.stream.push(jax.tree.leaves(call.trees))
             if outputs is not None:
+                flight.last = outputs
                 yield flight.ready.traced.rest(outputs)
         if flight is not None and flight.ready.pipeline.program.lag:  # results that are not complete yet
             late, flight.finished = flight.stream.drain()
+            flight.last = late[-1] if late else flight.last
             yield from map(flight.ready.traced.rest, late)
+
+    def _check_drained(self) -> None:
+        if self._in_flight is not None:
+            raise StepSignatureError(
+                f"the last stream of `{self.name}` was not drained: take its state from `{self.name}.drain()` first, or give None"
+                " as the state to go on"
+            )
 
     def _started(self, state: Sequence[Any], batch: Any, others: Mapping[str, Any]) -> _InFlight:
         """A stream for a state and batches like this one."""
@@ -160,7 +192,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             ready = self._ready_for(call)
             check_state_first(ready.traced, call, len(state))
             skeleton = jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))
-            return _InFlight(ready, call.key, skeleton, leaves, ready.pipeline.start(leaves))
+            return _InFlight(ready, call.key, skeleton, leaves, ready.pipeline.start(leaves, self._num_updates))
 
     def _ready_for(self, call: Call) -> Ready:
         found = self._ready.get(call.key)
@@ -183,13 +215,15 @@ class StreamedStep(ParallelStep[PipelinePlan]):
         spans = zip(traced.names, traced.spans, strict=True)
         of_batch = [n for name, span in spans if name not in traced.state_names for n in span]
         with self._plans.compiled_kept(plan):
-            self._ready[call.key] = Ready(traced, run, run.streamed(self.kind, of_batch))
+            self._ready[call.key] = Ready(traced, run, run.streamed(self.kind, of_batch, self.corrections))
         return self._ready[call.key]
 
     def _state(self, flight: _InFlight, outputs: Sequence[Any]) -> Any:
-        """The state, from the results that are carried."""
-        flight.ready.run.renewed(outputs)
+        """The state, from the results that are carried. What no batch reads is that of the last batch."""
+        pairs = flight.ready.traced.pairs
+        whole = {output: flight.last[output] if outputs[output] is None else outputs[output] for _, output in pairs}
+        flight.ready.run.renewed([whole.get(n) for n in range(len(outputs))])
         leaves = list(flight.leaves)
-        for position, output in flight.ready.traced.pairs:
-            leaves[position] = outputs[output]
+        for position, output in pairs:
+            leaves[position] = whole[output]
         return flight.ready.traced.state(leaves)

@@ -372,7 +372,12 @@ def _check_versions(plan: PipelinePlan) -> None:
         raise WrongFieldError(
             "weight_versions", "must have an entry for each stage of an asynchronous schedule, else none"
         )
-    if any(one.copies < 1 or one.num_bytes < 0 or not 0 <= one.least_delay <= one.most_delay for one in kept):
+    if any(
+        one.copies < 1
+        or min(one.num_bytes, one.velocity_bytes, one.corrected_bytes) < 0
+        or not 0 <= one.least_delay <= one.most_delay
+        for one in kept
+    ):
         raise WrongFieldError("weight_versions", "must have a copy at least, and no negative bytes or delays")
 
 

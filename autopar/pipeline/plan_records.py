@@ -68,12 +68,21 @@ class WeightVersions:
         num_bytes: bytes of one version on one device: what the passes of microbatches read of it.
         least_delay, most_delay: after filling, the updates between the version that a forward pass reads and the one that
             its gradients are applied to.
+        velocity_bytes: bytes on one device of the velocities of the weights, where backward passes correct what they read.
+        corrected_bytes: bytes on one device of the most corrected weights that are alive at once.
     """
 
     copies: int
     num_bytes: float
     least_delay: int
     most_delay: int
+    velocity_bytes: float = 0.0
+    corrected_bytes: float = 0.0
+
+    @property
+    def further_bytes(self) -> float:
+        """Bytes beside one version of the weights."""
+        return (self.copies - 1) * self.num_bytes + self.velocity_bytes + self.corrected_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

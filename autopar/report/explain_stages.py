@@ -198,10 +198,17 @@ def _versions_text(plan: PipelinePlan) -> str:
     delays = [range_text(one.least_delay, one.most_delay) for one in kept]
     sizes = [human_bytes(one.num_bytes) for one in kept]
     each = sizes[0] if len(set(sizes)) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
-    return (
+    text = (
         f"by stage, {', '.join(str(one.copies) for one in kept)} copies of the weights, each of {each} per device; gradients are"
         f" {', '.join(delays)} updates late"
     )
+    if not any(one.velocity_bytes for one in kept):
+        return text
+    velocities, moved = (
+        ", ".join(human_bytes(size) for size in sizes)
+        for sizes in ([one.velocity_bytes for one in kept], [one.corrected_bytes for one in kept])
+    )
+    return f"{text}; velocities of the weights take {velocities}, and weights corrected for backward passes {moved}"
 
 
 def stages_replicated(plan: PipelinePlan) -> list[str]:

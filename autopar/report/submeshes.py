@@ -52,7 +52,7 @@ def submesh_uses(plan: PipelinePlan, timeline: PipelineTimeline) -> tuple[Submes
     costs = [stage.cost for stage in plan.stages]
     streamed, submeshes = plan.streamed(), submeshes_of(plan.stages)
     schedule = plan.tasks() if streamed is None else streamed.schedule
-    versions = [(one.copies - 1) * one.num_bytes for one in plan.weight_versions] or [0.0] * len(costs)
+    versions = [one.further_bytes for one in plan.weight_versions] or [0.0] * len(costs)
     flight_bytes = bytes_during_tasks(schedule, costs)
     uses = []
     for submesh, (order, during_tasks) in enumerate(zip(schedule.orders, flight_bytes, strict=True)):

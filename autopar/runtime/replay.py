@@ -300,6 +300,12 @@ class Part:
         """Define the result of an equation."""
         self.replay.shardings.define(self.scope, self.replay.trace.equations[n], [value])
 
+    def replace(self, position: int, value: Any) -> None:
+        """Let a value that was computed be another one from now on, in its sharding."""
+        path = self.replay.shardings.at_definition.get(position, ())
+        self.scope.values[position] = self.replay.shardings.defined(position, value, path[-1:])
+        self.scope.resharded.pop(position, None)
+
     def operand(self, n: int, i: int) -> Any:
         """An operand of an equation with its planned sharding."""
         atom = self.replay.trace.equations[n].operands[i]

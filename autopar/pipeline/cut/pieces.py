@@ -15,8 +15,9 @@ from autopar.frontend.trace import Trace
 from autopar.pipeline.cut.extract_stages import Port
 from autopar.transforms.microbatch.units import Unit, backward_of
 
-#: How often a value is made: once per step, once per microbatch, or carried from microbatch to microbatch.
-SlotKind = Literal["once", "each", "carry"]
+#: How often a value is made: once per step, once per microbatch, or carried from microbatch to microbatch. What corrected updates
+#: read besides: the velocity of the weight with this number, and the factor of step sizes.
+SlotKind = Literal["once", "each", "carry", "velocity", "scale"]
 
 #: When a piece outside the loop can run: 0 before the loop or 1 after it, then how many times values have passed
 #: between stages.

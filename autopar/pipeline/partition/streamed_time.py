@@ -18,7 +18,15 @@ from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.tasks import Edges, Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
-from autopar.pipeline.schedule.versions import alive_during, delays_of, most_kept, versions_read
+from autopar.pipeline.schedule.versions import (
+    alive_during,
+    delays_of,
+    distances_of,
+    mean_by_stage,
+    most_corrected,
+    most_kept,
+    versions_read,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,15 @@ class StreamedTime:
         """The most versions of each stage's weights that are alive at once."""
         return most_kept(self.schedule, self.reads)
 
+    def corrected(self) -> tuple[int, ...]:
+        """The most versions of each stage's weights, moved back for backward passes, that are alive at once."""
+        return most_corrected(self.schedule, self.reads)
+
+    def further_copies(self) -> tuple[int, ...]:
+        """The copies of each stage's weights beside one: further versions, those moved back, and velocities."""
+        each = zip(self.copies(), self.corrected(), strict=True)
+        return tuple(copies - 1 + corrected + bool(corrected) for copies, corrected in each)
+
     def alive(self) -> dict[Task, tuple[int, ...]]:
         """The versions of its stage's weights that are alive during each task."""
         return alive_during(self.schedule, self.reads)
@@ -62,6 +79,16 @@ class StreamedTime:
 def num_filling(num_stages: int, num_microbatches: int) -> int:
     """The number of batches after which every version, and every lifetime of one, is that of a filled pipeline."""
     return -(-2 * num_stages // num_microbatches) + 3
+
+
+def lateness(kind: ScheduleKind, num_stages: int, num_microbatches: int) -> tuple[tuple[float, float], ...]:
+    """For each stage, means over the microbatches of a batch after filling, in updates: the delay of gradients, and the distance
+    between the versions that backward and forward pass read."""
+    count = num_filling(num_stages, num_microbatches)
+    reads = versions_read(build(kind, num_stages, num_microbatches, num_updates=count), kind.reads, num_microbatches)
+    delays, distances = delays_of(reads, num_microbatches), distances_of(reads)
+    means = (mean_by_stage(one, num_stages, num_microbatches) for one in (delays, distances))
+    return tuple(zip(*means, strict=True))
 
 
 def streamed_time(

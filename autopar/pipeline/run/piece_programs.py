@@ -26,8 +26,10 @@ from autopar.pipeline.cut.pieces import Layout, Level, Piece, Pieces, Slot
 from autopar.pipeline.cut.replicas import accumulators, check_effects
 from autopar.pipeline.cut.stage_programs import StageProgram
 from autopar.pipeline.cut.wires import taken_shardings
+from autopar.pipeline.run.corrected_update import CorrectedUpdates
 from autopar.pipeline.run.deferred_reductions import ConstrainedShardings, accumulate, initial
 from autopar.pipeline.run.exchanged import Exchanged, ExchangedForms
+from autopar.pipeline.run.links import Link, resharding, run_links
 from autopar.pipeline.run.same_program import is_same_program
 from autopar.pipeline.run.uneven_values import UnevenValues
 from autopar.plans.plan import Plan
@@ -65,32 +67,6 @@ class Send:
     what: Slot | int
     planned: NamedSharding
     sharding: NamedSharding
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One of the jitted programs that a piece runs, one after another, over a list of arrays.
-
-    Args:
-        jitted: a function of arrays.
-        out_shardings: the shardings of its results; None where XLA chooses.
-        places: the positions in the list that it reads and replaces; None where it makes a new list of the whole one.
-    """
-
-    jitted: Any
-    out_shardings: tuple[NamedSharding | None, ...]
-    places: tuple[int, ...] | None = None
-
-    def taken(self, flat: Sequence[Any]) -> list[Any]:
-        """Its arguments."""
-        return list(flat) if self.places is None else [flat[i] for i in self.places]
-
-    def after(self, flat: Sequence[Any], results: Sequence[Any]) -> list[Any]:
-        """The list after it, given its results."""
-        if self.places is None:
-            return list(results)
-        replaced = dict(zip(self.places, results, strict=True))
-        return [replaced.get(i, value) for i, value in enumerate(flat)]
 
 
 #: Compiled pieces: by a key that is cheap to compare, the jitted functions and their traces.
@@ -162,7 +138,7 @@ class PieceProgram:
         """
         if jax_compat.needs_one_mesh(self.jit(()).trace(*values)):
             self.links = self._on_one_mesh(donated, values)
-            self.jitted = functools.partial(_run_links, self.links)
+            self.jitted = functools.partial(run_links, self.links)
             return
         usable = self._usable(donated, values, self._out_shardings)
         jitted = self.jit(usable)
@@ -194,8 +170,8 @@ class PieceProgram:
             for slot, value in zip(slots, values, strict=True)
         ]
         first = sum(self.counts[1])
-        receive = _resharding({i: sharding for i, sharding in enumerate(arriving) if sharding is not None})
-        send = _resharding({first + i: one.sharding for i, one in enumerate(self.sends)})
+        receive = resharding({i: sharding for i, sharding in enumerate(arriving) if sharding is not None})
+        send = resharding({first + i: one.sharding for i, one in enumerate(self.sends)})
         received = [
             value if sharding is None else jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
             for value, sharding in zip(values, arriving, strict=True)
@@ -233,10 +209,14 @@ class StagePieces:
         aliases: slots that equal another slot, which is used instead.
         partial: the accumulators that are reduced over devices after the loop, by their value in the loop.
         exchanged: what replicas of the stage exchange after their microbatches: accumulators and rows of stacks.
+        corrected: how an asynchronous pipeline corrects updates; None if it does not.
     """
 
-    def __init__(self, stage: PlannedStage, pieces: Pieces, layout: Layout) -> None:
+    def __init__(
+        self, stage: PlannedStage, pieces: Pieces, layout: Layout, corrected: CorrectedUpdates | None = None
+    ) -> None:
         plan, trace = stage.plan, layout.trace
+        self.corrected = corrected
         self.stage, self.pieces, self.layout = stage, pieces, layout
         self.replay = Replay(plan, trace, stage.mesh)
         self.entered = {leave: enter for enter, leave in layout.carries.items()}
@@ -298,7 +278,9 @@ class StagePieces:
         gives = tuple(slot for slot in piece.gives if slot in wanted and slot not in self.aliases)
         ports = self.stage.program.outputs
         results = tuple((i, self.out_shardings[ports[i]]) for i in piece.outputs if ports[i].kind == "result")
-        takes = self._in_order_of(self.taken(piece), gives, [i for i, _ in results])
+        read, made = self.corrected.slots(piece) if self.corrected is not None else ([], [])
+        gives = (*gives, *made)
+        takes = self._in_order_of((*self.taken(piece), *read), gives, [i for i, _ in results])
         of_all = num_microbatches if key in self.pieces.around else 1
         is_around = key in self.pieces.around
         of_replicas = 1 + len(self.stage.replicas)
@@ -307,7 +289,7 @@ class StagePieces:
             for slot in takes
         ]
         counts = tuple(each), tuple(_count(slot, of_all) for slot in gives)
-        pinned = [self.exchanged[slot].sharding if slot in self.exchanged else None for slot in gives]
+        pinned = [self._pinned(slot) for slot in gives]
         kept = tuple(itertools.chain.from_iterable(map(itertools.repeat, pinned, counts[1])))
         program = PieceProgram(
             piece,
@@ -330,7 +312,17 @@ class StagePieces:
         """XLA's options of the stage's plan on its devices."""
         return execute.jit_options(self.stage.plan, self.stage.mesh).get("compiler_options", {})
 
+    def argument_sharding(self, value: int) -> NamedSharding:
+        """The sharding of an argument, by its value."""
+        return self.shardings[self.layout.inputs[value]]
+
     # -- helpers -----------------------------------------------------------------------------
+
+    def _pinned(self, slot: Slot) -> NamedSharding | None:
+        """The sharding in which a piece leaves a slot; None where XLA may choose."""
+        if slot.kind == "velocity":
+            return self.argument_sharding(slot.value)
+        return self.exchanged[slot].sharding if slot in self.exchanged else None
 
     def _combined(self, slot: Slot, replicas: Sequence[Any]) -> Any:
         """An accumulator, from those of all replicas in their order."""
@@ -373,8 +365,12 @@ class StagePieces:
         def run(*flat: Any) -> list[Any]:
             arguments = iter(flat)
             values: dict[int, Any] = {}
+            besides: dict[Slot, Any] = {}
             for slot, count in zip(program.takes, program.counts[0], strict=True):
                 given = itertools.islice(arguments, count)
+                if slot.kind in ("velocity", "scale"):
+                    (besides[slot],) = given
+                    continue
                 arrays = [self.uneven.whole(slot.value, self._as_planned(slot, one, arrivals)) for one in given]
                 is_stack = slot.kind == "each" and not in_loop
                 values[slot.value] = tuple(arrays) if is_stack else self._combined(slot, arrays)
@@ -390,6 +386,7 @@ class StagePieces:
             for what, start, stop in piece.steps:
                 if what == "run":
                     part.run(start, stop)
+                    besides.update(self.corrected.after(part, start, stop, besides) if self.corrected else ())
                 elif what == "enter":
                     slot = equations[start].results[0]
                     out[slot] = self._initial(slot, part.enter(start))
@@ -407,6 +404,9 @@ class StagePieces:
                     part.define(start, jnp.stack(value) if equations[start].stacks else value)
             gives: list[Any] = []
             for slot, count in zip(program.gives, program.counts[1], strict=True):
+                if slot in besides:
+                    gives.append(besides[slot])
+                    continue
                 value = out[slot.value] if slot.value in out else part.value(slot.value)
                 each = value if isinstance(value, tuple) else (value,) * count
                 gives += [self.uneven.padded(slot.value, one) for one in each]
@@ -447,19 +447,6 @@ class StagePieces:
 def _count(slot: Slot, of_all: int) -> int:
     """The number of arrays of a slot."""
     return of_all if slot.kind == "each" else 1
-
-
-def _resharding(shardings: Mapping[int, NamedSharding]) -> tuple[Link, ...]:
-    """The program that gives some arrays of a list other shardings, by their positions; none if there are none."""
-    out = tuple(shardings.values())
-    return (Link(jax.jit(lambda *flat: flat, out_shardings=out), out, tuple(shardings)),) if out else ()
-
-
-def _run_links(links: Sequence[Link], *flat: Any) -> list[Any]:
-    values = list(flat)
-    for one in links:
-        values = one.after(values, one.jitted(*one.taken(values)))
-    return values
 
 
 def _raw(value: Any) -> Any:

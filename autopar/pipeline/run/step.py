@@ -23,6 +23,7 @@ from autopar.pipeline.run.executor import Pipeline, PlannedStage
 from autopar.pipeline.run.measured import run_measured
 from autopar.pipeline.run.stacked_leaves import over_replicas, sharding_of_parts
 from autopar.pipeline.run.stream import StreamedPipeline
+from autopar.pipeline.schedule.corrections import Corrections
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.runtime import jit as execute
@@ -150,18 +151,23 @@ class PipelinedStep:
         leaves, timeline = run_measured(self.pipeline, jax.tree.leaves(trees))
         return self._returned(leaves), timeline
 
-    def streamed(self, kind: ScheduleKind, of_batch: Collection[int]) -> StreamedPipeline:
+    def streamed(
+        self, kind: ScheduleKind, of_batch: Collection[int], corrections: Corrections | None = None
+    ) -> StreamedPipeline:
         """The step as a pipeline that streams batches.
 
         Args:
             kind: an asynchronous schedule.
             of_batch: positions of arguments that are new in each batch.
+            corrections: of updates and backward passes; None for none.
 
         Raises:
             ScheduleError: the step cannot run asynchronously.
         """
         paths = [tensor.path for tensor in self.plan.inputs]
-        return StreamedPipeline(self.pipeline, kind, self.plan.num_microbatches, of_batch, paths)
+        return StreamedPipeline(
+            self.pipeline, kind, self.plan.num_microbatches, of_batch, paths, corrections=corrections
+        )
 
     def renewed(self, leaves: Sequence[Any]) -> None:
         """Let later calls reuse the memory of state, given all leaves of a result."""

@@ -18,13 +18,16 @@ from autopar.pipeline.cut.extract_stages import LeafKey
 from autopar.pipeline.cut.pieces import Layout, pieces_of
 from autopar.pipeline.cut.pieces_by_version import versioned
 from autopar.pipeline.run.executor import Pipeline
+from autopar.pipeline.run.given_to_updates import GivenToUpdates, corrected_updates
 from autopar.pipeline.run.instructions import absent, by_leaf
 from autopar.pipeline.run.levels import levels_of
+from autopar.pipeline.run.moved_back import MovingBack
 from autopar.pipeline.run.piece_programs import StagePieces
 from autopar.pipeline.run.sent_by_pieces import ProgramsOfPieces
 from autopar.pipeline.run.stacked_leaves import assembled
 from autopar.pipeline.run.stream_listing import Streamed, StreamListing
 from autopar.pipeline.run.stream_program import Store, StreamProgram, Window
+from autopar.pipeline.schedule.corrections import Corrections
 from autopar.pipeline.schedule.kind import ScheduleKind
 
 
@@ -50,6 +53,7 @@ class StreamedPipeline:
         num_microbatches: the number of microbatches per batch, which is one update.
         of_batch: positions of arguments that are new in each batch.
         names: the path of each argument.
+        corrections: of updates and backward passes; None for none.
 
     Raises:
         ScheduleError: the step cannot run asynchronously.
@@ -63,6 +67,7 @@ class StreamedPipeline:
         of_batch: Collection[int],
         names: Sequence[str],
         compiler_options: Mapping[str, Any] | None = None,
+        corrections: Corrections | None = None,
     ) -> None:
         self.pipeline = pipeline
         stages = pipeline.stages
@@ -70,22 +75,30 @@ class StreamedPipeline:
         levels = levels_of([one.program for one in stages], layouts)
         whole = [pieces_of(layout, level) for layout, level in zip(layouts, levels, strict=True)]
         outputs = [one.program.outputs for one in stages]
-        sources = versioned(layouts, whole, outputs, pipeline.carried, of_batch, dict(enumerate(names)))
-        each = zip(stages, sources.stages, layouts, strict=True)
-        pieces = [StagePieces(stage, own.pieces, layout) for stage, own, layout in each]
+        paths = dict(enumerate(names))
+        sources = versioned(layouts, whole, outputs, pipeline.carried, of_batch, paths)
+        corrected = corrected_updates(
+            kind, corrections, layouts, whole, outputs, pipeline.carried, num_microbatches, paths
+        )
+        each = zip(stages, sources.stages, layouts, corrected, strict=True)
+        pieces = [StagePieces(stage, own.pieces, layout, how) for stage, own, layout, how in each]
         programs = ProgramsOfPieces(pieces, pipeline.instances, pipeline.arguments, num_microbatches, compiler_options)
-        self.streamed = Streamed(pieces, sources, pipeline.arguments, programs, pipeline.carried, num_microbatches)
+        self.streamed = Streamed(
+            pieces, sources, pipeline.arguments, programs, pipeline.carried, num_microbatches, MovingBack(pieces)
+        )
         self.program = StreamProgram(self.streamed, kind)
+        self.corrected = GivenToUpdates(self.streamed, self.program.key, kind, corrections)
         self.batch_leaves = frozenset(leaf for leaf in pipeline.homes if leaf[0] in of_batch)
         self.state = dict(self._state())
 
-    def start(self, leaves: Sequence[Any]) -> Stream:
+    def start(self, leaves: Sequence[Any], num_before: int = 0) -> Stream:
         """A stream that begins with this state.
 
         Args:
             leaves: the leaves of the step's arguments; those of the batch are not read.
+            num_before: the number of updates of earlier streams.
         """
-        return Stream(self, leaves)
+        return Stream(self, leaves, num_before)
 
     def _state(self) -> Any:
         listing = StreamListing(self.streamed, {})
@@ -107,13 +120,14 @@ class Stream:
         num_batches: the number of batches taken so far.
     """
 
-    def __init__(self, streamed: StreamedPipeline, leaves: Sequence[Any]) -> None:
-        self.whole, self.num_batches = streamed, 0
+    def __init__(self, streamed: StreamedPipeline, leaves: Sequence[Any], num_before: int) -> None:
+        self.whole, self.num_batches, self.num_before = streamed, 0, num_before
         self.store: Store = {}
         self._is_broken = False
         state = [leaf for leaf in streamed.pipeline.homes if leaf not in streamed.batch_leaves]
         window = streamed.program.batch(0).on(self.store)
         streamed.pipeline.arguments.place(leaves, window, state)
+        self.store.update(streamed.corrected.at_start())
 
     def push(self, leaves: Sequence[Any]) -> list[Any] | None:
         """Dispatch the tasks that begin with a batch.
@@ -130,6 +144,7 @@ class Stream:
         self._is_broken = True  # until all is dispatched
         first = Window(self.store, run.keys, self.num_batches)
         self.whole.pipeline.arguments.place(leaves, first, self.whole.batch_leaves)
+        self.store.update(self.whole.corrected.of_update(self.num_batches, self.num_before))
         window = run.on(self.store)
         for one in run.steps:
             one.run(window)

@@ -23,9 +23,11 @@ from autopar.pipeline.run.arguments import PipelineArguments
 from autopar.pipeline.run.broadcast import Broadcaster, is_small
 from autopar.pipeline.run.calls_and_moves import Broadcast, Call, Move
 from autopar.pipeline.run.instructions import Result, absent
+from autopar.pipeline.run.moved_back import MovingBack
 from autopar.pipeline.run.piece_programs import Key, StagePieces
 from autopar.pipeline.run.sent_by_pieces import ProgramsOfPieces
 from autopar.pipeline.schedule.tasks import Task
+from autopar.pipeline.schedule.versions import distances_of
 
 #: What a register holds, and the batch or version that it is of; None for constants.
 Name = tuple[Hashable, int | None]
@@ -41,6 +43,7 @@ class Streamed:
         sources: their pieces and values by what they depend on.
         carried: the result that replaces each carried argument.
         num_microbatches: the number of microbatches per batch, which is one update.
+        moving_back: the programs that correct the weights which backward passes read.
     """
 
     stages: Sequence[StagePieces]
@@ -49,6 +52,7 @@ class Streamed:
     programs: ProgramsOfPieces
     carried: Mapping[LeafKey, LeafKey]
     num_microbatches: int
+    moving_back: MovingBack
 
     def is_of_batch(self, leaf: LeafKey) -> bool:
         """Whether an argument is new in each batch, given by the caller."""
@@ -117,12 +121,12 @@ class StreamListing:
     """
 
     def __init__(self, streamed: Streamed, reads: Mapping[Task, int]) -> None:
-        self.streamed, self.reads = streamed, reads
+        self.streamed, self.reads, self.distances = streamed, reads, distances_of(reads)
         self.stages, self.argument_of = streamed.stages, streamed.argument_of
         self.listed = Listed()
         self.at: dict[Name, int] = {}
         self.stage_of: list[int] = []
-        self.done: set[tuple[int, Level, int | None, int | None]] = set()
+        self.done: set[tuple[int, Level, int | None, int | None, int]] = set()
         #: The piece before the loop that makes each slot, and that of each result.
         self.producers: list[dict[Slot, Level]] = []
         self.result_producers: list[dict[LeafKey, Level]] = []
@@ -154,19 +158,29 @@ class StreamListing:
 
     # -- names -------------------------------------------------------------------------------
 
-    def _name(self, s: int, slot: Slot, n: int, v: int, i: int | None = None, *, leaf: LeafKey | None = None) -> Name:
+    def _name(
+        self, s: int, slot: Slot, n: int, v: int, i: int | None = None, *, leaf: LeafKey | None = None, back: int = 0
+    ) -> Name:
         """The name of a slot, for batch n and version v.
 
         Args:
             i: the microbatch of the batch, if each has its own.
             leaf: the argument, if the slot is one.
+            back: the number of updates by which version v is moved back.
         """
+        if slot.kind in ("velocity", "scale"):
+            return (s, slot), v
         sources = self.streamed.sources.stages[s].of(slot) if leaf is None else self.streamed.sources.leaves[leaf]
         if leaf is not None and not sources:
             return (s, slot), None
         if "version" not in sources:
             return (s, slot, i), n
-        return ((s, slot, i), v) if "batch" not in sources else ((s, slot, i, n - v), n)
+        moved = ("moved back", back) if back and (leaf is None or self._moves_back(s, slot)) else ()
+        return ((s, slot, i, *moved), v) if "batch" not in sources else ((s, slot, i, n - v, *moved), n)
+
+    def _moves_back(self, s: int, slot: Slot) -> bool:
+        corrected = self.stages[s].corrected
+        return corrected is not None and slot.value in corrected.moved
 
     def named(self, leaf: LeafKey, s: int, slot: Slot) -> Name:
         """The name of an argument on a stage, for batch 0 or version 0."""
@@ -188,7 +202,8 @@ class StreamListing:
         s, v = task.stage, self.reads[task]
         if task.phase != "update":
             if task.phase in self.stages[s].whole:
-                self._call(s, task.phase, task, n, v, i)
+                corrects = self.stages[s].corrected is not None
+                self._call(s, task.phase, task, n, v, i, self.distances.get(task, 0) if corrects else 0)
             return
         for key in self.stages[s].whole:
             if isinstance(key, tuple) and key[0]:
@@ -196,20 +211,24 @@ class StreamListing:
         for key in dict.fromkeys(self.result_producers[s].values()):
             self._before(s, key, n, v)
 
-    def _before(self, s: int, key: Level, n: int, v: int) -> None:
+    def _before(self, s: int, key: Level, n: int, v: int, back: int = 0) -> None:
         """A piece before the loop, once for each batch and version that it depends on."""
         group = key[-1]
         if group == 1:  # what it returns belongs to the batch whose update reads this version
             n = v
-        once = s, key, n, v if group in (1, 2) else None
+        once = (s, key, n, v, back) if group in (1, 2) else (s, key, n, None, 0)
         if once not in self.done:
             self.done.add(once)
-            self._call(s, key, None, n, v, None)
+            self._call(s, key, None, n, v, None, once[-1])
 
-    def _call(self, s: int, key: Key, task: Task | None, n: int, v: int, i: int | None) -> None:
+    def _call(self, s: int, key: Key, task: Task | None, n: int, v: int, i: int | None, back: int = 0) -> None:
         program = self.streamed.programs.programs[s][key]
-        reads = tuple(self._registers(s, program.takes, program.counts[0], n, v, i, made=False))
-        writes = [*self._registers(s, program.gives, program.counts[1], n, v, i, made=True)]
+        reads = tuple(self._registers(s, program.takes, program.counts[0], n, v, i, back, made=False))
+        writes = [*self._registers(s, program.gives, program.counts[1], n, v, i, back, made=True)]
+        if back and task is None:  # its results are those of the version as it is
+            unread = [self._new((("unread", s, key, j, n - v, back), n), s) for j in range(len(program.results))]
+            self._steps.append(Call(program, s, key, task, reads, (*writes, *unread)))
+            return
         sends = [self._new((("sent", s, key, j, i), n), s) for j in range(len(program.sends))]
         results = [self._result(s, position, n, v) for position, _ in program.results]
         self._steps.append(Call(program, s, key, task, reads, (*writes, *sends, *results)))
@@ -225,21 +244,43 @@ class StreamListing:
             self._returned(s, position, sharding, register, n)
 
     def _registers(
-        self, s: int, slots: Sequence[Slot], counts: Sequence[int], n: int, v: int, i: int | None, *, made: bool
+        self,
+        s: int,
+        slots: Sequence[Slot],
+        counts: Sequence[int],
+        n: int,
+        v: int,
+        i: int | None,
+        back: int = 0,
+        *,
+        made: bool,
     ) -> Iterator[int]:
         """The registers of slots: those that a piece reads, which exist or are made first, or those that it makes."""
         for slot, count in zip(slots, counts, strict=True):
             leaf = self._leaf(s, slot)
             for one in (range(count) if i is None else [i]) if slot.kind == "each" else [None]:
-                name = self._name(s, slot, n, v, one, leaf=leaf)
+                after = v + (made and slot.kind == "velocity")
+                name = self._name(s, slot, n, after, one, leaf=leaf, back=back)
                 if name not in self.at:
-                    if made or (leaf is not None and self.streamed.is_of_batch(leaf)):
+                    is_given = slot.kind in ("velocity", "scale") or (
+                        leaf is not None and self.streamed.is_of_batch(leaf)
+                    )
+                    if made or is_given:
                         self._new(name, s)
-                    elif leaf is not None:
-                        self._carried(leaf, s, slot, n, v)
+                    elif leaf is None:
+                        self._before(s, self.producers[s][slot], n, v, back)
+                    elif back and self._moves_back(s, slot):
+                        self._moved_back(s, slot, name, leaf, v, back)
                     else:
-                        self._before(s, self.producers[s][slot], n, v)
+                        self._carried(leaf, s, slot, n, v)
                 yield self.at[name]
+
+    def _moved_back(self, s: int, slot: Slot, name: Name, leaf: LeafKey, v: int, back: int) -> None:
+        """Version v of a weight, moved back by some updates."""
+        program = self.streamed.moving_back.program(s, slot, back)
+        velocity = next(self._registers(s, program.takes[1:], (1,), v, v, None, made=False))
+        reads = self.at[self._name(s, slot, v, v, leaf=leaf)], velocity
+        self._steps.append(Call(program, s, f"moved back {slot.value} {back}", None, reads, (self._new(name, s),)))
 
     def _carried(self, leaf: LeafKey, s: int, slot: Slot, n: int, v: int) -> None:
         """State of batch n that its home stage computes without weights, on a stage."""

@@ -1,4 +1,4 @@
-"""Order tasks of pipelines that do not wait for updates: AMPNet, PipeDream, PipeDream-2BW.
+"""Order tasks of pipelines that do not wait for updates: AMPNet, PipeDream, PipeDream-2BW, PipeMare.
 
 Microbatches of one batch follow those of the batch before without a pause. Each stage alternates one forward and one
 backward pass, as in 1F1B, and updates its weights as soon as it has the gradients of a whole batch. After filling, no
@@ -16,7 +16,14 @@ from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind, one_stag
 from autopar.pipeline.schedule.objective import Objective
 from autopar.pipeline.schedule.one_forward_one_backward import alternating
 from autopar.pipeline.schedule.tasks import Edges, Orders, Task, synchronous_needs
-from autopar.pipeline.schedule.versions import DOUBLE_BUFFER, LATEST, STASH, VERTICAL, VersionRule
+from autopar.pipeline.schedule.versions import (
+    DOUBLE_BUFFER,
+    LATEST,
+    LATEST_CORRECTED,
+    STASH,
+    VERTICAL,
+    VersionRule,
+)
 
 
 def _streamed(shape: PipelineShape) -> Orders:
@@ -95,8 +102,11 @@ PIPEDREAM = _kind("pipedream", "Streams batches; a backward pass reads the weigh
 VERTICAL_SYNC = _kind("vertical", "Streams batches; all stages read one version for a microbatch.", VERTICAL)
 TWO_BW = _kind("2bw", "Streams batches; all stages read the version before that of the batch.", DOUBLE_BUFFER)
 AMPNET = _kind("ampnet", "Streams batches; every task reads the latest weights.", LATEST)
+PIPEMARE = _kind(
+    "pipemare", "Streams batches; every task reads the latest weights, which backward passes correct.", LATEST_CORRECTED
+)
 
 #: The asynchronous schedules, by the name that `consistency=` takes.
 ASYNCHRONOUS: Mapping[str, ScheduleKind] = MappingProxyType(
-    {kind.name: kind for kind in (PIPEDREAM, VERTICAL_SYNC, TWO_BW, AMPNET)}
+    {kind.name: kind for kind in (PIPEDREAM, VERTICAL_SYNC, TWO_BW, AMPNET, PIPEMARE)}
 )

@@ -51,6 +51,8 @@ class VersionRule:
         backward: the same for a backward pass; None if it reads what its forward pass read.
         is_synchronous: whether all tasks of a step read the version with which it starts.
         needs_filled: whether it is defined only for at least as many microbatches per update as stages.
+        corrects: whether a backward pass moves the weights that it reads back to the version of its forward pass, along their
+            velocity: the moving average of their differences.
     """
 
     description: str
@@ -58,6 +60,7 @@ class VersionRule:
     backward: Callable[[Moment], int] | None = None
     is_synchronous: bool = False
     needs_filled: bool = False
+    corrects: bool = False
 
 
 #: GPipe, 1F1B and all others that empty the pipeline before they update.
@@ -75,6 +78,13 @@ DOUBLE_BUFFER = VersionRule(
 )
 #: AMPNet (Gaunt et al., 2017): no stage keeps an old version.
 LATEST = VersionRule("the latest version, forward and backward", lambda at: at.applied, lambda at: at.applied)
+#: PipeMare's discrepancy correction (Yang et al., 2021).
+LATEST_CORRECTED = VersionRule(
+    "the latest version; the backward pass moves it back to that of its forward pass, along the velocity of the weights",
+    lambda at: at.applied,
+    lambda at: at.applied,
+    corrects=True,
+)
 
 
 class Read(NamedTuple):
@@ -118,6 +128,26 @@ def versions_read(schedule: Schedule, rule: VersionRule, per_update: int) -> dic
     return found
 
 
+def distances_of(reads: Mapping[Task, int]) -> dict[Task, int]:
+    """For each backward pass, the number of updates between the version that it reads and that of its forward pass."""
+    return {
+        task: version - reads[Task(task.stage, task.microbatch, "forward")]
+        for task, version in reads.items()
+        if task.phase == "backward"
+    }
+
+
+def mean_by_stage(numbers: Mapping[Task, int], num_stages: int, per_update: int) -> tuple[float, ...]:
+    """The mean of delays or distances on each stage, over the microbatches of an update after filling.
+
+    Args:
+        numbers: of the passes of several batches more than the pipeline has in flight.
+    """
+    last = max(task.microbatch for task in numbers) // per_update
+    of_one = [task for task in numbers if task.microbatch // per_update == last]
+    return tuple(sum(numbers[task] for task in of_one if task.stage == s) / per_update for s in range(num_stages))
+
+
 def log_of(reads: Mapping[Task, int]) -> Iterator[Read]:
     """The log of what forward and backward passes read, by stage and microbatch."""
     for task in sorted(task for task in reads if task.phase == "forward"):
@@ -148,6 +178,21 @@ def most_kept(schedule: Schedule, reads: Mapping[Task, int]) -> tuple[int, ...]:
     most = [0] * schedule.num_stages
     for task, versions in alive_during(schedule, reads).items():
         most[task.stage] = max(most[task.stage], len(versions))
+    return tuple(most)
+
+
+def most_corrected(schedule: Schedule, reads: Mapping[Task, int]) -> tuple[int, ...]:
+    """For each stage, the largest number of corrected versions that are alive at once, each from its first reader to its
+    last."""
+    distances, most = distances_of(reads), [0] * schedule.num_stages
+    for order in schedule.orders:
+        of = {task: (task.stage, reads[task], distances[task]) for task in order if distances.get(task)}
+        last = {one: task for task, one in of.items()}
+        alive: set[tuple[int, int, int]] = set()
+        for task, one in of.items():
+            alive.add(one)
+            most[task.stage] = max(most[task.stage], sum(other[0] == task.stage for other in alive))
+            alive -= {one} if last[one] == task else set()
     return tuple(most)
 
 

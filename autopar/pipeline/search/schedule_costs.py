@@ -1,4 +1,4 @@
-"""Change costs of stages to what a schedule has of them: an unsplit backward pass, and replicas of stages.
+"""Change costs of stages to what a schedule has of them: an unsplit backward pass, replicas of stages, and corrected weights.
 
 In: the cost of a stage, of all runs of layers, or tables of them.
 Out: the same kind.
@@ -12,6 +12,7 @@ from dataclasses import replace
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.partition.cluster import SubmeshShape
 from autopar.pipeline.partition.problem import CostTables, Stage, StageCost
+from autopar.pipeline.schedule.kind import ScheduleKind
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
 
@@ -22,10 +23,14 @@ def unsplit_backward(cost: StageCost) -> StageCost:
 
 
 def combining(
-    costs: Sequence[StageCost], stages: Sequence[Stage], profiles: Mapping[str, HardwareProfile]
+    costs: Sequence[StageCost], stages: Sequence[Stage], profiles: Mapping[str, HardwareProfile], kind: ScheduleKind
 ) -> list[StageCost]:
-    """The costs of stages whose updates read what other replicas accumulated, too."""
-    read_bytes = [len(stage.replicas) * cost.accumulated_bytes for cost, stage in zip(costs, stages, strict=True)]
+    """The costs of stages whose updates read what other replicas accumulated, too, or correct weights: an update reads and writes
+    velocities, and weights and velocities are read, and the former written, to move them back. Weights take about as many bytes as
+    what is accumulated for them."""
+    last = len(stages) - 1
+    passes = [len(stage.replicas) + 5 * (kind.reads.corrects and n < last) for n, stage in enumerate(stages)]
+    read_bytes = [count * cost.accumulated_bytes for count, cost in zip(passes, costs, strict=True)]
     rates = [profiles[stage.submesh.shape.kind].memory_bytes_per_s for stage in stages]
     return [
         replace(cost, update_s=cost.update_s + num_bytes / rate) if num_bytes else cost

@@ -368,7 +368,7 @@ class StageSearch:
         partition: Partition,
         exchanges: Sequence[Exchange] | None = None,
     ) -> StagedStep:
-        costs = combining(costs, stages, self.profiles)
+        costs = combining(costs, stages, self.profiles, kind)
         given = self.exchanges(stages) if exchanges is None else exchanges
         sends = sends_of(given, stages, self.cluster, self.profiles, costs)
         edges = chain_with(len(stages), edges_between(sends))
@@ -436,8 +436,8 @@ def _streamed(
     partition: Partition,
 ) -> StagedStep:
     """An asynchronous step. A version of the weights takes about as many bytes as gradients."""
-    held = zip(streamed.peak_bytes, streamed.copies(), costs, strict=True)
-    peaks = tuple(peak + (copies - 1) * cost.accumulated_bytes for peak, copies, cost in held)
+    held = zip(streamed.peak_bytes, streamed.further_copies(), costs, strict=True)
+    peaks = tuple(peak + copies * cost.accumulated_bytes for peak, copies, cost in held)
     return StagedStep(
         stages=tuple(stages),
         costs=tuple(costs),
