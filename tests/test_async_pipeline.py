@@ -86,7 +86,7 @@ def run(stream: Stream, each: list[list[Any]]) -> tuple[list[Any], list[Any]]:
 # -- numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("m", [1, 2, 8])
@@ -106,7 +106,7 @@ def test_weights_are_those_of_numpy(rule: str, p: int, m: int) -> None:
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("p", range(2, 9))
 def test_weights_are_bit_for_bit_those_of_the_pieces_run_in_sequence(rule: str, p: int) -> None:
@@ -284,6 +284,39 @@ def test_one_batch_alone_is_a_synchronous_step() -> None:
     expected, expected_loss = jax.jit(layered_step(optax.adam(1e-2)))(state, batches[0])
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), ended, expected)
+    # A step that was called, or planned, before streams like another.
+    losses = [float(one) for one in step.stream(state, batches)]
+    step.drain()
+    other, _, _ = decorated()
+    assert [float(one) for one in other.stream(state, batches)] == losses
+
+
+def test_an_iterator_of_batches_that_fails_loses_nothing() -> None:
+    step, state, batches = decorated()
+    expected = [float(loss) for loss in step.stream(state, batches)]
+    ended = step.drain()
+
+    def failing() -> Iterator[Any]:
+        yield from batches[:3]
+        raise OSError("the file is gone")
+
+    losses: list[float] = []
+    with pytest.raises(OSError, match="the file is gone"):
+        losses.extend(float(loss) for loss in step.stream(state, failing()))
+    losses = expected[:3] + [float(loss) for loss in step.stream(None, batches[3:])]
+    assert losses == expected
+    jax.tree.map(np.testing.assert_array_equal, step.drain(), ended)
+
+
+def test_a_stream_that_was_made_and_not_begun_is_refused_after_another() -> None:
+    step, state, batches = decorated()
+    first, second = step.stream(state, batches), step.stream(state, batches)
+    next(first)
+    with pytest.raises(StepSignatureError, match=r"the last stream of .* was not drained"):
+        next(second)
+    step.drain()
+    with pytest.raises(StepSignatureError, match="was drained during the iteration"):
+        next(first)
 
 
 def test_state_without_gradients_belongs_to_the_batch() -> None:

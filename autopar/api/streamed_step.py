@@ -14,6 +14,7 @@ import jax
 
 from autopar.api import make_plan as plan_step
 from autopar.api.parallel_step import ParallelStep
+from autopar.api.stream_snapshot import stream_loaded, stream_taken
 from autopar.api.workers.traced_step import (
     TracedStep,
     arguments_of,
@@ -22,7 +23,7 @@ from autopar.api.workers.traced_step import (
     state_arguments_of,
     taken_apart,
 )
-from autopar.errors import OptionError, StepSignatureError
+from autopar.errors import CheckpointError, OptionError, StepSignatureError
 from autopar.frontend.call import Call, opened
 from autopar.jax_interop.compat import shape_struct
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
@@ -30,6 +31,7 @@ from autopar.pipeline.run.step import PipelinedStep
 from autopar.pipeline.run.stream import Stream, StreamedPipeline
 from autopar.pipeline.schedule.corrections import Consistency
 from autopar.runtime import jit as execute
+from autopar.versions.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,50 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             flight.last = late[-1] if late else flight.last
         return self._state(flight, outputs)
 
+    def snapshot(self) -> Snapshot:
+        """All live versions of the weights and all batches in flight, after the last batch whose results were taken.
+        `StoreCheckpoints` writes it.
+
+        Raises:
+            StepSignatureError: nothing is in flight, or an interrupt has lost it.
+            CheckpointError: there are several processes.
+        """
+        flight = self._in_flight
+        if flight is None or flight.finished is not None:
+            raise StepSignatureError(
+                f"`{self.name}` has no batches in flight: there is nothing to save but the state that `drain()` returns"
+            )
+        if jax.process_count() > 1:
+            raise CheckpointError("snapshots are of one process: save the state that `drain()` returns")
+        kept = {output for _, output in flight.ready.traced.pairs}
+        last = {n: value for n, value in enumerate(flight.last) if n in kept and value is not None}
+        return stream_taken(flight.stream, last)
+
+    def resume(self, snapshot: Snapshot, state: Any, batch: Any, /, **others: Any) -> tuple[None, int]:
+        """Go on from a snapshot of this step, with the plan and the devices that it had.
+
+        Args:
+            state, batch, others: arguments as for `stream`, of which only shapes are read.
+
+        Returns:
+            None, which `stream` takes as the state, and the number of the first batch that is needed.
+
+        Raises:
+            StepSignatureError: the last stream was not drained.
+            StoreError: the snapshot is of another step or plan, or damaged.
+        """
+        self._check_drained()
+        first = state_arguments_of(self.called, state, others)
+        with opened(self.called, arguments_of(self.called, first, batch, others), others) as call:
+            ready, leaves = self._ready_for(call), jax.tree.leaves(call.trees)
+            check_state_first(ready.traced, call, len(first))
+            stream, last = stream_loaded(snapshot, ready.pipeline)
+            self._in_flight = _InFlight(ready, call.key, _skeleton(first), leaves, stream)
+        count = len(ready.run.plan.outputs)
+        self._in_flight.last = [last.get(n) for n in range(count)]
+        self._num_updates = stream.num_before
+        return None, stream.num_batches
+
     # -- helpers -----------------------------------------------------------------------------
 
     def _streamed(self, state: Sequence[Any], batches: Iterator[Any], others: Mapping[str, Any]) -> Iterator[Any]:
@@ -191,8 +237,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             execute.check_not_deleted(call.input_paths, leaves)
             ready = self._ready_for(call)
             check_state_first(ready.traced, call, len(state))
-            skeleton = jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))
-            return _InFlight(ready, call.key, skeleton, leaves, ready.pipeline.start(leaves, self._num_updates))
+            return _InFlight(ready, call.key, _skeleton(state), leaves, ready.pipeline.start(leaves, self._num_updates))
 
     def _ready_for(self, call: Call) -> Ready:
         found = self._ready.get(call.key)
@@ -211,7 +256,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
                 f"`consistency` is {self.kind.name!r}, but the given plan is for {plan.schedule!r}: plan again with"
                 f" `consistency`, or give that of the plan"
             )
-        traced = taken_apart(call, prepared.program, plan.carried)
+        traced = taken_apart(call, prepared.program, plan.carried, self._plans.of(call).results)
         spans = zip(traced.names, traced.spans, strict=True)
         of_batch = [n for name, span in spans if name not in traced.state_names for n in span]
         with self._plans.compiled_kept(plan):
@@ -227,3 +272,8 @@ class StreamedStep(ParallelStep[PipelinePlan]):
         for position, output in pairs:
             leaves[position] = whole[output]
         return flight.ready.traced.state(leaves)
+
+
+def _skeleton(state: Sequence[Any]) -> Any:
+    """State as shapes."""
+    return jax.tree.map(lambda leaf: shape_struct(leaf) if hasattr(leaf, "shape") else leaf, tuple(state))

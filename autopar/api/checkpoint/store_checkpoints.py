@@ -1,7 +1,7 @@
-"""Save and restore versioned stores, and steps that workers run: weights, optimizer state, clocks, pushes that are not applied, and which
-examples were computed.
+"""Save and restore versioned stores, steps that workers run, and streams: weights, optimizer state, clocks, pushes that are not applied,
+which examples were computed, and batches in flight.
 
-In: a folder; a `VersionedStore` or a `WorkersStep`. Out: `StoreCheckpoints`: numbered saves by orbax, written whole or not at all, with a
+In: a folder; a `VersionedStore`, a `WorkersStep` or a `StreamedStep`. Out: `StoreCheckpoints`: numbered saves by orbax, written whole or not at all, with a
 digest of every array.
 """
 
@@ -19,6 +19,7 @@ from autopar.api.checkpoint import state_tree as checkpoint_state
 from autopar.api.checkpoint.background_writes import BackgroundWrites
 from autopar.api.checkpoint.folder import ABOUT, EXTRA, CheckpointFolder, about_of, digest, store
 from autopar.api.checkpoint.state_tree import Leaf
+from autopar.api.streamed_step import StreamedStep
 from autopar.api.workers.step import WorkersStep
 from autopar.errors import CheckpointError
 from autopar.versions.snapshot import Name, Snapshot
@@ -29,7 +30,7 @@ _STORE = "store"
 
 
 class StoreCheckpoints:
-    """Numbered checkpoints of a store, or of a step that workers run, in one folder.
+    """Numbered checkpoints of a store, of a step that workers run, or of batches in flight through stages, in one folder.
 
         with autopar.StoreCheckpoints("run") as checkpoints:
             for number, loss in enumerate(step.stream(state, batches)):
@@ -67,7 +68,12 @@ class StoreCheckpoints:
         return self._saved.extra(self._saved.existing(at))
 
     def save(
-        self, number: SupportsIndex, what: VersionedStore | WorkersStep, *, extra: Any = None, wait: bool = False
+        self,
+        number: SupportsIndex,
+        what: VersionedStore | WorkersStep | StreamedStep,
+        *,
+        extra: Any = None,
+        wait: bool = False,
     ) -> None:
         """Save. Arrays are copied to the host, and then written in the background. Workers of a step finish the iteration that they
         compute, and wait for the copy.
@@ -76,7 +82,7 @@ class StoreCheckpoints:
 
         Args:
             number: it must exceed that of every checkpoint.
-            what: a store, or a step whose workers run.
+            what: a store, or a step whose workers run, or with batches in flight.
             extra: JSON types.
             wait: return only when everything is written.
 
@@ -103,7 +109,9 @@ class StoreCheckpoints:
     @overload
     def restore(self, what: VersionedStore, *, at: int | None = None) -> None: ...
     @overload
-    def restore(self, what: WorkersStep, *args: Any, at: int | None = None, **kwargs: Any) -> tuple[Any, int]: ...
+    def restore(
+        self, what: WorkersStep | StreamedStep, *args: Any, at: int | None = None, **kwargs: Any
+    ) -> tuple[Any, int]: ...
     def restore(self, what: Any, *args: Any, at: int | None = None, **kwargs: Any) -> Any:
         """Restore into a store that was made with the same arguments, or into the same step.
 
@@ -112,7 +120,8 @@ class StoreCheckpoints:
             at: the number of a checkpoint; by default the latest.
 
         Returns:
-            For a step, the state and the number of the first batch that is needed: see `WorkersStep.resume`.
+            For a step, the state and the number of the first batch that is needed: see `WorkersStep.resume` and
+            `StreamedStep.resume`.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged.

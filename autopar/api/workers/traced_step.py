@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autopar.errors import StepSignatureError
-from autopar.frontend.call import Call
+from autopar.frontend.call import Call, Results
 from autopar.frontend.pytrees import Kept, put_together
 from autopar.frontend.step import Step
 from autopar.frontend.trace_builder import flat_border
@@ -114,11 +114,14 @@ def check_is_plain(call: Call, who: str) -> None:
         )
 
 
-def taken_apart(call: Call, program: Program, pairs: Sequence[tuple[int, int]]) -> TracedStep:
+def taken_apart(
+    call: Call, program: Program, pairs: Sequence[tuple[int, int]], results: Results | None = None
+) -> TracedStep:
     """The parts of a traced step.
 
     Args:
         pairs: positions of input and output leaves that hold the same state.
+        results: what the step returns, where an earlier call has traced it.
 
     Raises:
         StepSignatureError: the step returns no state, or more than arrays.
@@ -129,15 +132,16 @@ def taken_apart(call: Call, program: Program, pairs: Sequence[tuple[int, int]]) 
             f"`{name}` returns none of its arguments updated, so there are no weights to keep: return the new state first, as"
             " `(state, batch) -> (state, loss)`"
         )
-    assert call.results is not None, "it has been traced"
-    if not call.results.is_plain:
+    results = results or call.results
+    assert results is not None, "it has been traced"
+    if not results.is_plain:
         raise StepSignatureError(f"`{name}` returns more than arrays: with `consistency`, return arrays only")
     structures = tuple(map(jax.tree.structure, call.trees))
     stops = list(itertools.accumulate(structure.num_leaves for structure in structures))
     spans = tuple(map(range, [0, *stops], stops))
     inputs = {position for position, _ in pairs}
     of_state = tuple(one for one, span in zip(call.names, spans, strict=True) if inputs.intersection(span))
-    return TracedStep(program, call.names, call.kept, structures, spans, of_state, call.results.result, tuple(pairs))
+    return TracedStep(program, call.names, call.kept, structures, spans, of_state, results.result, tuple(pairs))
 
 
 def on_shares(call: Call, traced: TracedStep, num_workers: int, carry: Sequence[str] | None) -> Program:

@@ -116,14 +116,20 @@ class StreamedPipeline:
 class Stream:
     """Batches in flight.
 
+    Args:
+        leaves: the leaves of the step's arguments at its start; None for a stream whose arrays are filled in.
+        num_before: the number of updates of earlier streams.
+
     Attributes:
         num_batches: the number of batches taken so far.
     """
 
-    def __init__(self, streamed: StreamedPipeline, leaves: Sequence[Any], num_before: int) -> None:
+    def __init__(self, streamed: StreamedPipeline, leaves: Sequence[Any] | None, num_before: int) -> None:
         self.whole, self.num_batches, self.num_before = streamed, 0, num_before
         self.store: Store = {}
         self._is_broken = False
+        if leaves is None:
+            return
         state = [leaf for leaf in streamed.pipeline.homes if leaf not in streamed.batch_leaves]
         window = streamed.program.batch(0).on(self.store)
         streamed.pipeline.arguments.place(leaves, window, state)
@@ -140,7 +146,7 @@ class Stream:
             None if they are not complete.
         """
         run, program = self.whole.program.batch(self.num_batches), self.whole.program
-        self._check()
+        self.check()
         self._is_broken = True  # until all is dispatched
         first = Window(self.store, run.keys, self.num_batches)
         self.whole.pipeline.arguments.place(leaves, first, self.whole.batch_leaves)
@@ -159,7 +165,7 @@ class Stream:
         Returns:
             The results that `push` has not returned, and the state, by position of the result, with None for others.
         """
-        self._check()
+        self.check()
         self._is_broken = True
         run, lag = self.whole.program.end(self.num_batches), self.whole.program.lag
         window = run.on(self.store)
@@ -173,6 +179,18 @@ class Stream:
         self.store.clear()
         return rest, [assembled(parts[i]) if i in parts else None for i in range(count)]
 
+    def check(self) -> None:
+        """Refuse a stream whose batches are lost.
+
+        Raises:
+            StepSignatureError: they are.
+        """
+        if self._is_broken:
+            raise StepSignatureError(
+                "the batches in flight are lost, because an error or an interrupt ended their dispatch, or they were drained"
+                " before: start again with `stream(state, batches)`, from a state that `drain` returned"
+            )
+
     def _results(self, results: Sequence[tuple[LeafKey, Any]], window: Window) -> list[Any]:
         """The results that are not carried, taken out of the store."""
         found = by_leaf({leaf: one.read(window) for leaf, one in results})
@@ -185,10 +203,3 @@ class Stream:
             assembled(found[i]) if i in found else jnp.array(literals[i]) if i in literals else None
             for i in range(count)
         ]
-
-    def _check(self) -> None:
-        if self._is_broken:
-            raise StepSignatureError(
-                "the batches in flight are lost, because an error or an interrupt ended their dispatch, or they were drained"
-                " before: start again with `stream(state, batches)`, from a state that `drain` returned"
-            )

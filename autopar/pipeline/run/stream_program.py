@@ -72,12 +72,13 @@ class StreamProgram:
         lag: the number of batches after which the results of a batch are complete; usually 0.
         filled: the first batch whose instructions are those of all later ones.
         horizon: the instructions of the first batches, with lifetimes.
+        bases: the number of each name without its batch or version, by which a store has it.
     """
 
     def __init__(self, streamed: Streamed, kind: ScheduleKind) -> None:
         self.streamed, self.kind = streamed, kind
         self.num_stages = len(streamed.stages)
-        self._bases: dict[Hashable, int] = {}
+        self.bases: dict[Hashable, int] = {}
         self._ends: dict[int, Run] = {}
         self.filled = settling = num_filling(self.num_stages, streamed.num_microbatches)
         self.horizon = self._listed(2 * settling + 2, to_the_end=False)
@@ -106,7 +107,7 @@ class StreamProgram:
 
     def key(self, name: Name) -> tuple[int, int | None]:
         """Where the store has what is named."""
-        return self._bases.setdefault(name[0], len(self._bases)), name[1]
+        return self.bases.setdefault(name[0], len(self.bases)), name[1]
 
     # -- helpers -----------------------------------------------------------------------------
 
