@@ -374,7 +374,7 @@ def _check_versions(plan: PipelinePlan) -> None:
         )
     if any(
         one.copies < 1
-        or min(one.num_bytes, one.velocity_bytes, one.corrected_bytes) < 0
+        or min(one.num_bytes, one.kept_bytes, one.velocity_bytes, one.corrected_bytes) < 0
         or not 0 <= one.least_delay <= one.most_delay
         for one in kept
     ):

@@ -66,6 +66,7 @@ class WeightVersions:
     Args:
         copies: the most that are alive at once.
         num_bytes: bytes of one version on one device: what the passes of microbatches read of it.
+        kept_bytes: the most bytes of all versions together. What only forward passes read, such as an embedding, has fewer copies.
         least_delay, most_delay: after filling, the updates between the version that a forward pass reads and the one that
             its gradients are applied to.
         velocity_bytes: bytes on one device of the velocities of the weights, where backward passes correct what they read.
@@ -74,6 +75,7 @@ class WeightVersions:
 
     copies: int
     num_bytes: float
+    kept_bytes: float
     least_delay: int
     most_delay: int
     velocity_bytes: float = 0.0
@@ -82,7 +84,7 @@ class WeightVersions:
     @property
     def further_bytes(self) -> float:
         """Bytes beside one version of the weights."""
-        return (self.copies - 1) * self.num_bytes + self.velocity_bytes + self.corrected_bytes
+        return self.kept_bytes - self.num_bytes + self.velocity_bytes + self.corrected_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

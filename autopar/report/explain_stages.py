@@ -196,10 +196,9 @@ def _versions_text(plan: PipelinePlan) -> str:
     """The versions of its weights that each stage keeps, and the delay of its gradients."""
     kept = plan.weight_versions
     delays = [range_text(one.least_delay, one.most_delay) for one in kept]
-    sizes = [human_bytes(one.num_bytes) for one in kept]
-    each = sizes[0] if len(set(sizes)) == 1 else f"{', '.join(sizes[:-1])} and {sizes[-1]}"
+    sizes = ", ".join(human_bytes(one.kept_bytes) for one in kept)
     text = (
-        f"by stage, {', '.join(str(one.copies) for one in kept)} copies of the weights, each of {each} per device; gradients are"
+        f"by stage, {', '.join(str(one.copies) for one in kept)} copies of the weights, together {sizes} per device; gradients are"
         f" {', '.join(delays)} updates late"
     )
     if not any(one.velocity_bytes for one in kept):

@@ -7,7 +7,7 @@ after filling.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.pipeline.partition.cluster import Submesh
@@ -16,7 +16,7 @@ from autopar.pipeline.partition.sends import Send
 from autopar.pipeline.partition.step_time import staged_peaks, staged_timeline
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import build
-from autopar.pipeline.schedule.tasks import Edges, Schedule, Task
+from autopar.pipeline.schedule.tasks import Edges, Phase, Schedule, Task
 from autopar.pipeline.schedule.timeline import PipelineTimeline
 from autopar.pipeline.schedule.versions import (
     alive_during,
@@ -25,8 +25,22 @@ from autopar.pipeline.schedule.versions import (
     mean_by_stage,
     most_corrected,
     most_kept,
+    read_between,
     versions_read,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBy:
+    """What reads a value of each version.
+
+    Args:
+        phases: the passes that read it.
+        is_converted: whether it is computed from the weights when a pass first reads it; else it is one of them.
+    """
+
+    phases: frozenset[Phase]
+    is_converted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +54,7 @@ class StreamedTime:
         step_s: seconds of a step after filling.
         bubble_fraction: the idle fraction of all submeshes' time after filling.
         peak_bytes: the peak per device of each submesh, with one version of the weights.
+        corrects: whether backward passes move the weights that they read back to the version of their forward pass.
     """
 
     schedule: Schedule
@@ -48,6 +63,7 @@ class StreamedTime:
     step_s: float
     bubble_fraction: float
     peak_bytes: tuple[float, ...]
+    corrects: bool = False
 
     def copies(self) -> tuple[int, ...]:
         """The most versions of each stage's weights that are alive at once."""
@@ -55,16 +71,33 @@ class StreamedTime:
 
     def corrected(self) -> tuple[int, ...]:
         """The most versions of each stage's weights, moved back for backward passes, that are alive at once."""
-        return most_corrected(self.schedule, self.reads)
+        return most_corrected(self.schedule, self.reads) if self.corrects else (0,) * self.schedule.num_stages
 
     def further_copies(self) -> tuple[int, ...]:
         """The copies of each stage's weights beside one: further versions, those moved back, and velocities."""
         each = zip(self.copies(), self.corrected(), strict=True)
         return tuple(copies - 1 + corrected + bool(corrected) for copies, corrected in each)
 
-    def alive(self) -> dict[Task, tuple[int, ...]]:
-        """The versions of its stage's weights that are alive during each task."""
-        return alive_during(self.schedule, self.reads)
+    def most_bytes(self, stage: int, sizes: Mapping[ReadBy, float]) -> float:
+        """The most bytes of all versions together.
+
+        Args:
+            sizes: bytes of one version, by what reads it.
+        """
+        counts = [(size, self._alive(by)) for by, size in sizes.items()]
+        tasks = (task for task in self.reads if task.stage == stage)
+        return max(sum(size * len(alive[task]) for size, alive in counts) for task in tasks)
+
+    def _alive(self, by: ReadBy) -> dict[Task, tuple[int, ...]]:
+        moved = (
+            {task for task, distance in distances_of(self.reads).items() if distance} if self.corrects else set[Task]()
+        )
+
+        def is_reader(task: Task) -> bool:
+            return task.phase in by.phases and task not in moved
+
+        alive = read_between if by.is_converted else alive_during
+        return alive(self.schedule, self.reads, is_reader)
 
     def delays(self, per_update: int) -> tuple[tuple[int, int], ...]:
         """For each stage the least and the largest delay of a gradient after filling, in updates."""
@@ -114,4 +147,5 @@ def streamed_time(
     busy_s = sum(num_microbatches * cost.pass_s + cost.update_s for cost in costs)
     bubble = max(0.0, 1 - busy_s / (p * step_s)) if step_s else 0.0
     reads = versions_read(longer, kind.reads, num_microbatches)
-    return StreamedTime(longer, timeline, reads, step_s, bubble, staged_peaks(longer, costs))
+    peaks = staged_peaks(longer, costs)
+    return StreamedTime(longer, timeline, reads, step_s, bubble, peaks, kind.reads.corrects)

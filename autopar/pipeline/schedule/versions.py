@@ -154,14 +154,21 @@ def log_of(reads: Mapping[Task, int]) -> Iterator[Read]:
         yield Read(task.stage, task.microbatch, reads[task], reads[Task(task.stage, task.microbatch, "backward")])
 
 
-def alive_during(schedule: Schedule, reads: Mapping[Task, int]) -> dict[Task, tuple[int, ...]]:
+def alive_during(
+    schedule: Schedule, reads: Mapping[Task, int], is_reader: Callable[[Task], bool] = lambda task: True
+) -> dict[Task, tuple[int, ...]]:
     """The versions of its stage's weights that are alive while each task runs: those that it or a later task of the stage
-    reads, and the latest. What an update writes counts from its end on."""
+    reads, and the latest. What an update writes counts from its end on.
+
+    Args:
+        is_reader: whether a forward or backward pass reads the weights in question; updates always do.
+    """
     alive: dict[Task, tuple[int, ...]] = {}
     for order in schedule.orders:
         last: dict[tuple[int, int], int] = {}
         for n, task in enumerate(order):
-            last[task.stage, reads[task]] = n
+            if task.phase == "update" or is_reader(task):
+                last[task.stage, reads[task]] = n
         made: dict[int, list[int]] = defaultdict(lambda: [0])
         for n, task in enumerate(order):
             versions = made[task.stage]
@@ -171,6 +178,22 @@ def alive_during(schedule: Schedule, reads: Mapping[Task, int]) -> dict[Task, tu
             if task.phase == "update":
                 versions.append(latest + 1)
     return alive
+
+
+def read_between(
+    schedule: Schedule, reads: Mapping[Task, int], is_reader: Callable[[Task], bool]
+) -> dict[Task, tuple[int, ...]]:
+    """The versions that are between their first and their last reader while each task runs: of values that are computed from a
+    version when a pass first reads them."""
+    found: dict[Task, tuple[int, ...]] = {}
+    for order in schedule.orders:
+        spans: dict[tuple[int, int], list[int]] = {}
+        for n, task in enumerate(order):
+            if task.phase != "update" and is_reader(task):
+                spans.setdefault((task.stage, reads[task]), [n]).append(n)
+        for n, task in enumerate(order):
+            found[task] = tuple(v for (s, v), at in spans.items() if s == task.stage and at[0] <= n <= at[-1])
+    return found
 
 
 def most_kept(schedule: Schedule, reads: Mapping[Task, int]) -> tuple[int, ...]:
