@@ -124,6 +124,31 @@ def test_plan_passes_its_options_and_saves(planner: FakePlanner, capsys: pytest.
     assert err == ""
 
 
+def test_a_consistency_is_planned_as_its_schedule(planner: FakePlanner) -> None:
+    for given, schedule in (("2bw", "2bw"), ("pipemare(10, 0.2)", "pipemare"), ("pipemare(10, None)", "ampnet")):
+        assert main(["plan", "train.py:make", "--stages", "4", "--consistency", given]) == 0
+        assert planner.options["schedule"] == schedule
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--stages", "4", "--consistency", "auto"), "--consistency auto needs --max-delay N"),
+        (("--stages", "4", "--max-delay", "1"), "--max-delay is the bound of --consistency auto"),
+        (("--consistency", "2bw"), "--consistency '2bw' is an asynchronous pipeline: add --stages N"),
+        (("--stages", "4", "--consistency", "bsp"), "the command line plans the asynchronous pipelines pipedream, "),
+        (("--stages", "4", "--consistency", "2bw", "--schedule", "gpipe"), "leave --schedule 'gpipe' out"),
+        (("--stages", "4", "--consistency", "pipemare(x)"), "which cannot be read"),
+    ],
+)
+def test_a_consistency_that_cannot_be_planned(
+    argv: tuple[str, ...], words: str, planner: FakePlanner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "train.py:make", *argv]) != 0
+    assert words in capsys.readouterr().err
+    assert not planner.args
+
+
 def test_defaults_are_the_planners(planner: FakePlanner, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "train.py:make", "--devices", "8"]) == 0
     unsaid = dict.fromkeys(["mesh", "hardware", "memory_budget_bytes", "pin"])

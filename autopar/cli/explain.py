@@ -40,7 +40,7 @@ def add_command(added: Any) -> None:
     about = "with --html: the output of `autopar verify --json` for this plan, shown next to the predictions"
     explain.add_argument("--verification", metavar="FILE", help=about)
     shared.add_mesh_options(explain, of_stages=True)
-    shared.add_program_options(explain)
+    shared.add_program_options(explain, chooses=True)
     shared.add_solver_options(explain)
     explain.set_defaults(run=run)
 

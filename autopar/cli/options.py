@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.errors import PinError, TargetError
 from autopar.hardware.profile import known_names
+from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
 from autopar.pipeline.schedule.table import SCHEDULES
 from autopar.system.units import parse_size
 
@@ -36,6 +37,8 @@ OF_PROGRAM = (
     "everything",
     "stages",
     "schedule",
+    "consistency",
+    "max_delay",
 )
 
 
@@ -89,11 +92,12 @@ def add_solver_options(command: argparse.ArgumentParser, *, keeps_plans: bool = 
     add_json(command)
 
 
-def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = False) -> None:
+def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = False, chooses: bool = False) -> None:
     """Add the options for rematerialization, gradient accumulation, pins and pipeline stages.
 
     Args:
         any_mesh: whether the command plans several meshes; then pins and pipeline options are left out.
+        chooses: whether it may choose an asynchronous pipeline.
     """
     group = command.add_argument_group("program")
     about = "no rematerialization (activation checkpointing), even where no plan fits without it"
@@ -115,6 +119,13 @@ def add_program_options(command: argparse.ArgumentParser, *, any_mesh: bool = Fa
     group.add_argument("--stages", type=microbatches, metavar="N", help=about)
     about = f"pipeline schedule: {', '.join(SCHEDULES)}, or FILE.py:NAME of your own (default: the fastest that fits)"
     group.add_argument("--schedule", metavar="NAME", help=about)
+    about = f"asynchronous pipeline, whose batches do not wait for updates: {', '.join(ASYNCHRONOUS)}"
+    group.add_argument(
+        "--consistency", metavar="NAME", help=about + ("; auto: the fastest within --max-delay" if chooses else "")
+    )
+    if chooses:
+        about = "with --consistency auto: the most updates that a gradient may be late"
+        group.add_argument("--max-delay", type=count, metavar="N", help=about)
 
 
 def add_pin(group: Any) -> None:

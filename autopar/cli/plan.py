@@ -19,6 +19,7 @@ plan my_package.train:make --devices 8 --memory-budget 40GB -o gpt.plan.json
 plan train.py:make --devices 8 --pin 'state/params/*/kernel=P(None, "model")'
 plan train.py:make --devices 64 --hardware h100-sxm --everything auto
 plan train.py:make --devices 64 --stages auto --num-microbatches auto
+plan train.py:make --devices 8 --stages 4 --consistency 2bw -o gpt.plan.json
 plan train.py:make --devices 8 --stages 2 --mesh 2x2 --pin 'state/params/*/kernel=P(None, "model")'
 plan train.py:evaluate --like gpt.plan.json
 """
@@ -34,7 +35,7 @@ def add_command(added: Any) -> None:
     plan.add_argument("--like", metavar="PLAN.json", help=about)
     plan.add_argument("--dump", metavar="DIR", help=about)
     shared.add_mesh_options(plan, of_stages=True)
-    shared.add_program_options(plan)
+    shared.add_program_options(plan, chooses=True)
     shared.add_solver_options(plan)
     plan.set_defaults(run=run)
 
