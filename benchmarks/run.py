@@ -349,12 +349,19 @@ BENCHMARKS = {
         },
     ),
     "versions": Benchmark(
-        ("rules", "sleeps", "convergence"),
+        ("rules", "sleeps", "convergence", "speed"),
         VIRTUAL_DEVICES,
-        sources=("../examples/async_pipeline.py",),
-        xla_flags_of={  # a device for each stage
-            "sleeps": "--xla_force_host_platform_device_count=4",
-            "convergence": "--xla_force_host_platform_device_count=2",
+        sources=(),
+        summary="benchmarks.asynchronous.page",
+        module="asynchronous.parts",
+        xla_flags_of=dict.fromkeys(  # a device for each stage
+            ("sleeps", "convergence"), "--xla_force_host_platform_device_count=4"
+        ),
+        sources_of={
+            "rules": ("asynchronous/rules.py",),
+            "sleeps": ("asynchronous/sleeps.py",),
+            "convergence": ("asynchronous/convergence.py", "../examples/async_pipeline.py"),
+            "speed": ("asynchronous/speed.py", "pipeline/clusters.py", "zoo/gpt.py"),
         },
     ),
     "zoo": Benchmark(
