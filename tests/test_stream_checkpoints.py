@@ -39,7 +39,7 @@ def random_step(state: Any, batch: Any) -> Any:
 
     loss, gradients = jax.value_and_grad(loss_of)(state["weights"])
     updates, moments = OPTIMIZER.update(gradients, state["moments"])
-    weights = optax.apply_updates(state["weights"], updates)
+    weights: Any = optax.apply_updates(state["weights"], updates)
     new = {"weights": weights, "moments": moments, "key": key, "twice": 2 * jnp.asarray(weights[1])}
     return new, {"loss": loss, "size": jnp.square(gradients[0]).sum()}
 
@@ -61,7 +61,8 @@ def figures(results: Any) -> list[tuple[float, float]]:
 def assert_same(one: Any, other: Any) -> None:
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         is_key = jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
-        np.testing.assert_array_equal(*(np.asarray(jax.random.key_data(x) if is_key else x) for x in (a, b)))
+        one_raw, other_raw = (np.asarray(jax.random.key_data(x) if is_key else x) for x in (a, b))
+        np.testing.assert_array_equal(one_raw, other_raw)
 
 
 @pytest.mark.parametrize("consistency", ["pipedream", "2bw", "pipemare(12, 0.3)"])
