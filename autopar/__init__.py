@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from autopar import vector_search as vector_search
     from autopar.api.checkpoint.checkpoints import Checkpoints as Checkpoints
     from autopar.api.checkpoint.store_checkpoints import StoreCheckpoints as StoreCheckpoints
+    from autopar.api.elastic.run import ElasticRun as ElasticRun
+    from autopar.api.elastic.run import join as join
     from autopar.api.make_plan import plan as plan
     from autopar.api.parallel_step import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
@@ -56,10 +58,12 @@ _DEFINED_IN = {
     "diagnose": "autopar.diagnosis.diagnose",
     "Diagnosis": "autopar.diagnosis.diagnosis",
     "diff": "autopar.report.diff",
+    "ElasticRun": "autopar.api.elastic.run",
     "explain": "autopar.report.explain",
     "export": "autopar.code_export.export",
     "GossipClient": "autopar.versions.gossip.client",
     "GossipStore": "autopar.versions.gossip.store",
+    "join": "autopar.api.elastic.run",
     "let_arrays_pass": "autopar.runtime.distributed.cpu_transport",
     "load_plan": "autopar.pipeline.plan_files",
     "parallelize": "autopar.api.parallelize",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -100,3 +101,23 @@ def test_two_processes_run_a_stage_each_by_one_command() -> None:
 def test_the_demo_can_be_planned_for_absent_gpus() -> None:
     options = ("--devices", "8", "--hardware", "h100-sxm")
     assert "8 h100-sxm devices" in run("-m", "autopar", "plan", "examples/train_gpt.py:target", *options)
+
+
+@pytest.mark.slow
+def test_a_job_survives_a_killed_member_by_one_command() -> None:
+    """Kill the member that started worker 2: the example goes on with three, and ends."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "STEPS": "40", "PAUSE": "0.1"}
+    command = [sys.executable, "examples/survive.py", "--timeout", "5", "--ahead", "0", "--return-after", "1000"]
+    running = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
+    assert running.stdout is not None
+    shown, member = "", 0
+    for line in running.stdout:
+        shown += line
+        if found := re.search(r"worker 2 of 4: pid \d+, member (\d+)", shown):
+            member = member or int(found[1])
+        if member > 0 and "step 15 " in shown:
+            os.kill(member, signal.SIGKILL)
+            member = -1
+    assert running.wait() == 0
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+)  loss ([\d.]+)", shown)}
+    assert "on 3 processes" in shown and losses[40] < losses[5]

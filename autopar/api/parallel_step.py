@@ -62,6 +62,9 @@ class ParallelStep(Generic[P]):
         self._plans = StepPlans(self.called, given, own)
         self._dispatch = Dispatcher(self._plans)
         self.clock: StepClock | None = None  # set by `watch`
+        self.observer: Callable[[Any], None] | None = (
+            None  # takes the arrays of each result; set by a run under `autopar keep`
+        )
 
     @property
     def name(self) -> str:
@@ -109,8 +112,12 @@ class ParallelStep(Generic[P]):
         if is_traced():
             return as_written(self.called, args, kwargs)
         if self.clock is None:
-            return self._dispatch.run(args, kwargs)[0]
-        return self.clock.timed(lambda: self._dispatch.run(args, kwargs), self._dispatch.probed)[0]
+            dispatched = self._dispatch.run(args, kwargs)
+        else:
+            dispatched = self.clock.timed(lambda: self._dispatch.run(args, kwargs), self._dispatch.probed)
+        if self.observer is not None:
+            self.observer(dispatched[1])
+        return dispatched[0]
 
     def measured(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pipelined step once, with the same results as a call, and measure when each of its tasks runs.

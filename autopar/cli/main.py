@@ -25,6 +25,7 @@ from autopar.cli import (
     explain,
     export,
     generate,
+    keep,
     plan,
     replay,
     verify,
@@ -39,7 +40,7 @@ from autopar.version import __version__
 #: In the order of the help.
 _COMMANDS = (
     *(plan, explain, why, verify, replay, compare_profile, diagnose, compare, diff, export),
-    *(estimate, calibrate, generate, doctor),
+    *(estimate, calibrate, generate, keep, doctor),
 )
 _DESCRIPTION = "Plan how to shard a JAX train step over many devices, and say why. No device of the target is needed."
 _EPILOG = """\

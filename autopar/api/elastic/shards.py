@@ -1,0 +1,172 @@
+"""Copy a state's shards into bytes, and make arrays in any other sharding of them.
+
+In: arrays by path. Out: this process's shards, each once among all processes, with an index of where they are in the bytes. The
+inverse reads the shards of all processes, from whichever agents have them, and only those that a device needs.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import CheckpointError, ProcessError
+from autopar.membership.records import Restore
+from autopar.membership.wire import Connection
+
+#: A range of each dim.
+Box = tuple[tuple[int, int], ...]
+_TIMEOUT_S = 30.0
+
+
+def shards_of(arrays: Mapping[str, Any], is_first: bool) -> tuple[list[Any], list[np.ndarray]]:
+    """Copies of this process's shards, and their index.
+
+    Args:
+        is_first: whether this is process 0, which copies what every process has.
+    """
+    index, data, start = [], [], 0
+    for path, array in arrays.items():
+        for box, part in _parts(array, is_first):
+            copied = np.array(part, order="C")  # the step reuses the memory of the array
+            size = copied.nbytes
+            index.append([path, list(array.shape), str(array.dtype), box, start, size, zlib.crc32(_bytes(copied))])
+            data.append(_bytes(copied))
+            start += size
+    return index, data
+
+
+def _parts(array: Any, is_first: bool) -> list[tuple[Box, Any]]:
+    if not isinstance(array, jax.Array):
+        return [(_box((), array.shape), array)] if is_first else []
+    return [(_box(shard.index, array.shape), shard.data) for shard in array.addressable_shards if shard.replica_id == 0]
+
+
+def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    slices = [*index, *[slice(None)] * (len(shape) - len(index))]
+    return tuple(one.indices(size)[:2] for one, size in zip(slices, shape, strict=True))
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return array.reshape(-1).view(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A shard in some agent's memory."""
+
+    owner: int
+    box: Box
+    start: int
+    size: int
+    crc: int
+
+
+@dataclass(slots=True)
+class PeerCopies:
+    """The shards of one step, in the memory of agents.
+
+    Args:
+        token: the job's.
+    """
+
+    restore: Restore
+    token: str
+    kinds: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    pieces: dict[str, list[Piece]] = field(default_factory=dict)
+    num_bytes: int = 0
+    _connections: dict[str, Connection] = field(default_factory=dict)
+
+    def read_index(self) -> None:
+        """Read which shards there are.
+
+        Raises:
+            ProcessError: no agent has the copies of a worker any more.
+        """
+        for owner in range(len(self.restore.sources)):
+            for path, shape, dtype, box, start, size, crc in self._request(owner, {"call": "index"})[0]["index"]:
+                self.kinds[path] = tuple(shape), dtype
+                self.pieces.setdefault(path, []).append(Piece(owner, tuple(map(tuple, box)), start, size, crc))
+
+    def array(self, path: str, wanted: Any) -> Any:
+        """An array of these shards.
+
+        Args:
+            wanted: its shape, dtype and sharding.
+
+        Raises:
+            CheckpointError: the copies have no such array, or another kind.
+            ProcessError: agents have died, or a shard is damaged in all of them.
+        """
+        kind = (tuple(wanted.shape), str(wanted.dtype))
+        if self.kinds.get(path) != kind:
+            there = f"{self.kinds[path]}" if path in self.kinds else "missing"
+            raise CheckpointError(
+                f"the copies in the memory of peers are of another state: `{path}` is {there} there, {kind} here. Every member must run"
+                " the same program"
+            )
+        read: dict[Piece, np.ndarray] = {}
+
+        def at(index: Sequence[slice] | None) -> np.ndarray:
+            box = _box(index or (), wanted.shape)
+            made = np.empty([stop - start for start, stop in box], jnp.dtype(wanted.dtype))
+            for piece in self.pieces[path]:
+                common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
+                if any(start >= stop for start, stop in common):
+                    continue
+                if piece not in read:
+                    shape = [stop - start for start, stop in piece.box]
+                    read[piece] = self._data(path, piece).view(made.dtype).reshape(shape)
+                made[_within(common, box)] = read[piece][_within(common, piece.box)]
+            return made
+
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, at)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _data(self, path: str, piece: Piece) -> np.ndarray:
+        data = np.frombuffer(
+            self._request(
+                piece.owner, {"call": "get", "start": piece.start, "stop": piece.start + piece.size}, piece.crc
+            )[1],
+            np.uint8,
+        )
+        self.num_bytes += data.nbytes
+        return data
+
+    def _request(self, owner: int, call: dict[str, Any], crc: int | None = None) -> tuple[dict[str, Any], bytearray]:
+        """Ask the agents that have a worker's copy, one after another. A damaged copy is dropped."""
+        generation, step, sources = self.restore.generation, self.restore.step, self.restore.sources
+        copy = [generation, step, owner, len(sources)]
+        for address in sources[owner]:
+            try:
+                if address not in self._connections:
+                    self._connections[address] = Connection(
+                        address, {"token": self.token, "call": "copies"}, _TIMEOUT_S
+                    )
+                connection = self._connections[address]
+                connection.send({**call, "copy": copy})
+                answer, data = connection.receive()
+                if "missing" in answer:
+                    continue
+                if crc is None or zlib.crc32(data) == crc:
+                    return answer, data
+                connection.send({"call": "drop", "copy": copy})
+                connection.receive()
+            except OSError:
+                self._connections.pop(address, None)
+        raise ProcessError(
+            f"no peer has the shards of worker {owner} of generation {generation} at step {step} any more, undamaged"
+        )
+
+
+def _within(common: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(common, box, strict=True))

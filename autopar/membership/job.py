@@ -1,0 +1,261 @@
+"""Decide who trains: the keeper's rules, as a function of reports and time.
+
+In: reports of agents, and the time. Out: an assignment for each agent, and events as text. No sockets, no clock, no process: a test
+plays any order of failures.
+
+A *generation* is a set of members whose workers train together. Collectives fail on all when one is gone, so a generation ends with
+the first failure. The next one starts with the agents that are left, from the newest complete copy of the state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from autopar.membership.blame import cause
+from autopar.membership.copies import newest_complete, partners_of
+from autopar.membership.records import Assignment, Place, Report, Restore, Seen, Terms
+from autopar.membership.rehearsal import Rehearsals
+from autopar.membership.state_file import Saved
+from autopar.membership.stragglers import slowest
+
+#: Seconds within which an agent whose connection broke may come back, while no generation runs.
+CLOSED_S = 1.0
+#: Seconds in which the other reports of one failure arrive, so that its cause is named and not one of its effects.
+BLAME_S = 0.3
+#: Seconds to wait for agents that are there but not ready, and for the first members.
+PATIENCE_S, FIRST_PATIENCE_S = 60.0, 600.0
+
+
+class Job:
+    """The state of a job.
+
+    Args:
+        saved: the state that an earlier keeper left.
+
+    Attributes:
+        events: what happened, as text, for people. The keeper prints and clears it.
+        code: the exit code of the job; None while it runs.
+    """
+
+    def __init__(self, terms: Terms, saved: Saved | None, now_s: float) -> None:
+        self.terms = terms
+        self.seen: dict[str, Seen] = {}
+        self.generation = saved.generation if saved is not None else 0
+        self.places: dict[str, Place] = dict(saved.places) if saved is not None else {}
+        self.border: int | Literal["ask"] | None = None
+        self.code: int | None = None
+        self.events: list[str] = []
+        self.stopping = False
+        self._rehearsals = Rehearsals(terms, self.events)
+        self._order: list[str] = list(self.places)
+        self._slow = ""
+        # How long to wait for members that have not come yet: at first, and after a keeper that ended between two generations.
+        self._patience_s = FIRST_PATIENCE_S if saved is None else terms.timeout_s
+        self._missing = set(self.places)  # members of an earlier keeper that have not reported yet
+        self._since_s = now_s  # of the generation's start, or of its end
+        self._broken_s = 0.0  # when its first failure was seen
+        self._done, self._done_s, self._began, self._failures = 0, now_s, 0, 0
+
+    # -- what happens ------------------------------------------------------------------------
+
+    def heard(self, report: Report, now_s: float) -> None:
+        """An agent reports."""
+        known = self.seen.get(report.agent)
+        if known is None:
+            self._missing.discard(report.agent)
+            self.events.append(f"{report} is here")
+            self.seen[report.agent] = Seen(report, now_s)
+            if not self.places:  # the state of an earlier keeper was lost
+                self.generation = max(self.generation, report.generation)
+        else:
+            known.report, known.heard_s, known.closed_s = report, now_s, None
+
+    def closed(self, agent: str, now_s: float) -> None:
+        """The connection of an agent broke."""
+        if agent in self.seen:
+            self.seen[agent].closed_s = now_s
+
+    def tick(self, now_s: float) -> None:
+        """Decide what follows from what was heard."""
+        if self.code is not None:
+            return
+        self._drop(now_s)
+        if self.places:
+            self._watch(now_s)
+        if self.code is None and not self.places:
+            self.code = 0 if self.stopping else None
+            self._start(now_s)
+        elif self.code is None:
+            self._agree_on_border()
+            self._rehearsals.tick(self._members(), self.generation, self.border is None and self._done > self._began)
+
+    def assignment(self, agent: str) -> Assignment:
+        """What an agent is to do."""
+        restore = newest_complete(one.report for one in self.seen.values())
+        floor = (0, 0) if restore is None else (restore.generation, restore.step)
+        timeout_s = self.terms.timeout_s
+        if self.code is not None:
+            return Assignment("over", code=self.code, timeout_s=timeout_s)
+        if agent in self.places:
+            rehearsal = self._rehearsals.place(agent)
+            return Assignment("run", self.places[agent], self.border, rehearsal, floor, timeout_s=timeout_s)
+        if self._may_leave(agent):
+            return Assignment("over", timeout_s=timeout_s)
+        return Assignment("idle", floor=floor, timeout_s=timeout_s)
+
+    # -- rules -------------------------------------------------------------------------------
+
+    def _drop(self, now_s: float) -> None:
+        """Forget agents that are gone."""
+        for agent, one in list(self.seen.items()):
+            silent_s = now_s - one.heard_s
+            closed = one.closed_s is not None and agent not in self.places and now_s - one.closed_s > CLOSED_S
+            if silent_s > self.terms.timeout_s or closed:
+                del self.seen[agent]
+                why = "its connection is closed" if closed else f"no sign of life for {silent_s:.1f} s"
+                if not one.report.leaving:
+                    self.events.append(f"{one.report} is gone: {why}")
+
+    def _watch(self, now_s: float) -> None:
+        """Find out whether the generation has ended, and how."""
+        if self._missing and now_s - self._since_s <= self.terms.timeout_s:
+            return
+        members, lost = self._members(), [agent for agent in self.places if agent not in self.seen]
+        failed = [one for one in members if one.generation == self.generation and one.worker == "failed"]
+        if lost or failed:
+            self._broken_s = self._broken_s or now_s
+            if lost or now_s - self._broken_s >= BLAME_S:
+                closed = [
+                    one.report for agent, one in self.seen.items() if agent in self.places and one.closed_s is not None
+                ]
+                self._fail(cause(lost, closed, failed, self.places), now_s)
+            return
+        done = max((one.position for one in members if one.generation == self.generation), default=0)
+        if done > self._done:
+            self._done, self._done_s = done, now_s
+        states = {one.worker if one.generation == self.generation else "none" for one in members}
+        if states == {"finished"}:
+            self._end(now_s)
+            self.code = 0
+            self.events.append(f"the job has finished after step {done}")
+        elif states <= {"finished", "yielded"}:
+            self.events.append(f"generation {self.generation} ended at the border of step {done}")
+            self._end(now_s)
+            if self.stopping:
+                self.code = 0
+        elif now_s - self._done_s > self.terms.step_timeout_s:
+            self._fail(f"no step was done for {self.terms.step_timeout_s:g} s", now_s)
+
+    def _fail(self, why: str, now_s: float) -> None:
+        progressed = self._done > self._began
+        self._failures = 0 if progressed else self._failures + 1
+        self.events.append(f"generation {self.generation} failed after step {self._done}: {why}")
+        self._end(now_s)
+        if self.stopping:
+            self.code = 1
+        elif self._failures >= self.terms.attempts:
+            self.code = 1
+            self.events.append(
+                f"{self._failures} generations in a row failed before they had done a step: the job stops. See the workers' output"
+            )
+
+    def _end(self, now_s: float) -> None:
+        self._order = [*self.places]
+        self.places, self.border, self._since_s, self._broken_s = {}, None, now_s, 0.0
+        self._missing.clear()
+        self._patience_s = 0.0
+        self._rehearsals.cancel()
+
+    def _start(self, now_s: float) -> None:
+        """Start a generation if enough agents are ready."""
+        staying = [one for one in self.seen.values() if not one.report.leaving]
+        ready = [one.report for one in staying if one.closed_s is None and is_ready(one.report)]
+        waited_s = now_s - self._since_s
+        if len(ready) < self.terms.wanted and waited_s < self._patience_s:
+            return
+        former = [one.report for one in staying if one.report.agent in self._order]
+        if not all(one in ready for one in former) and waited_s < PATIENCE_S:
+            return
+        if len(ready) < self.terms.least or self.code is not None:
+            return
+        members = self._chosen(ready)
+        seen = sorted(
+            (one.report for one in self.seen.values()), key=lambda one: one.leaving
+        )  # members that leave are the last sources
+        restore = newest_complete(seen)
+        self.generation += 1
+        self._patience_s = 0.0
+        self.places = self._placed(members, restore)
+        self._began = self._done = 0 if restore is None else restore.step
+        self._since_s = self._done_s = now_s
+        source = (
+            "from the last checkpoint, or with a new state"
+            if restore is None
+            else f"from step {restore.step} in the memory of peers"
+        )
+        self.events.append(
+            f"generation {self.generation}: {len(members)} of {self.terms.wanted} members start {source}"
+        )
+
+    def _chosen(self, ready: Sequence[Report]) -> list[Report]:
+        """The next members: those of the last generation in their order, then others; a slow one last."""
+        order = {agent: rank for rank, agent in enumerate(self._order)}
+        ranked = sorted(ready, key=lambda one: (one.agent == self._slow, order.get(one.agent, len(order)), one.agent))
+        return ranked[: self.terms.wanted]
+
+    def _placed(self, members: Sequence[Report], restore: Restore | None) -> dict[str, Place]:
+        terms, coordinator = self.terms, members[0].coordinator
+        partners = partners_of(members, terms.copies)
+        return {
+            one.agent: Place(
+                *(self.generation, rank, len(members), coordinator, restore),
+                *(partners[rank], terms.every, terms.timeout_s),
+            )
+            for rank, one in enumerate(members)
+        }
+
+    def _agree_on_border(self) -> None:
+        """Ask the workers to stop if the members are to change; then let all run on to where the last of them stops."""
+        members = self._members()
+        if len(members) < len(self.places):
+            return
+        if self.border is None and self._wants_change(members):
+            self.border = "ask"
+        elif self.border == "ask":
+            stops = [one.stops_at if one.generation == self.generation else None for one in members]
+            if all(at is not None for at in stops):
+                self.border = max(at for at in stops if at is not None)
+
+    def _wants_change(self, members: Sequence[Report]) -> bool:
+        if self.stopping or any(one.leaving for one in members):
+            return True
+        others = [one.report for one in self.seen.values() if one.report.agent not in self.places]
+        spares = [one for one in others if is_ready(one) and not one.leaving and one.agent != self._slow]
+        if not spares or self._done <= self._began or not all(one.standby for one in members):
+            return False
+        if len(members) < self.terms.wanted:
+            return True
+        slow = slowest(members, self.terms.spares_after)
+        if slow is None:
+            return False
+        self._slow = slow.agent
+        self.events.append(f"{slow} is slow, and {spares[0]} takes its place")
+        return True
+
+    def _may_leave(self, agent: str) -> bool:
+        """Whether an agent that leaves may end: the others have all of the state."""
+        one = self.seen.get(agent)
+        if one is None or not one.report.leaving:
+            return False
+        rest = [other.report for other in self.seen.values() if not other.report.leaving]
+        found = newest_complete(rest)
+        return not rest or (found is not None and found.generation >= self.generation)
+
+    def _members(self) -> list[Report]:
+        return [self.seen[agent].report for agent in self.places if agent in self.seen]
+
+
+def is_ready(report: Report) -> bool:
+    """Whether an agent can start a worker at once."""
+    return report.standby and report.worker != "running"

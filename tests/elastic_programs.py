@@ -1,0 +1,131 @@
+"""Programs that `autopar keep` keeps alive: FSDP of a small network, and the same by hand from checkpoints.
+
+python elastic_programs.py kept LOG STEPS        under `autopar keep`
+python elastic_programs.py by_hand LOG START STOP FOLDER      in COUNT processes, from a checkpoint to the next
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+BATCH, WIDTH = 48, 96
+
+
+def model() -> tuple[Any, Any, Any]:
+    """The step, planned as FSDP; the function that makes the state; shapes of a batch."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import PartitionSpec as P
+
+    import autopar
+
+    optimizer = optax.adam(1e-3)
+
+    def create_state(rng: jax.Array) -> Any:
+        rngs = jax.random.split(rng)
+        params = {
+            "in": jax.random.normal(rngs[0], (WIDTH, 4 * WIDTH)) / WIDTH**0.5,
+            "out": jax.random.normal(rngs[1], (4 * WIDTH, WIDTH)) / WIDTH,
+        }
+        return {"params": params, "moments": optimizer.init(params), "rng": jax.random.key(7)}
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        rng, dropped = jax.random.split(state["rng"])
+
+        def loss_fn(params: dict[str, jax.Array]) -> jax.Array:
+            hidden = jax.nn.relu(batch["x"] @ params["in"])
+            hidden *= jax.random.bernoulli(dropped, 0.9, hidden.shape)
+            return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, moments = optimizer.update(grads, state["moments"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments, "rng": rng}, loss
+
+    mesh = f"data={jax.device_count()}"
+    pins = {f"state/{part}/*": P("data") for part in ("params", "moments/0/mu", "moments/0/nu")}
+    step = autopar.parallelize(train_step, mesh=mesh, pin=pins)
+    whole = jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")
+    return step, create_state, {"x": whole, "y": whole}
+
+
+def batches(start: int, stop: int, rows: slice) -> Iterator[Any]:
+    import numpy as np
+
+    for number in range(start, stop):
+        x = np.random.default_rng(number).normal(size=(BATCH, WIDTH)).astype(np.float32)[rows]
+        yield {"x": x, "y": np.roll(x, 1, axis=1)}
+
+
+def tell(log: str, **what: Any) -> None:
+    """Append a line to the log: several processes may write it."""
+    with Path(log).open("a") as file:
+        file.write(json.dumps({"at_s": time.time(), "pid": os.getpid(), "agent": os.getppid(), **what}) + "\n")
+
+
+def kept(log: str, steps: str, pause_s: str = "0.05", folder: str = "") -> None:
+    import jax
+
+    import autopar
+
+    run = autopar.join()
+    step, create_state, shapes = model()
+    checkpoints = autopar.Checkpoints(folder, step) if folder else None
+    state = run.restore_or_init(step, create_state, jax.random.key(0), checkpoints=checkpoints, batch=shapes)
+    count, rank = jax.process_count(), jax.process_index()
+    if not run.is_rehearsal:
+        tell(
+            log,
+            event="start",
+            step=run.position,
+            count=count,
+            rank=rank,
+            source=run.restored_from,
+            strategy=_strategy(step),
+        )
+    for batch in run.batches(lambda start: batches(start, int(steps), run.rows(BATCH))):
+        at_s = time.time()
+        state, loss = step(state, batch)
+        if rank == 0:
+            tell(log, event="step", step=run.position + 1, count=count, loss=float(loss), began_s=at_s)
+        if checkpoints is not None and (run.position + 1) % 20 == 0:
+            checkpoints.save(run.position + 1, state)
+        time.sleep(float(pause_s))
+    if rank == 0:
+        tell(log, event="end", step=run.position, bytes=run.copied_bytes)
+
+
+def _strategy(step: Any) -> str:
+    return step.latest_plan.strategy
+
+
+def by_hand(log: str, start: str, stop: str, folder: str) -> None:
+    import jax
+
+    import autopar
+
+    count, rank = int(os.environ["PROCESSES"]), int(os.environ["PROCESS"])
+    if count > 1:
+        jax.distributed.initialize(os.environ["COORDINATOR"], count, rank)
+    step, create_state, shapes = model()
+    rows = slice(rank * BATCH // count, (rank + 1) * BATCH // count)
+    with autopar.Checkpoints(folder, step) as checkpoints:
+        state = checkpoints.restore_or_init(create_state, jax.random.key(0), batch=shapes)
+        assert (checkpoints.latest or 0) == int(start)
+        for number, batch in enumerate(batches(int(start), int(stop), rows), int(start) + 1):
+            state, loss = step(state, step.shard_batch(batch))
+            if rank == 0:
+                tell(log, event="step", step=number, count=count, loss=float(loss))
+        checkpoints.save(int(stop), state, wait=True)
+    if rank == 0:
+        print("told: 0", flush=True)
+
+
+if __name__ == "__main__":
+    {"kept": kept, "by_hand": by_hand}[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,139 @@
+"""`autopar keep` with real processes, whose workers need no JAX: kill, freeze, cut off, leave, and another keeper."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import pytest
+from kept_jobs import KeptJob
+
+from autopar.cli.main import main
+from autopar.membership.state_file import Saved, StateFolder
+
+PROGRAM = str(Path(__file__).parent / "kept_counter.py")
+OPTIONS = ("--timeout", "1.5", "--every", "5", "--ahead", "0", "--return-after", "0.5")
+
+
+def job_of(folder: Path, steps: int = 10**6, *options: str, members: int = 3, pause_s: float = 0.02) -> KeptJob:
+    command = [PROGRAM, str(folder / "log"), str(steps), str(pause_s)]
+    return KeptJob(folder, command, *OPTIONS, *options, members=members)
+
+
+def counts(job: KeptJob) -> list[int]:
+    return [one["count"] for one in job.told("start") if one["rank"] == 0]
+
+
+def test_a_job_survives_a_killed_worker_a_killed_member_and_a_killed_keeper(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.at(10)
+        os.kill(job.worker(1)["pid"], signal.SIGKILL)
+        job.wait(lambda: len(counts(job)) == 2)
+        assert job.worker(0)["step"] >= 10 // 5 * 5 - 5
+        assert "was ended by signal 9 (SIGKILL)" in job.text()
+        job.at(30)
+        job.keeper.kill()
+        job.keeper.wait()
+        before = job.told("step")[-1]["step"]
+        job.start()
+        job.at(before + 20)
+        assert counts(job) == [3, 3], "the workers ran on"
+        os.kill(job.worker(2)["agent"], signal.SIGKILL)
+        job.wait(lambda: 2 in counts(job))
+        steps = [one["step"] for one in job.told("step")]
+        assert set(steps) == set(range(1, max(steps) + 1)), "no step was left out"
+        job.keeper.send_signal(signal.SIGTERM)
+        assert job.ended() == 0
+        assert "ended at the border of step" in job.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["pid", "agent"])
+def test_a_frozen_process_is_replaced(tmp_path: Path, who: str) -> None:
+    with job_of(tmp_path) as job:
+        job.at(10)
+        frozen = job.worker(1)
+        os.kill(frozen[who], signal.SIGSTOP)
+        frozen_s = time.time()
+        job.wait(lambda: len(counts(job)) == 2)
+        assert job.worker(0)["at_s"] - frozen_s > 1.0
+        job.wait(lambda: counts(job)[-1] == 3 and job.told("step")[-1]["count"] == 3)
+        job.wait(lambda: not job.exists(frozen["pid"]), 10)
+
+
+@pytest.mark.slow
+def test_a_member_leaves_by_a_signal_and_by_a_file(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.at(10)
+        os.kill(job.worker(1)["agent"], signal.SIGTERM)
+        job.wait(lambda: counts(job)[-1] == 2)
+        job.join_another("--notice", str(tmp_path / "notice"))
+        job.wait(lambda: counts(job)[-1] == 3)
+        (tmp_path / "notice").touch()
+        job.wait(lambda: counts(job)[-1] == 2)
+        assert "failed" not in job.text()
+        steps = [one["step"] for one in job.told("step")]
+        assert steps == list(range(1, len(steps) + 1)), "no step was done twice"
+
+
+@pytest.mark.slow
+def test_a_finished_job_ends_every_process(tmp_path: Path) -> None:
+    with job_of(tmp_path, 20) as job:
+        assert job.ended() == 0
+        assert "the job has finished after step 20" in job.text()
+        processes = {one[who] for one in job.told("start") for who in ("pid", "agent")}
+        assert not any(map(job.exists, processes))
+        assert not (tmp_path / "state" / "keeper.json").exists()
+
+
+@pytest.mark.slow
+def test_a_command_that_does_not_join_ends_the_job(tmp_path: Path) -> None:
+    with KeptJob(tmp_path, ["-c", "raise SystemExit(5)"], *OPTIONS, members=2) as job:
+        assert job.ended(30) == 2
+        assert "the last time with exit code 5, before it called `autopar.join()`" in job.text()
+
+
+@pytest.mark.slow
+def test_connections_without_the_token_or_with_garbage_are_closed(tmp_path: Path) -> None:
+    with job_of(tmp_path, members=1) as job:
+        job.at(5)
+        host, port = job.address.split(":")
+        greeting = b'{"token": "wrong"}'
+        head = struct.Struct("!4sIQ")
+        for sent in (
+            head.pack(b"apm1", len(greeting), 0) + greeting,
+            head.pack(b"apm1", 1 << 31, 1 << 60),
+            b"GET / HTTP/1.1\r\n\r\n" + bytes(64),
+        ):
+            with socket.create_connection((host, int(port)), timeout=5) as connection:
+                connection.sendall(sent)
+                assert connection.recv(1) == b""
+        job.at(20)
+        assert "without this job's token was refused" in job.text()
+        assert len(counts(job)) == 1
+
+
+def test_options_that_do_not_go_together_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for arguments, text in (
+        (["keep"], "give the number of members, as in `autopar keep -n 4 -- python train.py`"),
+        (["keep", "--join", "a:1", "--state", str(tmp_path)], "give the command that trains"),
+        (["keep", "--join", "nowhere", "--state", str(tmp_path), "--", "x"], "an address is `host:port`"),
+        (["keep", "-n", "1", "--at", "127.0.0.1:x", "--state", str(tmp_path)], "cannot listen at 127.0.0.1:x"),
+    ):
+        assert main(arguments) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_damaged_state_file_is_refused(tmp_path: Path) -> None:
+    folder = StateFolder(tmp_path / "state")
+    assert folder.read() is None and folder.token() == folder.token()
+    assert (tmp_path / "state" / "token").stat().st_mode & 0o077 == 0
+    folder.write(Saved("a:1", 3, {}))
+    assert folder.read() == Saved("a:1", 3, {})
+    (tmp_path / "state" / "keeper.json").write_text('{"address": 3}')
+    with pytest.raises(Exception, match=r"keeper\.json is damaged"):
+        folder.read()

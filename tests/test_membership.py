@@ -1,0 +1,345 @@
+"""The keeper's rules, played without processes: any order of failures, in simulated time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autopar.membership.copies import newest_complete, partners_of
+from autopar.membership.job import BLAME_S, CLOSED_S, Job
+from autopar.membership.records import Assignment, Place, Report, Terms
+from autopar.membership.state_file import Saved
+from autopar.membership.wire import WireError
+
+TICK_S = 0.1
+
+
+class Member:
+    """An agent and its worker, which do what they are assigned.
+
+    Attributes:
+        alive: whether it reports. frozen: whether its worker does no step.
+    """
+
+    def __init__(self, name: str, host: str = "") -> None:
+        self.report = Report(name, host or name, 1, f"{name}:1", f"{name}:2", standby=True)
+        self.alive, self.frozen = True, False
+        self.standby_at_s = 0.0
+        self.over: int | None = None
+
+    def follow(self, wanted: Assignment, now_s: float) -> None:
+        one = self.report
+        one = replace(one, held=tuple(copy for copy in one.held if copy[:2] >= wanted.floor))
+        if wanted.phase == "over":
+            self.over = wanted.code
+        elif wanted.phase == "idle" and one.worker == "running":
+            one = replace(one, worker="failed", why="was ended with its generation")
+        elif wanted.place is not None and wanted.place.generation > one.generation and one.standby:
+            start = wanted.place.restore.step if wanted.place.restore else 0
+            one = replace(one, generation=wanted.place.generation, worker="running", position=start, why="")
+            one, self.standby_at_s = replace(one, standby=False, stops_at=None), now_s + 1.0
+        if wanted.border == "ask" and one.stops_at is None and one.worker == "running":
+            one = replace(one, stops_at=one.position + 1)
+        if not one.standby and now_s >= self.standby_at_s:
+            one = replace(one, standby=True)
+        self.report = one
+
+
+class Fleet:
+    """A job and its members, in steps of `TICK_S`. Workers do one step a tick, all together."""
+
+    def __init__(self, terms: Terms, names: str, saved: Saved | None = None, steps: int = 10**6) -> None:
+        self.job, self.terms, self.steps = Job(terms, saved, 0.0), terms, steps
+        self.members = {name: Member(name) for name in names}
+        self.now_s = 0.0
+        self.events: list[str] = []
+        self.starts: list[tuple[int, int, int]] = []  # generation, members, step
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.tick()
+
+    def tick(self) -> None:
+        self.now_s += TICK_S
+        before = self.job.generation
+        for member in self.members.values():
+            if member.alive and member.over is None:
+                self.job.heard(Report.from_json(member.report.to_json()), self.now_s)
+        self.job.tick(self.now_s)
+        self.events += self.job.events
+        self.job.events.clear()
+        if self.job.places and self.job.generation != before:
+            (step,) = {0 if place.restore is None else place.restore.step for place in self.job.places.values()}
+            self.starts.append((self.job.generation, len(self.job.places), step))
+        for name, member in self.members.items():
+            if member.alive and member.over is None:
+                member.follow(Assignment.from_json(self.job.assignment(name).to_json()), self.now_s)
+        self._work()
+
+    def _work(self) -> None:
+        """One step of all workers, if every one takes part; copies every `every` steps."""
+        places = self.job.places
+        at_work = [self.members[name] for name in places if name in self.members]
+        ready = [one for one in at_work if one.alive and not one.frozen and one.report.worker == "running"]
+        if not places or len(ready) < len(places) or any(one.report.generation != self.job.generation for one in ready):
+            return
+        border = self.job.border
+        limits = [border if isinstance(border, int) else one.report.stops_at or 10**9 for one in ready]
+        if any(one.report.position >= limit for one, limit in zip(ready, limits, strict=True)):
+            for one in ready if border != "ask" else ():
+                self._copy(one, places[one.report.agent], one.report.position)
+                one.report = replace(one.report, worker="yielded")
+            return
+        for one in ready:
+            step = one.report.position + 1
+            one.report = replace(one.report, position=step)
+            if step % self.terms.every == 0:
+                self._copy(one, places[one.report.agent], step)
+            state: Any = "finished" if step >= self.steps else "running"
+            one.report = replace(one.report, worker=state)
+
+    def _copy(self, one: Member, place: Place, step: int) -> None:
+        for member in self.members.values():
+            if member.report.memory in place.partners and member.alive:
+                copy = (place.generation, step, place.rank, place.count)
+                member.report = replace(member.report, held=tuple(sorted({*member.report.held, copy})))
+
+
+TERMS = Terms(4, timeout_s=2.0, every=5, ahead=0)
+
+
+def started(terms: Terms = TERMS, names: str = "abcd", **options: Any) -> Fleet:
+    fleet = Fleet(terms, names, **options)
+    fleet.run(5.0)
+    assert fleet.starts == [(1, 4, 0)], fleet.events
+    return fleet
+
+
+def test_the_first_generation_waits_for_all_members() -> None:
+    fleet = Fleet(TERMS, "abc")
+    fleet.run(100.0)
+    assert not fleet.starts
+    fleet.members["d"] = Member("d")
+    fleet.run(1.0)
+    assert fleet.starts == [(1, 4, 0)]
+
+
+def test_a_killed_worker_is_replaced_and_named() -> None:
+    fleet = started()
+    for name, why in (("a", "failed at x.py:1: JaxRuntimeError: Gloo"), ("c", "was ended by signal 9 (SIGKILL)")):
+        fleet.members[name].report = replace(fleet.members[name].report, worker="failed", why=why)
+    at_step = fleet.members["b"].report.position
+    fleet.run(BLAME_S + 1.0)
+    assert any("worker 2, of c (host c), was ended by signal 9" in event for event in fleet.events)
+    assert fleet.starts[1:] == [(2, 4, at_step // 5 * 5)]
+
+
+def test_the_job_goes_on_without_a_lost_member_within_the_timeout() -> None:
+    fleet = started()
+    fleet.members["b"].alive = False
+    lost_s = fleet.now_s
+    while len(fleet.starts) == 1:
+        fleet.tick()
+        assert fleet.now_s < lost_s + TERMS.timeout_s + 1.0
+    assert fleet.starts[1][:2] == (2, 3)
+    assert [(place.rank, place.count) for place in fleet.job.places.values()] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_closed_connection_counts_only_after_the_generation_broke() -> None:
+    fleet = started()
+    fleet.members["b"].alive = False
+    fleet.job.closed("b", fleet.now_s)
+    fleet.run(1.5)
+    assert len(fleet.starts) == 1
+    fleet.members["a"].report = replace(fleet.members["a"].report, worker="failed", why="JaxRuntimeError: Gloo")
+    fleet.run(BLAME_S + 0.3)
+    assert len(fleet.starts) == 2 and fleet.starts[1][1] == 3
+    assert any("b (host b) closed the connection" in event for event in fleet.events)
+    assert TERMS.timeout_s > CLOSED_S
+
+
+def test_a_returning_member_is_taken_back_at_a_step_border() -> None:
+    fleet = started()
+    fleet.members.pop("b")
+    fleet.run(6.0)
+    fleet.members["e"] = Member("e")
+    fleet.run(3.0)
+    step = fleet.starts[2][2]
+    assert fleet.starts[2][:2] == (3, 4) and any(f"ended at the border of step {step}" in one for one in fleet.events)
+    assert [*fleet.job.places] == ["a", "c", "d", "e"]
+
+
+def test_workers_end_at_the_latest_border_of_the_steps_that_they_are_in() -> None:
+    fleet = started()
+    members = [one.report for one in fleet.members.values()]
+    fleet.job.border = "ask"
+    for report, at in zip(members, (20, 22, 21, 20), strict=True):
+        fleet.job.heard(replace(report, position=at - 1, stops_at=at), fleet.now_s)
+    fleet.job.tick(fleet.now_s)
+    assert fleet.job.assignment("a").border == 22
+
+
+def test_a_member_that_leaves_goes_when_the_others_have_the_state() -> None:
+    fleet = started()
+    leaving = fleet.members["c"]
+    leaving.report = replace(leaving.report, leaving=True)
+    fleet.run(0.5)
+    assert leaving.over is None
+    fleet.run(4.0)
+    assert leaving.over == 0 and fleet.starts[1][:2] == (2, 3)
+    assert not any("failed" in event or "is gone" in event for event in fleet.events)
+
+
+def test_the_last_member_may_leave() -> None:
+    fleet = Fleet(Terms(1, timeout_s=2.0, every=5, ahead=0), "a")
+    fleet.run(3.0)
+    fleet.members["a"].report = replace(fleet.members["a"].report, leaving=True)
+    fleet.run(3.0)
+    assert fleet.members["a"].over == 0 and fleet.job.code is None
+
+
+def test_fewer_than_the_least_wait() -> None:
+    fleet = started(replace(TERMS, least=3))
+    for name in "ab":
+        fleet.members.pop(name)
+    fleet.run(80.0)
+    assert len(fleet.starts) == 1
+    fleet.members["e"] = Member("e")
+    fleet.run(2.0)
+    assert fleet.starts[1][:2] == (2, 3)
+
+
+def test_a_spare_replaces_a_member_that_is_slow() -> None:
+    fleet = started(names="abcde")
+    for name, slow_s in zip("abcd", (0.1, 0.1, 0.35, 0.1), strict=True):
+        fleet.members[name].report = replace(fleet.members[name].report, step_s=slow_s)
+    fleet.run(3.0)
+    assert [*fleet.job.places] == ["a", "b", "d", "e"]
+    fleet.run(20.0)
+    assert len(fleet.starts) == 2, "the slow one is not taken back while there is no other reason"
+
+
+def test_a_job_that_fails_before_any_step_stops() -> None:
+    fleet = Fleet(TERMS, "abcd")
+    for one in fleet.members.values():
+        one.frozen = True
+    for _ in range(TERMS.attempts):
+        fleet.run(2.0)
+        first = fleet.members["a"]
+        first.report = replace(first.report, worker="failed", why="failed at x.py:1: KeyError: 'y'")
+    fleet.run(2.0)
+    assert fleet.job.code == 1 and "before they had done a step" in fleet.events[-1]
+
+
+def test_no_step_within_the_limit_ends_a_generation() -> None:
+    fleet = started(replace(TERMS, step_timeout_s=3.0))
+    fleet.members["a"].frozen = True
+    fleet.run(3.5)
+    assert any("no step was done for 3 s" in event for event in fleet.events)
+
+
+def test_a_successor_goes_on_with_the_members_that_run() -> None:
+    fleet = started()
+    saved = Saved("x:1", fleet.job.generation, dict(fleet.job.places))
+    again = Fleet(TERMS, "", saved)
+    again.members = fleet.members
+    again.run(5.0)
+    assert not again.starts and again.job.generation == 1 and len(again.job.places) == 4
+    lost = Fleet(TERMS, "", saved)
+    lost.members = {name: one for name, one in fleet.members.items() if name != "d"}
+    lost.run(TERMS.timeout_s - 0.3)
+    assert not lost.starts
+    lost.run(2.0)
+    assert lost.starts[0][:2] == (2, 3)
+
+
+def test_a_successor_without_state_takes_newer_numbers() -> None:
+    fleet = started()
+    again = Fleet(TERMS, "")
+    again.members = fleet.members
+    again.run(3.0)
+    assert again.starts[0][:2] == (2, 4) and again.starts[0][2] > 0
+
+
+def test_compiling_ahead_is_done_once_for_each_number_and_cancelled_by_failures() -> None:
+    fleet = started(replace(TERMS, ahead=2))
+
+    def rehearsing() -> list[int]:
+        return [place.count for name in fleet.members if (place := fleet.job.assignment(name).rehearsal) is not None]
+
+    assert rehearsing() == [3, 3, 3]
+    fleet.members["a"].report = replace(fleet.members["a"].report, worker="failed", why="was ended by signal 9")
+    fleet.run(BLAME_S + 0.2)
+    assert not rehearsing()
+    fleet.run(3.0)
+    for count in (3, 2):
+        assert rehearsing() == [count] * count
+        number = next(p.generation for n in "abcd" if (p := fleet.job.assignment(n).rehearsal) is not None)
+        for one in fleet.members.values():
+            one.report = replace(one.report, rehearsed=(number, True))
+        fleet.run(0.2)
+    fleet.run(2.0)
+    assert not rehearsing() and sum("is compiled ahead" in event for event in fleet.events) == 2
+
+
+def test_copies_are_complete_with_the_shards_of_every_worker() -> None:
+    first, second = Report("a", "a", 1, "a:1", "a:2"), Report("b", "b", 1, "b:1", "b:2")
+    first = replace(first, held=((1, 10, 0, 2), (1, 20, 0, 2)))
+    second = replace(second, held=((1, 10, 1, 2), (1, 10, 0, 2), (1, 20, 0, 2)))
+    found = newest_complete([first, second])
+    assert found is not None and (found.step, found.sources) == (10, (("a:1", "b:1"), ("b:1",)))
+    assert newest_complete([first]) is None
+    later = replace(second, held=((2, 5, 0, 1), *second.held))
+    found = newest_complete([first, later])
+    assert found is not None and (found.generation, found.step) == (2, 5)
+
+
+def test_partners_are_on_other_hosts_where_there_are_any() -> None:
+    members = [Report(name, host, 1, f"{name}:1", "") for name, host in ("ax", "bx", "cy", "dy")]
+    partners = partners_of(members, 1)
+    assert partners == [("a:1", "c:1"), ("b:1", "c:1"), ("c:1", "a:1"), ("d:1", "a:1")]
+    assert partners_of(members[:1], 2) == [("a:1",)]
+    assert [len(one) for one in partners_of(members, 9)] == [4, 4, 4, 4]
+
+
+def test_reports_that_cannot_be_read_are_refused() -> None:
+    good = Report("a", "a", 1, "a:1", "a:2").to_json()
+    bad = ({}, {**good, "held": [[1]]}, {**good, "extra": 1}, {**good, "held": 3}, {**good, "rehearsed": []})
+    for data in bad:
+        with pytest.raises(WireError, match="cannot be read"):
+            Report.from_json(data)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_failures_leave_a_job_that_ends_with_all_steps(seed: int) -> None:
+    """Ranks are dense, generations and what they restore never go back, and the job finishes."""
+    rng = random.Random(seed)
+    fleet = Fleet(replace(TERMS, attempts=1000), "abcd", steps=300)
+    number = 0
+    while fleet.job.code is None and fleet.now_s < 600:
+        fleet.run(rng.uniform(0.1, 6.0))
+        names = list(fleet.members)
+        chance = rng.random()
+        if fleet.now_s > 120:
+            chance = 1.0  # from here on nothing fails any more
+        if chance < 0.25 and len(names) > 1:
+            fleet.members.pop(rng.choice(names))
+        elif chance < 0.5 and names:
+            one = fleet.members[rng.choice(names)]
+            if one.report.worker == "running":
+                one.report = replace(one.report, worker="failed", why="was ended by signal 9 (SIGKILL)")
+        elif chance < 0.6 and names:
+            one = fleet.members[rng.choice(names)]
+            one.report = replace(one.report, leaving=True)
+        elif len(names) < 5:
+            number += 1
+            fleet.members[f"n{number}"] = Member(f"n{number}")
+        for member in [name for name, one in fleet.members.items() if one.over is not None]:
+            del fleet.members[member]
+        ranks = sorted(place.rank for place in fleet.job.places.values())
+        assert ranks == list(range(len(ranks))) and len(ranks) <= 4
+    assert fleet.job.code == 0, fleet.events[-5:]
+    assert [start[0] for start in fleet.starts] == list(range(1, len(fleet.starts) + 1))

@@ -1,0 +1,45 @@
+"""Training under `autopar keep` goes on as a run that is started by hand from checkpoints."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from kept_jobs import KeptJob, losses, segments
+from several_processes import run
+
+PROGRAM = Path(__file__).parent / "elastic_programs.py"
+
+
+@pytest.mark.slow
+def test_losses_are_those_of_a_run_by_hand_with_the_same_devices(tmp_path: Path) -> None:
+    """FSDP on four processes: one member is lost, later another, and one returns."""
+    log = str(tmp_path / "log")
+    options = ["--timeout", "5", "--every", "7", "--ahead", "0", "--return-after", "1000"]
+    with KeptJob(tmp_path, [str(PROGRAM), "kept", log, "150"], *options) as job:
+        job.at(20)
+        os.kill(job.worker(1)["agent"], signal.SIGKILL)
+        job.wait(lambda: any(one["count"] == 3 for one in job.told("step")))
+        job.at(50)
+        os.kill(job.worker(2)["agent"], signal.SIGKILL)
+        job.wait(lambda: any(one["count"] == 2 for one in job.told("step")))
+        job.join_another()
+        job.wait(lambda: job.told("step")[-1]["count"] == 3)
+        assert job.ended() == 0, job.text()
+        history = losses(job.told("step"))
+        assert all("FSDP" in one["strategy"] for one in job.told("start")), job.told("start")
+    assert sorted(history) == list(range(1, 151))
+    parts = segments(history)
+    assert [count for count, _, _ in parts] == [4, 3, 2, 3]
+    by_hand = tmp_path / "by_hand"
+    for count, start, stop in parts:
+        arguments = [str(by_hand), str(start), str(stop), str(tmp_path / "checkpoints")]
+        ended = run("by_hand", *arguments, processes=count, devices=1, programs=PROGRAM)
+        assert [one.code for one in ended] == [0] * count, ended[0].errors[-3000:]
+    job.log = by_hand
+    expected = losses(job.told("step"))
+    worst = max(abs(history[step][1] / expected[step][1] - 1) for step in history)
+    print(f"largest relative difference {worst:.2g}, parts {parts}")
+    assert worst < 1e-5
