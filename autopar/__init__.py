@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from autopar.runtime.distributed.watchdog import watch as watch
     from autopar.verification.verification import Verification as Verification
     from autopar.verification.verify import verify as verify
+    from autopar.versions.elastic.keeper import StoreKeeper as StoreKeeper
+    from autopar.versions.elastic.server import serve_replica as serve_replica
+    from autopar.versions.elastic.worker import ElasticWorker as ElasticWorker
     from autopar.versions.factors import SufficientFactors as SufficientFactors
     from autopar.versions.gossip.client import GossipClient as GossipClient
     from autopar.versions.gossip.store import GossipStore as GossipStore
@@ -59,6 +62,7 @@ _DEFINED_IN = {
     "Diagnosis": "autopar.diagnosis.diagnosis",
     "diff": "autopar.report.diff",
     "ElasticRun": "autopar.api.elastic.run",
+    "ElasticWorker": "autopar.versions.elastic.worker",
     "explain": "autopar.report.explain",
     "export": "autopar.code_export.export",
     "GossipClient": "autopar.versions.gossip.client",
@@ -79,6 +83,8 @@ _DEFINED_IN = {
     "Replay": "autopar.xla_replay.replay",
     "StepReport": "autopar.api.step_report",
     "StoreCheckpoints": "autopar.api.checkpoint.store_checkpoints",
+    "serve_replica": "autopar.versions.elastic.server",
+    "StoreKeeper": "autopar.versions.elastic.keeper",
     "StoreClient": "autopar.versions.remote.client",
     "stream_parameters": "autopar.versions.host_memory.stream",
     "SufficientFactors": "autopar.versions.factors",

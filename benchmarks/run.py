@@ -120,6 +120,14 @@ _SPLIT = (
 _GPUS = ("8 GPUs", "8 GPUs, batch of 8", "16 GPUs, batch of 8", "2 hosts", "8 hosts", "8 GPUs, 40 % of the memory")
 _REPLAYED = ("absent_gpus.py", "compile_cache.py", "replay/llama.py", "replay/published.py")
 _RATES = tuple(f"replay/{name}.toml" for name in ("h100-96gb", "h100-96gb-nvl-peak", "h200-pytorch"))
+#: Runs of parameter servers: policy, seed, and how many processes are killed or frozen.
+_DISTURBED = (
+    *(f"stores: bsp, seed {seed}, 10 kills" for seed in (1, 2, 3, 4)),
+    "stores: ssp(3), seed 5, 10 kills",
+    "stores: async, seed 6, 10 kills",
+    "stores: backup(1), seed 7, 5 kills",
+    *(f"stores: bsp, seed {seed}, 5 freezes" for seed in (8, 9)),
+)
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "attention": Benchmark(
@@ -134,10 +142,13 @@ BENCHMARKS = {
     ),
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "faults": Benchmark(
-        ("templates",),
+        ("templates", *_DISTURBED),
         VIRTUAL_DEVICES,
         sources=(),
-        sources_of={"templates": ("faults/templates.py",)},
+        sources_of={
+            "templates": ("faults/templates.py",),
+            **dict.fromkeys(_DISTURBED, ("faults/stores.py", "faults/store_process.py")),
+        },
         summary="benchmarks.faults.page",
         module="faults.parts",
     ),

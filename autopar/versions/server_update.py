@@ -220,3 +220,11 @@ def _summed(terms: list[jax.Array]) -> jax.Array:
 @jax.jit
 def _plus(weights: jax.Array, update: jax.Array) -> jax.Array:
     return weights + update
+
+
+def aggregated(weights: Weights, updates: Sequence[Mapping[str, Pushed]]) -> Update:
+    """The sum of updates by key, in their order, as `apply` makes it: with it alone, `apply` gives the same bits."""
+    keys = dict.fromkeys(key for update in updates for key in update)
+    return {
+        key: Pushed(_summed([update[key].dense(weights[key]) for update in updates if key in update])) for key in keys
+    }

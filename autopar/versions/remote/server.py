@@ -40,7 +40,7 @@ def announce(store: VersionedStore, name: str, server: int, layout: Layout | Non
             server.
     """
     held_by = _held_by_workers(store)
-    rows = _rows(store, server, layout)
+    rows = rows_of(store, server, layout)
     channel = open_channel(name, f"server {server}")
     channel.beat()
     kinds = {key: [list(shape), str(dtype), *rows[key]] for key, (shape, dtype) in store.kinds.items()}
@@ -86,7 +86,7 @@ def _terms(store: VersionedStore) -> dict[str, Any]:
     return {key: [list(shape), str(dtype), key in at_once] for key, (shape, dtype) in store._taken.items()}
 
 
-def _rows(store: VersionedStore, server: int, layout: Layout | None) -> dict[str, tuple[int, int]]:
+def rows_of(store: VersionedStore, server: int, layout: Layout | None) -> dict[str, tuple[int, int]]:
     """For each key, the first of the rows that the server has, and the rows of the whole array."""
     have = {key: shape[0] if shape else 1 for key, (shape, _) in store.kinds.items()}
     if layout is None:
