@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.pipeline.cut.pieces import Slot
+from autopar.pipeline.run.stacked_leaves import part_of
 from autopar.pipeline.run.stream import StreamedPipeline
 
 #: (stage, microbatch) -> versions that the forward and the backward pass read.
@@ -94,7 +95,7 @@ class _Sequential:
             if (leaf in self.whole.batch_leaves) == of_batch:
                 for use in uses:
                     self.known[self._key(use.stage, use.slot, n, 0, None)] = jax.device_put(
-                        leaves[leaf[0]], use.sharding
+                        part_of(leaves[leaf[0]], leaf[1], use.sharding), use.sharding
                     )
 
     def batch(self, n: int) -> None:

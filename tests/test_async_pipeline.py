@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from pipelines import pipelined
 from several_processes import run as run_processes
 
 import autopar
-from autopar.errors import OptionError, ScheduleError, StepSignatureError
+from autopar.errors import OptionError, PlanFileError, ScheduleError, StepSignatureError
 from autopar.pipeline.plan import PipelinePlan
 from autopar.pipeline.run.calls_and_moves import Call
 from autopar.pipeline.run.stream import Stream, StreamedPipeline
@@ -26,6 +27,7 @@ from autopar.pipeline.schedule.asynchronous import ASYNCHRONOUS
 from autopar.pipeline.schedule.corrections import find_consistency
 from autopar.pipeline.schedule.table import build
 from autopar.pipeline.schedule.versions import alive_during, versions_read
+from autopar.report.explain_stages import explain_stages
 
 RULES = ("pipedream", "vertical", "2bw", "ampnet", "pipemare")
 WIDTH = 8
@@ -265,9 +267,29 @@ def test_resuming_from_a_drained_state_is_exact() -> None:
     jax.tree.map(np.testing.assert_array_equal, fresh.drain(), ended)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("copies", 0), ("kept_bytes", -1.0), ("least_delay", 9), ("most_delay", "many"), ("velocity_bytes", None)],
+)
+def test_a_damaged_plan_is_refused(field: str, value: Any, saved_plan: dict[str, Any]) -> None:
+    data = copy.deepcopy(saved_plan)
+    data["weight_versions"][0][field] = value
+    with pytest.raises(PlanFileError, match="weight_versions"):
+        PipelinePlan.from_json(data)
+    del data["weight_versions"]
+    with pytest.raises(PlanFileError, match="weight_versions"):
+        PipelinePlan.from_json(data)
+
+
+@pytest.fixture(scope="module")
+def saved_plan() -> dict[str, Any]:
+    step, state, batches = decorated("pipemare")
+    return step.plan(state, batches[0]).to_json()
+
+
 @pytest.mark.slow
 def test_two_processes_have_the_numbers_of_one() -> None:
-    programs, rules = Path(__file__).parent / "stream_programs.py", ("pipedream", "2bw", "ampnet")
+    programs, rules = Path(__file__).parent / "stream_programs.py", ("pipedream", "2bw", "pipemare(12, 0.3)")
     (alone,) = run_processes("streams", *rules, processes=1, devices=2, programs=programs)
     ended = run_processes("streams", *rules, processes=2, devices=1, programs=programs)
     assert [one.code for one in ended] == [0, 0], ended[-1].errors[-3000:]
@@ -276,6 +298,37 @@ def test_two_processes_have_the_numbers_of_one() -> None:
         parts = [one.last[rule]["here"] for one in ended]
         assert all(parts), "each process has a stage"
         assert {**parts[0], **parts[1]} == alone.last[rule]["here"]
+
+
+def test_a_report_is_of_batches_of_streams() -> None:
+    step, state, _ = decorated("2bw")
+    filling = next(iter(batches_of(1, 16)))
+    list(step.stream(state, [filling] * 4))
+    with pytest.raises(StepSignatureError, match=r"has streamed too few batches to report on: stream at least 9 of"):
+        step.report()
+    list(step.stream(None, [filling] * 8))
+    report = step.report()
+    assert report.num_steps == 12 - 5 - 1
+    assert report.step_time_s > 0
+    assert report.versions == step.plans[-1].weight_versions
+    assert "6 batches of a stream, after filling" in str(report)
+    assert "by stage, 2, 2 copies of the weights" in str(report)
+    assert report.to_json()["versions"][0]["copies"] == 2
+    step.drain()
+    list(step.stream(state, [filling] * 3))
+    assert step.report().num_steps == report.num_steps, "a stream that is not filled keeps the last measurement"
+    step.drain()
+
+
+def test_the_page_of_a_plan_has_its_versions(tmp_path: Any) -> None:
+    step, state, batches = decorated("pipemare")
+    plan = step.plan(state, batches[0])
+    explained = explain_stages(plan)
+    autopar.write_report(plan, tmp_path / "plan.html")
+    page = (tmp_path / "plan.html").read_text()
+    for text in ("Versions of the weights", "updates late", "all versions", "velocities", "corrected weights"):
+        assert text in page
+    assert all(sum(s for _, s in use.phases) + use.idle_s <= explained.shown_s * 1.001 for use in explained.submeshes)
 
 
 def test_one_batch_alone_is_a_synchronous_step() -> None:
@@ -306,6 +359,17 @@ def test_an_iterator_of_batches_that_fails_loses_nothing() -> None:
     losses = expected[:3] + [float(loss) for loss in step.stream(None, batches[3:])]
     assert losses == expected
     jax.tree.map(np.testing.assert_array_equal, step.drain(), ended)
+
+
+def test_a_stream_without_batches_leaves_the_state() -> None:
+    step, state, batches = decorated()
+    assert not list(step.stream(state, []))
+    assert step.drain() is state
+    with pytest.raises(StepSignatureError, match="has nothing to drain"):
+        step.drain()
+    assert not list(step.stream(state, []))
+    assert len(list(step.stream(state, batches))) == len(batches)
+    assert step.drain() is not state
 
 
 def test_a_stream_that_was_made_and_not_begun_is_refused_after_another() -> None:

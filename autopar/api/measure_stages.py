@@ -26,6 +26,8 @@ def measure_stages(
     devices: list[Any],
     profiles: Mapping[str, HardwareProfile],
     measured: PipelineTimeline | None,
+    *,
+    streams: bool = False,
 ) -> StepReport:
     """Report on steps that have run.
 
@@ -33,6 +35,7 @@ def measure_stages(
         devices: the devices that ran the steps.
         profiles: the hardware profile of each kind of device.
         measured: the measured timeline of a step, if there is one.
+        streams: whether the times are those of batches of a stream, after filling.
     """
     num_steps = calls.num_steps
     step_time_s, host_was_ahead = calls.step_time_s(wait)
@@ -70,6 +73,7 @@ def measure_stages(
         utilisation=ideal_s / step_time_s,
         suspects=(),
         advice=tuple(advice),
-        simulated=plan.timeline(),
+        versions=plan.weight_versions if streams else (),
+        simulated=plan.shown_timeline() if streams else plan.timeline(),
         measured=measured,
     )

@@ -7,6 +7,7 @@ figures to check if measured and predicted differ.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -19,7 +20,9 @@ from autopar.errors import PlotError
 from autopar.pipeline.draw.file import write_timelines
 from autopar.pipeline.draw.predicted_vs_measured import differences
 from autopar.pipeline.draw.text import timeline_text
+from autopar.pipeline.plan_records import WeightVersions
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.report.explain_stages import versions_text
 from autopar.system.text_tables import TEXT_WIDTH, inset, plain_text
 from autopar.system.units import human_bytes, human_seconds
 
@@ -57,7 +60,8 @@ class StepReport:
         utilisation: MFU: the ratio of these FLOPs per measured second to the devices' peak.
         suspects: parts whose prediction may be wrong, the likeliest first; empty if the prediction holds.
         advice: sentences that say what to do.
-        simulated: the simulated timeline of a pipelined step.
+        versions: for a stream of batches, the versions of its weights that each stage keeps, and the delay of its gradients.
+        simulated: the simulated timeline of a pipelined step, or of the first batches of a stream.
         measured: its measured timeline, if a step was `measured`.
     """
 
@@ -76,6 +80,7 @@ class StepReport:
     utilisation: float
     suspects: tuple[Suspect, ...]
     advice: tuple[str, ...]
+    versions: tuple[WeightVersions, ...] = ()
     simulated: PipelineTimeline | None = None
     measured: PipelineTimeline | None = None
 
@@ -129,9 +134,10 @@ def render_report(report: StepReport, console: Console) -> None:
     verdict = "as predicted" if report.holds else "not as predicted"
     console.print(Text.assemble(("Report on ", "bold"), (report.program, "bold"), f": {verdict}"))
     how = "mean, as the host ran ahead of the devices" if report.host_was_ahead else "median"
+    steps = "batches of a stream, after filling" if report.versions else "steps"
     console.print(
         Text(
-            f"{report.num_steps} steps ({how}); mesh {report.mesh}, {report.device_kind}, planned for {report.hardware}\n"
+            f"{report.num_steps} {steps} ({how}); mesh {report.mesh}, {report.device_kind}, planned for {report.hardware}\n"
         )
     )
     table = Table(box=None, padding=(0, 2, 0, 0), show_edge=False)
@@ -145,6 +151,8 @@ def render_report(report: StepReport, console: Console) -> None:
     table.add_row(memory, human_bytes(report.predicted_peak_bytes), peak, _percent(report.memory_off))
     table.add_row("MFU", "", f"{100 * report.utilisation:.1f} %", "")
     console.print(Padding(table, (0, 0, 1, 2)))
+    if report.versions:
+        console.print(Padding(Text(f"Weights: {versions_text(report.versions)}"), (0, 0, 1, 2)))
     if report.suspects:
         console.print(Text("What may be off", "bold"))
         for one in report.suspects:
@@ -154,16 +162,21 @@ def render_report(report: StepReport, console: Console) -> None:
     for line in report.advice:
         console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
     if report.simulated is not None:
-        _print_timelines(report.simulated, report.measured, console)
+        _print_timelines(report.simulated, report.measured, console, streams=bool(report.versions))
 
 
-def _print_timelines(simulated: PipelineTimeline, measured: PipelineTimeline | None, console: Console) -> None:
+def _print_timelines(
+    simulated: PipelineTimeline, measured: PipelineTimeline | None, console: Console, *, streams: bool
+) -> None:
     """Print both timelines, one below the other, and sentences about their differences."""
     both = (simulated,) if measured is None else (simulated, measured)
     title = "Timeline of a step" if measured is None else "Timeline of a step: simulated, and measured task by task"
+    title = "Timeline of a stream of batches, simulated" if streams else title
     console.print(Text(), Text(title, "bold"), sep="\n")
     console.print(inset(timeline_text(*both, width=min(console.width, TEXT_WIDTH) - 4)))
-    if measured is None:
+    if streams:
+        lines: Sequence[str] = ()
+    elif measured is None:
         lines = ("for the measured timeline, call `step.measured(...)` once instead of `step(...)`, and report again",)
     else:
         lines = differences(simulated, measured)

@@ -13,7 +13,11 @@ from typing import Any
 import jax
 
 from autopar.api import make_plan as plan_step
+from autopar.api.call_clock import Calls
+from autopar.api.measure_stages import measure_stages
+from autopar.api.measure_step import FEWEST_STEPS, wait
 from autopar.api.parallel_step import ParallelStep
+from autopar.api.step_report import StepReport
 from autopar.api.stream_snapshot import stream_loaded, stream_taken
 from autopar.api.workers.traced_step import (
     TracedStep,
@@ -85,7 +89,10 @@ class StreamedStep(ParallelStep[PipelinePlan]):
         super().__init__(step, plan, options if plan is not None else {**options, "schedule": self.kind.name})
         self._ready: dict[Any, Ready] = {}
         self._in_flight: _InFlight | None = None
+        self._untouched: Any = None  # the state of a stream without batches
         self._num_updates = 0
+        #: The times of batches with one key of a call.
+        self._calls, self._timed = Calls(), None
 
     @property
     def num_updates(self) -> int:
@@ -131,14 +138,17 @@ class StreamedStep(ParallelStep[PipelinePlan]):
                 " state"
             )
         first = () if state is None else state_arguments_of(self.called, state, others)
-        return self._streamed(first, iter(batches), others)
+        return self._streamed(state, first, iter(batches), others)
 
     def drain(self) -> Any:
-        """Finish the batches in flight, and return the state.
+        """Finish the batches in flight, and return the state; after a stream without batches, the state as it was given.
 
         Raises:
             StepSignatureError: nothing was streamed since the last `drain()`, or an interrupt has lost the batches in flight.
         """
+        untouched, self._untouched = self._untouched, None
+        if self._in_flight is None and untouched is not None:
+            return untouched
         if self._in_flight is None:
             raise StepSignatureError(
                 f"`{self.name}` has nothing to drain: iterate over `{self.name}.stream(state, batches)` first"
@@ -149,7 +159,26 @@ class StreamedStep(ParallelStep[PipelinePlan]):
         if outputs is None:
             late, outputs = flight.stream.drain()
             flight.last = late[-1] if late else flight.last
-        return self._state(flight, outputs)
+        return _state(flight, outputs)
+
+    def report(self) -> StepReport:
+        """Compare the last batches of streams with the plan, from batch to batch after filling: as for a step's `report`, with
+        the versions of the weights and the delay of gradients. If none was streamed, of the last steps that ran alone.
+
+        Raises:
+            StepSignatureError: too few batches have followed each other.
+        """
+        if not self._ready:
+            return super().report()
+        if self._calls.num_steps < FEWEST_STEPS:
+            filled = max(one.pipeline.program.filled for one in self._ready.values())
+            raise StepSignatureError(
+                f"`{self.name}` has streamed too few batches to report on: stream at least {filled + FEWEST_STEPS + 1} of the"
+                f" same shapes; the first {filled} fill the pipeline"
+            )
+        ready = self._ready[self._timed]
+        plan, devices, profiles = ready.run.plan, self._plans.devices(), self._plans.profiles(ready.run.plan)
+        return measure_stages(plan, ready.traced.program, self._calls, devices, profiles, None, streams=True)
 
     def snapshot(self) -> Snapshot:
         """All live versions of the weights and all batches in flight, after the last batch whose results were taken.
@@ -197,13 +226,15 @@ class StreamedStep(ParallelStep[PipelinePlan]):
 
     # -- helpers -----------------------------------------------------------------------------
 
-    def _streamed(self, state: Sequence[Any], batches: Iterator[Any], others: Mapping[str, Any]) -> Iterator[Any]:
+    def _streamed(
+        self, given: Any, state: Sequence[Any], batches: Iterator[Any], others: Mapping[str, Any]
+    ) -> Iterator[Any]:
         flight = None if state else self._in_flight
         for number, batch in enumerate(batches):
             if flight is None:
                 self._check_drained()
                 flight = self._started(state, batch, others)
-                self._in_flight = flight
+                self._in_flight, self._untouched = flight, None
             if self._in_flight is not flight:
                 raise StepSignatureError(
                     f"`{self.name}` was drained during the iteration over its stream: end the iteration first"
@@ -214,14 +245,28 @@ class StreamedStep(ParallelStep[PipelinePlan]):
                         f"batch {number} of the stream has other shapes than the first: give batches of the same shapes, and leave"
                         " out a smaller last one"
                     )
+                self._time(flight)
                 outputs = flight.stream.push(jax.tree.leaves(call.trees))
             if outputs is not None:
                 flight.last = outputs
                 yield flight.ready.traced.rest(outputs)
+        if flight is None and self._in_flight is None:  # no batch came
+            self._untouched = given
         if flight is not None and flight.ready.pipeline.program.lag:  # results that are not complete yet
             late, flight.finished = flight.stream.drain()
             flight.last = late[-1] if late else flight.last
             yield from map(flight.ready.traced.rest, late)
+
+    def _time(self, flight: _InFlight) -> None:
+        """Note the start of a batch, once the pipeline is filled: then each takes as long as a step."""
+        if flight.key != self._timed:
+            self._calls.restart()
+            self._timed = flight.key
+        filled = flight.ready.pipeline.program.filled
+        if flight.stream.num_batches == filled:
+            self._calls.interrupt(wait)
+        if flight.stream.num_batches >= filled:
+            self._calls.note()
 
     def _check_drained(self) -> None:
         if self._in_flight is not None:
@@ -263,15 +308,16 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             self._ready[call.key] = Ready(traced, run, run.streamed(self.kind, of_batch, self.corrections))
         return self._ready[call.key]
 
-    def _state(self, flight: _InFlight, outputs: Sequence[Any]) -> Any:
-        """The state, from the results that are carried. What no batch reads is that of the last batch."""
-        pairs = flight.ready.traced.pairs
-        whole = {output: flight.last[output] if outputs[output] is None else outputs[output] for _, output in pairs}
-        flight.ready.run.renewed([whole.get(n) for n in range(len(outputs))])
-        leaves = list(flight.leaves)
-        for position, output in pairs:
-            leaves[position] = whole[output]
-        return flight.ready.traced.state(leaves)
+
+def _state(flight: _InFlight, outputs: Sequence[Any]) -> Any:
+    """The state, from the results that are carried. What no batch reads is that of the last batch."""
+    pairs = flight.ready.traced.pairs
+    whole = {output: flight.last[output] if outputs[output] is None else outputs[output] for _, output in pairs}
+    flight.ready.run.renewed([whole.get(n) for n in range(len(outputs))])
+    leaves = list(flight.leaves)
+    for position, output in pairs:
+        leaves[position] = whole[output]
+    return flight.ready.traced.state(leaves)
 
 
 def _skeleton(state: Sequence[Any]) -> Any:

@@ -19,7 +19,7 @@ from rich.text import Text
 from autopar.pipeline.draw.file import write_timelines
 from autopar.pipeline.draw.text import timeline_text
 from autopar.pipeline.partition.sends import Send
-from autopar.pipeline.plan import PipelinePlan, StagePlan
+from autopar.pipeline.plan import PipelinePlan, StagePlan, WeightVersions
 from autopar.pipeline.schedule import dag as any_edges
 from autopar.pipeline.schedule.table import KINDS
 from autopar.pipeline.schedule.timeline import PipelineTimeline
@@ -74,6 +74,11 @@ class StagesExplanation:
     def summary(self) -> str:
         """The report without the timeline and the rejected alternatives."""
         return plain_text(lambda console: render_stages_summary(self.plan, console))
+
+    @property
+    def shown_s(self) -> float:
+        """Seconds of the timeline: of a step, or of the first batches of a stream."""
+        return self.timeline.makespan_s if self.plan.weight_versions else self.plan.prediction.step_time_s
 
     def __str__(self) -> str:
         return plain_text(lambda console: _print(self, console))
@@ -171,7 +176,7 @@ def _head(plan: PipelinePlan) -> list[RenderableType]:
     if any(stage.replicas for stage in plan.stages):
         facts.append(("Replicas", _replicas_text(plan)))
     if plan.weight_versions:
-        facts.append(("Versions", _versions_text(plan)))
+        facts.append(("Versions", versions_text(plan.weight_versions)))
     if plan.own_statistics:
         text = "each microbatch has its own batch statistics, which changes the step slightly"
         facts.append(("Statistics", text))
@@ -192,9 +197,8 @@ def _replicas_text(plan: PipelinePlan) -> str:
     return f"{text} a step, at most {human_bytes(slowest.num_bytes)} in {human_seconds(slowest.seconds)}"
 
 
-def _versions_text(plan: PipelinePlan) -> str:
-    """The versions of its weights that each stage keeps, and the delay of its gradients."""
-    kept = plan.weight_versions
+def versions_text(kept: Sequence[WeightVersions]) -> str:
+    """The versions of its weights that each stage keeps, and the delay of its gradients, in an asynchronous schedule."""
     delays = [range_text(one.least_delay, one.most_delay) for one in kept]
     sizes = ", ".join(human_bytes(one.kept_bytes) for one in kept)
     text = (

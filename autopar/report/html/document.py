@@ -24,7 +24,14 @@ from autopar.report.explain_stages import StagesExplanation, stages_replicated
 from autopar.report.html.figures import at_peak, memory_curve, time_bar
 from autopar.report.html.markup import Child, Element, data, el, in_code, written
 from autopar.report.html.module_tree import module_view
-from autopar.report.html.stages import same_stages, stages_table, submesh_memory, submesh_times, tried_table
+from autopar.report.html.stages import (
+    same_stages,
+    stages_table,
+    submesh_memory,
+    submesh_times,
+    tried_table,
+    versions_table,
+)
 from autopar.report.html.tables import (
     collectives_table,
     compiled_view,
@@ -332,17 +339,25 @@ def _program_details(explained: Explanation, known: dict[str, Any], key: str, fi
 def _stages_body(explained: StagesExplanation, known: dict[str, Any]) -> list[Child]:
     tracks, texts = pipeline_tracks(explained.timeline, "pipeline")
     known |= texts
-    schedule = f"One step of the {explained.plan.schedule} schedule, simulated. A row is a submesh, a bar is one microbatch in a stage."
+    streams = bool(explained.plan.weight_versions)
+    name = explained.plan.schedule
+    of = f"The first batches of a stream by {name}" if streams else f"One step of the {name} schedule"
+    schedule = f"{of}, simulated. A row is a submesh, a bar is one microbatch in a stage."
     body: list[Child] = [
         _section("timeline", "The pipeline", tracks, about=schedule),
         el(
             "div",
-            _section("time", "Where the step time goes", submesh_times(explained)),
+            _section(
+                "time", "Where the time goes" if streams else "Where the step time goes", submesh_times(explained)
+            ),
             _section("memory", "Memory of one device of each submesh", submesh_memory(explained)),
             class_="pair",
         ),
         _section("stages", "Stages", stages_table(explained)),
     ]
+    if streams:
+        about = "What passes read of the weights, on one device. A gradient is late by the updates between the version that it is computed from and the one that it is applied to."
+        body.append(_section("versions", "Versions of the weights", versions_table(explained), about=about))
     tried = None if explained.plan.considered else tried_table(explained)
     if tried is not None:
         body.append(_section("tried", "Alternatives that were tried", tried))

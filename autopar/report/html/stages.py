@@ -23,8 +23,8 @@ _HEIGHT = 100.0
 
 
 def submesh_times(explained: StagesExplanation) -> Element:
-    """For each submesh, a bar of its phases and its idle time, which sum up to the step time."""
-    whole = explained.plan.prediction.step_time_s
+    """For each submesh, a bar of its phases and its idle time, which sum up to the time that the timeline shows."""
+    whole = explained.shown_s
     rows = []
     for number, use in enumerate(explained.submeshes):
         parts = [_part(LOOKS[phase].name, LOOKS[phase].colour, seconds, whole) for phase, seconds in use.phases]
@@ -54,8 +54,8 @@ def _part(label: str, colour: str, seconds: float, whole: float) -> Element:
 
 
 def submesh_memory(explained: StagesExplanation) -> Element:
-    """For each submesh, the memory of one device over the step, on a common scale."""
-    whole = explained.plan.prediction.step_time_s
+    """For each submesh, the memory of one device over the timeline, on a common scale."""
+    whole = explained.shown_s
     peak, budget = explained.plan.prediction.peak_bytes, explained.plan.memory_budget_bytes
     in_sight = budget is not None and budget <= 3 * peak
     top = 1.05 * max(peak, budget if budget is not None and in_sight else 0.0) or 1.0
@@ -115,6 +115,32 @@ def _submesh_memory(number: int, use: SubmeshUse, whole: float, top: float, budg
         el("span", f"peak {human_bytes(use.peak_bytes)}", class_="track-remark"),
         class_="track-row",
     )
+
+
+def versions_table(explained: StagesExplanation) -> Element:
+    """A row for each stage of an asynchronous schedule: the versions of its weights, and the delay of its gradients."""
+    kept = explained.plan.weight_versions
+    corrects = any(one.velocity_bytes for one in kept)
+    rows = [
+        el(
+            "tr",
+            cell(el("a", f"stage {number}", href=f"#stage-{number}")),
+            cell(str(one.copies), value=one.copies),
+            cell(range_text(one.least_delay, one.most_delay), value=one.most_delay),
+            *(
+                cell(human_bytes(size), value=size)
+                for size in (
+                    one.num_bytes,
+                    one.kept_bytes,
+                    *((one.velocity_bytes, one.corrected_bytes) if corrects else ()),
+                )
+            ),
+        )
+        for number, one in enumerate(kept)
+    ]
+    more = ("velocities", "corrected weights") if corrects else ()
+    numbers = ("copies", "updates late", "one version", "all versions", *more)
+    return table(["stage", *numbers], rows, numbers=numbers)
 
 
 def stages_table(explained: StagesExplanation) -> Element:
