@@ -9,10 +9,10 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.options import size
+from autopar.cli.serving_options import add_serving_options, serving_of
 from autopar.cli.terminal import print_json, progress
 from autopar.errors import InferenceError
 
@@ -47,24 +47,7 @@ def add_command(added: Any) -> None:
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     about = "sample N texts for each prompt, and print the text with the highest probability"
     group.add_argument("--best-of", type=int, default=1, metavar="N", help=about)
-    group = generate.add_argument_group("how to serve it")
-    group.add_argument(
-        "--mesh", metavar="MESH", help="mesh of the devices: 8, 2x4 or data=2,model=4 (default: one axis)"
-    )
-    about = "memory per device: 40GB, 512MiB or bytes (default: all that the device has)"
-    group.add_argument("--memory-budget", type=size, metavar="SIZE", help=about)
-    group.add_argument(
-        "--dtype", metavar="NAME", help="dtype of weights and KV cache, e.g. bfloat16 (default: the checkpoint's)"
-    )
-    group.add_argument("--slots", type=int, metavar="N", help="sequences in a batch (default: 16)")
-    about = "maximum tokens of a text, with its prompt (default: the model's maximum, at most 4096)"
-    group.add_argument("--max-length", type=int, metavar="N", help=about)
-    about = "speculative decoding: n-gram, or the folder of a small draft model with the same tokenizer; the text is the same"
-    group.add_argument("--propose", metavar="n-gram|MODEL_DIR", help=about)
-    about = (
-        "attention kernel: gather, blocks or pallas (default: the fastest of those with correct results on this device)"
-    )
-    group.add_argument("--attention", metavar="NAME", help=about)
+    add_serving_options(generate)
     generate.add_argument("--json", action="store_true", help="print JSON at the end: texts, tokens, logprobs")
     generate.set_defaults(run=run)
 
@@ -73,7 +56,9 @@ def run(options: argparse.Namespace) -> None:
     """Generate and print texts."""
     from autopar.inference import Engine, SamplingOptions
 
-    prompts, serving = _prompts(options), _serving(options)
+    prompts = _prompts(options)
+    counts = {"--max-tokens": options.max_tokens, "--best-of": options.best_of}
+    serving = serving_of(options.model, options, counts)
     temperature = options.temperature if options.temperature is not None else float(options.best_of > 1)
     sampling = SamplingOptions(temperature, options.top_k, options.top_p, options.seed)
     requests = [
@@ -137,48 +122,6 @@ def _numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise InferenceError(f"--tokens {text!r} is not a list of token ids: write comma-separated integers") from None
-
-
-def _serving(options: argparse.Namespace) -> dict[str, Any]:
-    from autopar.inference import Options
-    from autopar.inference.model.config import DecoderConfig
-    from autopar.inference.serve.setup import options_for
-
-    config = DecoderConfig.read(options.model)
-    served = options_for(config, None)
-    if options.max_length is not None:
-        served = replace(served, max_length=options.max_length)
-    if options.slots is not None:
-        served = replace(served, num_slots=options.slots)
-    counts = {
-        "--slots": served.num_slots,
-        "--max-length": served.max_length,
-        "--max-tokens": options.max_tokens,
-        "--best-of": options.best_of,
-    }
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            raise InferenceError(f"{name} is {value}: give 1 or more")
-    assert isinstance(served, Options)
-    return {
-        "options": options_for(config, served),
-        "mesh": options.mesh,
-        "propose": options.propose,
-        "attention": options.attention,
-        "memory_budget_bytes": options.memory_budget,
-        "dtype": _dtype(options.dtype),
-    }
-
-
-def _dtype(name: str | None) -> Any:
-    import jax.numpy as jnp
-
-    if name is None:
-        return None
-    known = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-    if name not in known:
-        raise InferenceError(f"--dtype {name!r} is none of {', '.join(known)}")
-    return known[name]
 
 
 def _results(

@@ -26,7 +26,7 @@ from autopar.inference.model.async_load import Load, Progress
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
-from autopar.inference.schedule.requests import Options, Request, Results
+from autopar.inference.schedule.requests import Options, Request, Results, Update
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.speculation_policy import Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
@@ -43,8 +43,11 @@ from autopar.inference.serve.setup import (
 )
 from autopar.inference.serve.slot_outputs import SlotOutputs
 from autopar.inference.step.sampling import SamplingOptions
+from autopar.inference.step.step import Out
 from autopar.jax_interop.compat import shape_struct
 
+#: Called with the new tokens of each step, and the arrays they come from.
+Listener = Callable[[Update, Out], None]
 #: The number of iterations in flight while the next one is dispatched.
 _AHEAD = 1
 
@@ -126,6 +129,9 @@ class Engine:
         pages_of: the engine of another model that shares its pages; `runner` must use its memory.
         num_pages: the number of pages to use; by default all.
         proposer: the source of draft tokens. policy: decides when to speculate.
+
+    Attributes:
+        listener: called at the end of each step that has results; None by default. options: as given.
     """
 
     def __init__(
@@ -157,6 +163,8 @@ class Engine:
         self._names = itertools.count()
         self._broken: BaseException | None = None
         self._counts = _Counts()
+        self.listener: Listener | None = None
+        self.options: dict[str, Any] = {"shares_prefixes": shares_prefixes, "proposer": proposer, "policy": policy}
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, dtype: Any = None, **serving: Unpack[Serving]) -> Engine:
@@ -204,12 +212,6 @@ class Engine:
         runner, options = _open_runner(config, jax.tree.map(shape_struct, params), load, serving)
         return cls(runner, tokenizer, stop_tokens, **options)
 
-    @property
-    def held_bytes(self) -> float:
-        """The peak memory without the pages, on one device: what another model on the same devices cannot use."""
-        layout = self.runner.layout
-        return layout.peak_bytes - layout.page_bytes * (layout.num_pages + 1)
-
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -235,19 +237,17 @@ class Engine:
             InferenceError: the request can never be served.
         """
         tokens = self.tokens_of(prompt)
-        if isinstance(stop, str):
-            stop = (stop,)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = sampling or SamplingOptions()
         if not 0 <= num_best <= sampling.num_candidates:
             raise InferenceError(f"num_best is {num_best}: give 0 to {sampling.num_candidates}")
         stops = TextUntilStop(stop)
-        if tuple(stop) and self.tokenizer is None:
+        if stop and self.tokenizer is None:
             raise InferenceError("stop strings need a tokenizer, but the model's folder has none: give stop_tokens")
         ends = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
         with self.lock:
             self._check()
-            if name is None:
-                name = next(new for n in self._names if (new := f"request-{n}") not in self._generations)
+            name = name or next(new for n in self._names if (new := f"request-{n}") not in self._generations)
             request = Request(name, tokens, max_tokens, ends, priority)
             self._scheduler.submit(request)
             decode = None if self.tokenizer is None else text_stream(self.tokenizer)
@@ -337,13 +337,16 @@ class Engine:
         results = Results(*map(np.asarray, (out.tokens, out.num, out.is_sound)))
         update = self._scheduler.update(dispatched.iteration, results)
         self._counts.num_tokens += int(update.num_new.sum())
-        for generation in self._outputs.record(update, out):
+        ended = self._outputs.record(update, out)
+        if self.listener is not None:
+            self.listener(update, out)
+        for generation in ended:
             self._scheduler.abort(generation.name)  # if a stop string has ended it
             del self._generations[generation.name]
 
     def _end(self, generation: Generation, why: str) -> None:
         self._outputs.release(generation)
-        generation.ended = generation.ended or why
+        generation.ended = why
         del self._generations[generation.name]
 
     def _check(self) -> None:
@@ -369,6 +372,12 @@ class Engine:
             )
 
 
+def renewed(engine: Engine) -> Engine:
+    """An engine with the same programs and weights, and without requests and cached prefixes."""
+    num_pages = engine.pool.num_pages
+    return Engine(engine.runner, engine.tokenizer, engine.stop_tokens, num_pages=num_pages, **engine.options)
+
+
 def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Serving) -> tuple[Runner, dict[str, Any]]:
     """Open a model and run each program once. Returns the runner and the options of its `Engine`."""
     propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
@@ -379,7 +388,7 @@ def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Servin
     place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
     place["cache"] = serving.get("cache", True)
     setup = make_proposer(propose, served, place)
-    reserved = setup.held_bytes + (pages_of.held_bytes if pages_of is not None else 0)
+    reserved = setup.held_bytes + (pages_of.runner.layout.bytes_without_pages if pages_of is not None else 0)
     shared = pages_of.runner.layout if pages_of is not None else None
     arguments = (served, attention, load, place, serving.get("num_pages"), progress, reserved, shared)
     memory = pages_of.runner.memory if pages_of is not None else None

@@ -119,6 +119,11 @@ class Layout(Generic[Program]):
         """The largest predicted peak memory of a program on one device."""
         return max(program.plan.prediction.peak_bytes for program in self.programs.values())
 
+    @property
+    def bytes_without_pages(self) -> float:
+        """The peak memory without the pages, on one device: what another model on the same devices cannot use."""
+        return self.peak_bytes - self.page_bytes * (self.num_pages + 1)
+
 
 def plan_layout(
     served: Served,

@@ -61,6 +61,8 @@ class Runner:
     def __init__(self, served: Served, layout: Layout[Compiled], params: Any, memory: PageMemory | None = None) -> None:
         self.served, self.layout = served, layout
         self._params = params
+        self._last: Any = None
+        self._asleep: Any = None
         self._num_slots = served.options.num_slots
         self._sampling = params_of([None] * self._num_slots)
         empty = self._empty(whole=memory is None)
@@ -91,6 +93,23 @@ class Runner:
     def _store(self, resident: Resident) -> None:
         self.memory.pages = (*resident.pages, *self.memory.pages[len(resident.pages) :])
         self._last = resident.last
+
+    def sleep(self) -> None:
+        """Move the weights to the host, and free the pages. `wake_up` comes before the next iteration."""
+        self._asleep = jax.tree.map(lambda leaf: (np.asarray(leaf), leaf.sharding), self._params)
+        self.close()
+
+    def wake_up(self) -> None:
+        """Move the weights back to the devices, and allocate pages, which are empty."""
+        self._params = jax.tree.map(
+            lambda pair: jax.device_put(*pair), self._asleep, is_leaf=lambda node: isinstance(node, tuple)
+        )
+        self._asleep = None
+        self._store(self._empty(whole=True))
+
+    def close(self) -> None:
+        """Free the weights and the pages."""
+        self._params, self._last, self.memory.pages = None, None, ()
 
     def set_sampling(self, slot: int, options: SamplingOptions) -> None:
         """Set the sampling options of a slot, until another request starts in it."""

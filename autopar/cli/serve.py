@@ -1,0 +1,132 @@
+"""`autopar serve`: serve models over HTTP, with the endpoints of OpenAI's API.
+
+In: models' folders, an address, limits. Out: a server, until a signal ends it. The address is printed once it is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from autopar.cli.options import add_command as add_with_examples
+from autopar.cli.options import size
+from autopar.cli.serving_options import add_serving_options, serving_of
+from autopar.cli.terminal import progress
+from autopar.errors import InferenceError
+
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+_EXAMPLES = """
+serve Qwen3-0.6B
+serve chat=Qwen3-0.6B judge=Qwen3-1.7B --slots 32 --port 9000
+serve Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt
+"""
+
+
+def add_command(added: Any) -> None:
+    """Add the command to a parser's commands."""
+    about = "serve models over HTTP, with the endpoints of OpenAI's API"
+    serve = add_with_examples(added, "serve", about, _EXAMPLES)
+    about = "a model as Hugging Face writes it, served under its folder's name or under NAME"
+    serve.add_argument("models", nargs="+", metavar="[NAME=]MODEL_DIR", help=about)
+    group = serve.add_argument_group("address")
+    about = "address to listen on (default: 127.0.0.1, this machine only; under Vertex AI: 0.0.0.0)"
+    group.add_argument("--host", metavar="ADDRESS", help=about)
+    about = "port to listen on, 0 for any (default: 8000, or AIP_HTTP_PORT)"
+    group.add_argument("--port", type=int, metavar="N", help=about)
+    about = "host name that requests may be sent to; may be repeated (default: on loopback its names, else any)"
+    group.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=about)
+    group = serve.add_argument_group("keys")
+    about = "file with keys, one per line, of which a request must have one (also: AUTOPAR_API_KEY)"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
+    about = "file with keys for loading, unloading and sleeping, which are off without it (also: AUTOPAR_ADMIN_KEY)"
+    group.add_argument("--admin-key-file", type=Path, metavar="FILE", help=about)
+    group = serve.add_argument_group("limits")
+    about = "tokens of requests that wait, per model; above it a request gets status 429 (default: 1000000)"
+    group.add_argument("--max-queued-tokens", type=int, metavar="N", help=about)
+    group.add_argument(
+        "--max-body", dest="max_body_bytes", type=size, metavar="SIZE", help="body of a request (default: 10MB)"
+    )
+    about = "requests served at once; above it status 503 (default: 1000)"
+    group.add_argument("--max-connections", type=int, metavar="N", help=about)
+    about = "longest time of a reply (default: 600)"
+    group.add_argument("--timeout", dest="timeout_s", type=float, metavar="SECONDS", help=about)
+    about = "how long running requests may go on after SIGTERM (default: 30)"
+    group.add_argument("--shutdown", dest="shutdown_s", type=float, metavar="SECONDS", help=about)
+    group = serve.add_argument_group("prompts")
+    about = "file with a chat template in Jinja that replaces the models' own"
+    group.add_argument("--chat-template", type=Path, metavar="FILE", help=about)
+    add_serving_options(serve)
+    serve.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Serve until a signal."""
+    try:
+        from autopar.serving.limits import Limits
+        from autopar.serving.server import serve
+    except ModuleNotFoundError as error:
+        raise InferenceError(
+            f"the package {error.name!r} of the server is not installed: pip install 'autopar[serve]'"
+        ) from None
+    from autopar.inference import Engine
+    from autopar.planner.request import requested_profile
+
+    folders = [_named(each) for each in options.models]
+    budget = options.memory_budget
+    if budget is None and len(folders) > 1:
+        budget = requested_profile(None).usable_bytes / len(folders)
+    options.memory_budget = budget
+    for _, folder in folders:
+        serving_of(str(folder), options)  # what is wrong is said before the first model is read
+
+    def open_engine(folder: Path) -> Engine:
+        with progress() as report:
+            return Engine.open(folder, **serving_of(str(folder), options), progress=report)
+
+    host = options.host or ("0.0.0.0" if "AIP_HTTP_PORT" in os.environ else "127.0.0.1")
+    port = int(os.environ.get("AIP_HTTP_PORT", "8000")) if options.port is None else options.port
+    given = {each.name: value for each in fields(Limits) if (value := getattr(options, each.name, None)) is not None}
+    limits = Limits(
+        **given,
+        api_keys=_keys(options.api_key_file, "AUTOPAR_API_KEY"),
+        admin_keys=_keys(options.admin_key_file, "AUTOPAR_ADMIN_KEY"),
+        hosts=frozenset(options.allow_host or (_LOOPBACK if host in _LOOPBACK else ())),
+    )
+
+    def on_ready(address: str) -> None:
+        names = ", ".join(name or folder.resolve().name for name, folder in folders)
+        print(f"{names}: {address}/v1 (page: {address}/)", file=sys.stderr, flush=True)
+
+    asyncio.run(
+        serve(
+            folders, open_engine, limits, host=host, port=port, chat_template=options.chat_template, on_ready=on_ready
+        )
+    )
+
+
+def _named(text: str) -> tuple[str | None, Path]:
+    name, separator, folder = text.partition("=")
+    return (name, Path(folder)) if separator and not Path(text).exists() else (None, Path(text))
+
+
+def _keys(file: Path | None, variable: str) -> frozenset[str]:
+    """The keys of a file and of a variable.
+
+    Raises:
+        InferenceError: the file cannot be read, or has no key.
+    """
+    keys = {os.environ[variable]} if os.environ.get(variable) else set()
+    if file is not None:
+        try:
+            found = {line.strip() for line in file.read_text(encoding="utf-8").splitlines()} - {""}
+        except OSError as error:
+            raise InferenceError(f"the keys in {file} cannot be read: {error.strerror}") from None
+        if not found:
+            raise InferenceError(f"{file} has no key: write one per line")
+        keys |= found
+    return frozenset(keys)

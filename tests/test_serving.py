@@ -1,0 +1,379 @@
+"""Test the server: OpenAI's client, limits, failures, and the endpoints of SageMaker and Vertex AI."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import LENGTH, is_idle, opened, write_model
+
+openai = pytest.importorskip("openai")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("starlette")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from served_models import Server, served  # noqa: E402
+
+from autopar.cli.main import main  # noqa: E402
+from autopar.inference import Engine, SamplingOptions  # noqa: E402
+from autopar.serving import Limits  # noqa: E402
+from autopar.serving.chat import ToolCalls  # noqa: E402
+
+KEY, ADMIN = "a-key", "an-admin-key"
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+]
+PROMPT = "<system>Be brief.<user>Hi<assistant>"
+TOOL: Any = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return opened(folder)
+
+
+@pytest.fixture(scope="module")
+def server(engine: Engine) -> Iterator[Server]:
+    limits = Limits(api_keys=frozenset([KEY]), admin_keys=frozenset([ADMIN]), max_body_bytes=20_000)
+    with served(engine, limits) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+
+
+@pytest.fixture
+def post(server: Server) -> Callable[..., Any]:
+    def send(path: str, body: Any, key: str = KEY, **headers: str) -> Any:
+        sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json", **headers}
+        return httpx.post(server.url + path, content=sent, headers=headers, timeout=60)
+
+    return send
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if is_true():
+            return
+        time.sleep(0.005)
+    pytest.fail("the condition is never met")
+
+
+def is_quiet(server: Server) -> bool:
+    model = next(iter(server.models.by_name.values()))
+    return not model.queued_tokens and not model.thread.boxes and is_idle(model.engine)
+
+
+# -- OpenAI's client ----------------------------------------------------------------------------
+
+
+def test_completions_have_the_engines_text(client: Any, engine: Engine) -> None:
+    assert [(each.id, each.owned_by) for each in client.models.list()] == [("tiny", "autopar")]
+    assert client.models.retrieve("tiny").model_dump()["max_model_len"] == LENGTH
+    alone = engine.submit("a prompt", max_tokens=30, num_best=2).result()
+    found = client.completions.create(model="tiny", prompt="a prompt", max_tokens=30, temperature=0, logprobs=2)
+    (choice,) = found.choices
+    assert (choice.text, choice.finish_reason, found.usage.completion_tokens) == (alone.text, "length", 30)
+    assert choice.logprobs.token_logprobs == pytest.approx(alone.logprobs, abs=1e-6)
+    assert all(1 <= len(each) <= 2 for each in choice.logprobs.top_logprobs)
+    stop = alone.text[10:13]
+    ended = client.completions.create(model="tiny", prompt="a prompt", max_tokens=30, temperature=0, stop=[stop])
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == (alone.text[: alone.text.index(stop)], "stop")
+    several = client.completions.create(model="tiny", prompt=["a prompt", [1, 2, 3]], n=2, max_tokens=4, echo=True)
+    assert [each.index for each in several.choices] == [0, 1, 2, 3]
+    assert all(each.text.startswith("a prompt") for each in several.choices[:2])
+
+
+def test_seeds_give_the_same_text_and_choices_differ(client: Any, engine: Engine) -> None:
+    options: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "x",
+        "max_tokens": 12,
+        "seed": 7,
+        "n": 3,
+        "top_p": 0.9,
+        "extra_body": {"top_k": 40},
+    }
+    one, two = (client.completions.create(**options) for _ in range(2))
+    texts = [each.text for each in one.choices]
+    assert texts == [each.text for each in two.choices] and len(set(texts)) == 3
+    sampling = SamplingOptions(1.0, top_k=40, top_p=0.9, seed=8)
+    assert texts[1] == engine.submit("x", max_tokens=12, sampling=sampling).result().text
+
+
+def test_chats_stream_the_same_text_as_they_give_at_once(client: Any, engine: Engine) -> None:
+    alone = engine.submit(PROMPT, max_tokens=20, num_best=3).result()
+    options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 20, "temperature": 0}
+    whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=3)
+    (choice,) = whole.choices
+    assert (choice.message.content, choice.message.role, choice.finish_reason) == (alone.text, "assistant", "length")
+    content = choice.logprobs.content
+    assert [each.logprob for each in content] == pytest.approx(alone.logprobs, abs=1e-6)
+    assert b"".join(bytes(each.bytes) for each in content).decode(errors="replace") == alone.text
+    assert [len(each.top_logprobs) for each in content] == [3] * 20
+    events = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}, n=2))
+    for number in range(2):
+        deltas = [one for each in events for one in each.choices if one.index == number]
+        assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == "length"
+        assert "".join(each.delta.content or "" for each in deltas) == alone.text
+    assert events[-1].usage.completion_tokens == 40 and events[-1].choices == []
+
+
+def test_errors_are_those_that_clients_know(client: Any, server: Server, post: Callable[..., Any]) -> None:
+    def create(**options: Any) -> Any:
+        return client.completions.create(**{"model": "tiny", "prompt": "x"} | options)
+
+    with pytest.raises(openai.NotFoundError, match="served are: 'tiny'"):
+        create(model="another")
+    with pytest.raises(openai.BadRequestError, match="at most 128 tokens") as raised:
+        create(max_tokens=LENGTH)
+    assert raised.value.code == "context_length_exceeded"
+    with pytest.raises(openai.AuthenticationError, match="Authorization: Bearer"):
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="another", max_retries=0).models.list()
+    for options, why in [
+        ({"temperature": -1}, "'temperature' is -1"),
+        ({"n": 0}, "'n' is 0"),
+        ({"stop": [""]}, "'stop' is"),
+        ({"prompt": [1, "a"]}, "'prompt' must be"),
+        ({"prompt": [300]}, "tokens are 0 to 299"),
+        ({"prompt": ""}, "a prompt has at least one"),
+        ({"extra_body": {"beam_width": 3}}, "'beam_width' is not supported"),
+        ({"suffix": "x"}, "'suffix' is not supported"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=why):
+            create(**options)
+    for body, headers, status in [
+        (b"{", {}, 400),
+        (b"[" * 10_000, {}, 400),
+        (b"[]", {}, 400),
+        (b" " * 20_001, {}, 413),
+        ({"prompt": "x"}, {"content-type": "text/plain"}, 415),
+    ]:
+        assert post("/v1/completions", body, **headers).status_code == status
+    assert post("/v1/nothing", {}).json()["error"]["type"] == "not_found_error"
+    assert is_quiet(server)
+
+
+def test_tool_calls_are_found_in_the_formats_of_models() -> None:
+    call = '{"name": "look_up", "arguments": {"word": "x"}}'
+    for text, before in [
+        (f"Let me see. <tool_call>\n{call}\n</tool_call>", "Let me see. "),
+        (f"[TOOL_CALLS] [{call}]", ""),
+        (f"<|python_tag|>{call}", ""),
+        (call.replace("arguments", "parameters"), ""),
+    ]:
+        for size in (1, 7, len(text)):
+            finder = ToolCalls(frozenset(["look_up"]))
+            shown = "".join(finder.add(text[at : at + size]) for at in range(0, len(text), size)) + finder.end()
+            assert shown == before
+            assert [each["function"] for each in finder.calls] == [{"name": "look_up", "arguments": '{"word": "x"}'}]
+    for text in ['{"name": "another", "arguments": {}}', "{not json", "a < b", "<tool_call>{}", "  \n"]:
+        finder = ToolCalls(frozenset(["look_up"]))
+        assert "".join(map(finder.add, text)) + finder.end() == text and not finder.calls
+
+
+def test_tools_reach_the_template(client: Any, engine: Engine) -> None:
+    prompt = PROMPT.replace("<assistant>", json.dumps([TOOL]) + "<assistant>")
+    alone = engine.submit(prompt, max_tokens=3).result()
+    found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, tools=[TOOL])
+    assert (found.choices[0].message.content, found.usage.prompt_tokens) == (alone.text, len(prompt))
+
+
+# -- limits and failures ------------------------------------------------------------------------
+
+
+def test_a_client_that_goes_away_ends_its_request(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 120, "n": 3, "temperature": 0}
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, headers=headers) as reply:
+        chunks = reply.iter_text()
+        next(chunks)
+    server.is_running.clear()
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=0.3)
+    server.is_running.set()
+    wait_until(lambda: is_quiet(server))
+
+
+def test_the_queue_is_bounded_in_tokens(engine: Engine) -> None:
+    with served(engine, Limits(max_queued_tokens=300)) as server:
+        body = {"messages": MESSAGES, "max_tokens": 90, "temperature": 0}
+        url = f"{server.url}/v1/chat/completions"
+        server.is_running.clear()
+        with httpx.stream("POST", url, json=body | {"n": 12, "stream": True}) as reply:  # alone, it may be larger
+            chunks = reply.iter_text()
+            assert "assistant" in next(chunks)
+            refused = httpx.post(url, json=body)
+            server.is_running.set()
+            assert (refused.status_code, reply.status_code) == (429, 200)
+            assert int(refused.headers["retry-after"]) >= 1 and refused.json()["error"]["code"] == "queue_full"
+            assert "".join(chunks).count('"finish_reason": "length"') == 12
+        assert httpx.post(url, json=body).status_code == 200
+        text = httpx.get(f"{server.url}/metrics").text
+        values = {each.name: each.value for family in text_string_to_metric_families(text) for each in family.samples}
+        assert values["autopar:requests_refused_total"] == 1
+        assert values["vllm:generation_tokens_total"] == 13 * 90
+        assert (
+            values["vllm:time_to_first_token_seconds_count"] == values["vllm:e2e_request_latency_seconds_count"] == 13
+        )
+        assert is_quiet(server)
+
+
+def test_a_reply_ends_at_its_deadline(server: Server, post: Callable[..., Any]) -> None:
+    server.is_running.clear()
+    late = post("/v1/completions", {"prompt": "x", "max_tokens": 120, "n": 5, "timeout": 0.05, "temperature": 0})
+    server.is_running.set()
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    wait_until(lambda: is_quiet(server))
+
+
+def test_only_so_many_requests_and_hosts_are_served(engine: Engine) -> None:
+    with served(engine, Limits(max_connections=1, hosts=frozenset(["127.0.0.1"]))) as server:
+        url = f"{server.url}/v1/chat/completions"
+        server.is_running.clear()
+        with httpx.stream("POST", url, json={"messages": MESSAGES, "stream": True}) as reply:
+            chunks = reply.iter_text()
+            assert "assistant" in next(chunks)
+            assert httpx.get(f"{server.url}/v1/models").status_code == 503
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            server.is_running.set()
+        wait_until(lambda: is_quiet(server))
+        assert httpx.get(f"{server.url}/ready", headers={"host": "evil.example"}).status_code == 400
+
+
+def test_a_failed_program_fails_all_requests_and_health(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(engine) as server:
+        body = {"prompt": "x", "max_tokens": 4}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+
+        def fail(_: Any) -> Any:
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(server.engine.runner, "dispatch", fail)
+        for _ in range(2):
+            reply = httpx.post(f"{server.url}/v1/completions", json=body)
+            assert reply.status_code == 500 and "engine" in reply.json()["error"]["message"]
+        assert [httpx.get(server.url + path).status_code for path in ("/health", "/ready")] == [500, 503]
+
+
+def test_models_sleep_wake_up_and_are_loaded_and_unloaded(
+    server: Server, post: Callable[..., Any], folder: Path
+) -> None:
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 9, "temperature": 0}
+    before = post("/v1/completions", body).json()["choices"]
+    assert post("/admin/sleep", {}).status_code == 401
+    assert post("/admin/sleep", {}, key=ADMIN).json()["state"] == "sleeping"
+    assert post("/v1/completions", body).status_code == httpx.get(f"{server.url}/ready").status_code == 503
+    post("/admin/wake_up", {}, key=ADMIN)
+    assert post("/v1/completions", body).json()["choices"] == before
+    assert post("/admin/load", {"folder": str(folder), "name": "tiny"}, key=ADMIN).status_code == 400
+    assert post("/admin/load", {"folder": str(folder)}, key=ADMIN).json()["id"] == "model"
+    assert post("/v1/completions", body | {"model": "model"}).json()["choices"] == before
+    assert post("/admin/unload", {"model": "model"}, key=ADMIN).json() == {"unloaded": "model"}
+    assert post("/v1/completions", body | {"model": "model"}).status_code == 404
+
+
+# -- other contracts ----------------------------------------------------------------------------
+
+
+def test_sagemaker_and_vertex_ai_find_their_endpoints(engine: Engine) -> None:
+    environment = {"AIP_HEALTH_ROUTE": "/v1/health-of-vertex", "AIP_PREDICT_ROUTE": "/v1/predict"}
+    with served(engine, Limits(api_keys=frozenset([KEY])), environment) as server:
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert [httpx.get(server.url + path).status_code for path in ("/ping", "/v1/health-of-vertex")] == [200, 200]
+        instances = [{"prompt": "x", "max_tokens": 2}, {"messages": MESSAGES}]
+        found = httpx.post(
+            f"{server.url}/v1/predict",
+            json={"instances": instances, "parameters": {"max_tokens": 3, "temperature": 0}},
+            headers=headers,
+        ).json()["predictions"]
+        assert [each["object"] for each in found] == ["text_completion", "chat.completion"]
+        assert [each["usage"]["completion_tokens"] for each in found] == [2, 3]
+        invoked = [
+            httpx.post(f"{server.url}/invocations", json=each | {"max_tokens": 2}, headers=headers)
+            for each in instances
+        ]
+        assert [each.json()["object"] for each in invoked] == ["text_completion", "chat.completion"]
+
+
+def test_the_page_shows_the_state_of_each_model(server: Server) -> None:
+    page = httpx.get(server.url)
+    assert page.status_code == 200 and "default-src 'self'" in page.headers["content-security-policy"]
+    assert httpx.get(f"{server.url}/status").status_code == 401
+    (state,) = httpx.get(f"{server.url}/status", headers={"authorization": f"Bearer {KEY}"}).json()["models"]
+    assert (state["name"], state["state"], state["num_slots"]) == ("tiny", "ready", 4)
+    assert all(f"model.{name}" in page.text for name in state if name not in ("queued_tokens",))
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+class Command:
+    """`autopar serve` in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        options = ["--port", "0", "--slots", "2", "--mesh", "1", "--attention", "gather", "--shutdown", "20"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "autopar", "serve", f"tiny={folder}", *options],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"http://[\d.:]+", line):
+                self.url = found[0]
+                return
+        pytest.fail("".join(self.log))
+
+
+@pytest.mark.slow
+def test_the_command_ends_gracefully_and_starts_after_it_is_killed(folder: Path) -> None:
+    first = Command(folder)
+    body = {"prompt": "x", "max_tokens": 120, "stream": True, "temperature": 0, "n": 8}
+    with httpx.stream("POST", f"{first.url}/v1/completions", json=body) as reply:
+        chunks = reply.iter_text()
+        next(chunks)
+        first.process.send_signal(signal.SIGTERM)
+        assert "".join(chunks).endswith("data: [DONE]\n\n")
+    assert first.process.wait(30) == 0
+    second = Command(folder)
+    with httpx.stream("POST", f"{second.url}/v1/completions", json=body) as reply:
+        second.process.kill()
+        second.process.wait(30)
+    third = Command(folder)
+    assert httpx.post(f"{third.url}/v1/completions", json=body | {"stream": False}).status_code == 200
+    third.process.terminate()
+    assert third.process.wait(30) == 0
+
+
+def test_the_command_refuses_what_it_cannot_serve(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, why in [
+        ([str(tmp_path / "nothing")], "nothing"),
+        ([str(folder), "--slots", "0"], "--slots is 0"),
+        ([str(folder), "--api-key-file", str(tmp_path / "none")], "cannot be read"),
+    ]:
+        assert main(["serve", *arguments]) == 2
+        assert why in capsys.readouterr().err
