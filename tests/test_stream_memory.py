@@ -117,3 +117,18 @@ def test_a_plan_has_the_copies_in_its_budget() -> None:
     assert planned("2bw", num_microbatches=4, memory_budget_bytes=budget).prediction.peak_bytes <= budget
     with pytest.raises(BudgetError):
         planned("pipedream", num_microbatches=1, memory_budget_bytes=budget)
+
+
+def test_stages_are_cut_by_the_versions_that_they_keep() -> None:
+    """Equal stages are the fastest, and the first ones have the most copies: in less memory they have fewer layers."""
+    weights = [np.zeros((256, 256), np.float32)] * 14
+    step, state = layered_step(optax.sgd(0.1)), (weights, optax.sgd(0.1).init(weights))
+    options: dict[str, Any] = {"stages": 4, "num_devices": 4, "hardware": "v100-sxm-32", "cache": False}
+    options |= {"schedule": "pipedream", "num_microbatches": 1}
+    batch = (np.zeros((4, 256), np.float32),) * 2
+    usual = autopar.plan(step, state, batch, **options)
+    budget = 0.9 * usual.prediction.peak_bytes
+    within = autopar.plan(step, state, batch, memory_budget_bytes=budget, **options)
+    assert within.prediction.peak_bytes <= budget
+    counts = [[stage.last_layer - stage.first_layer + 1 for stage in plan.stages] for plan in (usual, within)]
+    assert max(counts[1][:2]) < max(counts[0][:2])

@@ -192,3 +192,16 @@ def test_an_update_waits_for_its_own_batch_only() -> None:
 def test_errors(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(message)):
         call()
+
+
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
+def test_stages_are_cut_by_no_more_versions_than_they_keep(name: str) -> None:
+    for p, m in itertools.product((2, 3, 5, 8), (1, 2, 3, 5, 8)):
+        if name == "2bw" and m < p:
+            continue
+        schedule = build(name, p, m, num_updates=2 * p // m + 4)
+        always, for_each = find(name).reads.least_further(m)
+        kept = most_kept(schedule, reads_of(name, schedule, m))
+        assert all(always + for_each * (p - 1 - s) <= kept[s] - 1 for s in range(p))
+        if m == 1 and name != "vertical":
+            assert all(always + for_each * (p - 1 - s) == kept[s] - 1 for s in range(p))

@@ -32,11 +32,11 @@ def rows() -> list[Row]:
     text = "".join(topics[name] for name in sorted(topics))
     letters = sorted(set(text))
     rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, WARM_UP, TRAINED)
-    example["train_step"].__globals__ |= {
-        "LETTERS": letters,
-        "DATA": np.searchsorted(letters, np.array(list(text))).astype(np.int32),
-        "optimizer": optax.chain(optax.clip_by_block_rms(1.0), optax.adam(rate)),
-    }
+    example["train_step"].__globals__.update(
+        LETTERS=letters,
+        DATA=np.searchsorted(letters, np.array(list(text))).astype(np.int32),
+        optimizer=optax.chain(optax.clip_by_block_rms(1.0), optax.adam(rate)),
+    )
     curves = {("synchronous", 2, 4): _synchronous(example)}
     for stages, per_update in SETTINGS:
         for name, kind in ASYNCHRONOUS.items():

@@ -53,6 +53,8 @@ class VersionRule:
         needs_filled: whether it is defined only for at least as many microbatches per update as stages.
         corrects: whether a backward pass moves the weights that it reads back to the version of its forward pass, along their
             velocity: the moving average of their differences.
+        least_further: a function from the number of microbatches per update to (a, b): a stage with n stages after it keeps at least
+            a + b n versions beside the latest, by which stages are cut.
     """
 
     description: str
@@ -61,20 +63,29 @@ class VersionRule:
     is_synchronous: bool = False
     needs_filled: bool = False
     corrects: bool = False
+    least_further: Callable[[int], tuple[float, float]] = lambda per_update: (0.0, 0.0)
 
 
 #: GPipe, 1F1B and all others that empty the pipeline before they update.
 SYNCHRONOUS = VersionRule("the version of the step", lambda at: at.batch, is_synchronous=True)
 #: PipeDream's weight stashing (Harlap et al., 2018).
-STASH = VersionRule("the latest version, and the backward pass the same as its forward pass", lambda at: at.applied)
+STASH = VersionRule(
+    "the latest version, and the backward pass the same as its forward pass",
+    lambda at: at.applied,
+    least_further=lambda per_update: (0.0, 1 / per_update),
+)
 #: PipeDream's vertical sync: all stages read the version that the first one has when the microbatch enters.
 VERTICAL = VersionRule(
     "on all stages the latest version of the first stage when the microbatch enters",
     lambda at: (at.microbatch - at.num_stages + 1) // at.per_update,
+    least_further=lambda per_update: (0.0, 1 / per_update),
 )
 #: PipeDream-2BW (Narayanan et al., 2021).
 DOUBLE_BUFFER = VersionRule(
-    "the version before that of its batch, on all stages", lambda at: at.batch - 1, needs_filled=True
+    "the version before that of its batch, on all stages",
+    lambda at: at.batch - 1,
+    needs_filled=True,
+    least_further=lambda per_update: (1.0, 0.0),
 )
 #: AMPNet (Gaunt et al., 2017): no stage keeps an old version.
 LATEST = VersionRule("the latest version, forward and backward", lambda at: at.applied, lambda at: at.applied)

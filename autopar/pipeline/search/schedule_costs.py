@@ -1,4 +1,4 @@
-"""Change costs of stages to what a schedule has of them: an unsplit backward pass, replicas of stages, and corrected weights.
+"""Change costs of stages to what a schedule has of them: an unsplit backward pass, replicas of stages, versions of weights, and corrections.
 
 In: the cost of a stage, of all runs of layers, or tables of them.
 Out: the same kind.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from autopar.hardware.profile import HardwareProfile
 from autopar.pipeline.partition.cluster import SubmeshShape
-from autopar.pipeline.partition.problem import CostTables, Stage, StageCost
+from autopar.pipeline.partition.problem import CostTables, PartitionProblem, Stage, StageCost
 from autopar.pipeline.schedule.kind import ScheduleKind
 
 Cost = Callable[[int, int, SubmeshShape], StageCost | None]
@@ -51,6 +51,35 @@ def exchanging(
         return found and with_exchange(found, shape)
 
     return of, tables and replace(tables, cost=lambda shape: with_exchange(tables.cost(shape), shape))
+
+
+def keeping_versions(problem: PartitionProblem, kind: ScheduleKind, num_microbatches: int) -> PartitionProblem:
+    """The problem with stages that keep versions of their weights: at least a + b n copies beside one with n stages after. A stage has
+    a microbatch in flight for itself and one for each later stage, so the latter are part of what each microbatch in flight holds. A
+    version takes about as many bytes as what is accumulated."""
+    always, for_each = kind.reads.least_further(num_microbatches)
+    tables, bound = problem.tables, problem.bound
+
+    def with_versions(found: StageCost) -> StageCost:
+        return replace(
+            found,
+            state_bytes=found.state_bytes + (always - for_each) * found.accumulated_bytes,
+            flight_bytes=found.flight_bytes + for_each * found.accumulated_bytes,
+        )
+
+    def cost(first: int, last: int, shape: SubmeshShape) -> StageCost | None:
+        found = problem.cost(first, last, shape)
+        return found and with_versions(found)
+
+    return replace(
+        problem,
+        cost=cost,
+        bound=bound and (lambda first, last, shape: with_versions(bound(first, last, shape))),
+        tables=tables
+        and CostTables(
+            lambda shape: with_versions(tables.cost(shape)), lambda shape: with_versions(tables.bound(shape))
+        ),
+    )
 
 
 def unsplit_costs(cost: Cost) -> Cost:

@@ -45,6 +45,7 @@ from autopar.pipeline.search.schedule_costs import (
     Cost,
     combining,
     exchanging,
+    keeping_versions,
     unsplit_backward,
     unsplit_costs,
     unsplit_tables,
@@ -327,6 +328,8 @@ class StageSearch:
             limit_s=FAR * self.limit_s,
             may_have=lambda num_submeshes: unmet(kind, shape(num_submeshes)) is None,
         )
+        if kind.is_asynchronous:
+            problem = keeping_versions(problem, kind, count)
         chosen = _with_free_memory(problem) if math.isfinite(self.limit_s) else problem
         partition = partitioner.partition(chosen)
         steps = list(self._steps(kind, virtual, partition, cost))
