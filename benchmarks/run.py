@@ -88,6 +88,11 @@ _SEARCHED_TOGETHER = (
     *(f"{model}, {count}" for count in (8, 16) for model in (*_LANGUAGE, *_OTHERS)),
     *(f"{model}, 64" for model in _LANGUAGE),
 )
+#: Faults of a job under `autopar keep`, ten random moments each.
+_SURVIVED = (
+    *(f"survival: kills {n}" for n in range(1, 7)),
+    *(f"survival: {k}" for k in ("frozen", "keeper", "connections")),
+)
 #: Data sets of the approximate searches, and the files that make them, in addition to the shared ones.
 _SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
 #: Parts of serving, and the files that they measure with, in addition to their own module.
@@ -142,12 +147,16 @@ BENCHMARKS = {
     ),
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "faults": Benchmark(
-        ("templates", *_DISTURBED),
+        ("templates", *_SURVIVED, "copies", *_DISTURBED),
         VIRTUAL_DEVICES,
         sources=(),
         sources_of={
             "templates": ("faults/templates.py",),
             **dict.fromkeys(_DISTURBED, ("faults/stores.py", "faults/store_process.py")),
+            **dict.fromkeys(
+                _SURVIVED, ("faults/survival.py", "faults/fsdp.py", "faults/kept_job.py", "faults/proxy.py")
+            ),
+            "copies": ("faults/copies.py", "faults/fsdp.py", "faults/kept_job.py"),
         },
         summary="benchmarks.faults.page",
         module="faults.parts",

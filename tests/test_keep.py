@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-from kept_jobs import KeptJob
 
 from autopar.cli.main import main
 from autopar.membership.state_file import Saved, StateFolder
+from benchmarks.faults.kept_job import KeptJob
 
 PROGRAM = str(Path(__file__).parent / "kept_counter.py")
 OPTIONS = ("--timeout", "1.5", "--every", "5", "--ahead", "0", "--return-after", "0.5")
@@ -78,6 +78,30 @@ def test_a_member_leaves_by_a_signal_and_by_a_file(tmp_path: Path) -> None:
         assert "failed" not in job.text()
         steps = [one["step"] for one in job.told("step")]
         assert steps == list(range(1, len(steps) + 1)), "no step was done twice"
+
+
+@pytest.mark.slow
+def test_a_worker_that_computes_without_a_sign_of_life_is_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUSY_AT", "10")
+    with job_of(tmp_path, 10**6, "--timeout", "2", members=1) as job:
+        job.at(15)
+        times = {one["step"]: one["at_s"] for one in job.told("step")}
+        assert times[11] - times[10] > 2.0 and counts(job) == [1], job.text()
+
+
+@pytest.mark.slow
+def test_a_spare_takes_the_place_of_a_slow_member(tmp_path: Path) -> None:
+    with job_of(tmp_path) as job:
+        job.at(10)
+        slow = job.worker(1)
+        job.join_another()
+        job.wait(lambda: len(counts(job)) == 2)
+        assert "is slow, and another-" in job.text()
+        job.at(job.told("step")[-1]["step"] + 20)
+        members = {one["agent"] for one in job.told("start")[-3:]}
+        assert slow["agent"] not in members and len(members) == 3 and counts(job) == [3, 3]
 
 
 @pytest.mark.slow

@@ -222,16 +222,17 @@ def test_a_spare_replaces_a_member_that_is_slow() -> None:
     assert len(fleet.starts) == 2, "the slow one is not taken back while there is no other reason"
 
 
-def test_a_job_that_fails_before_any_step_stops() -> None:
+@pytest.mark.parametrize("step", [1, 13])
+def test_a_job_that_always_fails_at_the_same_step_stops(step: int) -> None:
     fleet = Fleet(TERMS, "abcd")
-    for one in fleet.members.values():
-        one.frozen = True
-    for _ in range(TERMS.attempts):
-        fleet.run(2.0)
+    for _ in range(1000):
+        fleet.tick()
         first = fleet.members["a"]
-        first.report = replace(first.report, worker="failed", why="failed at x.py:1: KeyError: 'y'")
-    fleet.run(2.0)
-    assert fleet.job.code == 1 and "before they had done a step" in fleet.events[-1]
+        first.frozen = first.report.worker == "running" and first.report.position >= step
+        if first.frozen:
+            first.report = replace(first.report, worker="failed", why="failed at x.py:1: KeyError: 'y'")
+    assert fleet.job.code == 1 and f"without getting beyond step {step}" in fleet.events[-1]
+    assert len(fleet.starts) == TERMS.attempts + 1
 
 
 def test_no_step_within_the_limit_ends_a_generation() -> None:

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.api.elastic.background_copies import BackgroundCopies
 from autopar.api.elastic.carried_state import CarriedState
+from autopar.api.elastic.device_probe import DeviceProbe
 from autopar.api.elastic.shards import PeerCopies, shards_of
 from autopar.errors import CheckpointError, ProcessError, StepSignatureError
 from autopar.membership import wire
@@ -218,3 +219,14 @@ def test_a_pipeline_is_refused() -> None:
     staged = autopar.parallelize(step, mesh="2", stages=2, cache=False)
     with pytest.raises(StepSignatureError, match="planned as a pipeline"):
         CarriedState(staged, staged.abstract_state(create, jax.random.key(0), **others))
+
+
+def test_a_probe_of_devices_is_seldom_and_needs_several() -> None:
+    probe = DeviceProbe()
+    assert probe.seconds() == 0.0 and probe.seconds() == 0.0
+    assert len(probe._last) == 1, "the second came too early"
+    for _ in range(3):
+        probe._due_s = 0.0
+        assert probe.seconds() == 0.0
+    probe._due_s = 0.0
+    assert min(probe._last) <= probe.seconds() <= max(probe._last)

@@ -7,10 +7,12 @@ import signal
 from pathlib import Path
 
 import pytest
-from kept_jobs import KeptJob, losses, segments
 from several_processes import run
 
-PROGRAM = Path(__file__).parent / "elastic_programs.py"
+from benchmarks.faults import kept_job
+from benchmarks.faults.kept_job import KeptJob, losses, segments
+
+PROGRAM = Path(kept_job.__file__).parent / "fsdp.py"
 
 
 @pytest.mark.slow

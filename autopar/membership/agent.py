@@ -206,7 +206,7 @@ class Agent:
         if self._notice is not None and not self._leaving and self._notice.exists():
             self._leave()
         active = self._active
-        if active is not None and active.code is None and now_s - active.heard_s > self._assignment.timeout_s:
+        if active is not None and active.code is None and active.is_silent(self._assignment.timeout_s):
             active.kill(f"has given no sign of life for {now_s - active.heard_s:.1f} s")
         self._apply()
         begun = active is None or active.position > _start_of(active) or now_s - active.started_s > _STANDBY_S

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 from autopar.membership.blame import cause
-from autopar.membership.copies import newest_complete, partners_of
-from autopar.membership.records import Assignment, Place, Report, Restore, Seen, Terms
+from autopar.membership.copies import newest_complete
+from autopar.membership.places import chosen, placed
+from autopar.membership.records import Assignment, Place, Report, Seen, Terms
 from autopar.membership.rehearsal import Rehearsals
 from autopar.membership.state_file import Saved
 from autopar.membership.stragglers import slowest
@@ -55,7 +56,8 @@ class Job:
         self._missing = set(self.places)  # members of an earlier keeper that have not reported yet
         self._since_s = now_s  # of the generation's start, or of its end
         self._broken_s = 0.0  # when its first failure was seen
-        self._done, self._done_s, self._began, self._failures = 0, now_s, 0, 0
+        self._done, self._done_s, self._began = 0, now_s, 0
+        self._furthest, self._failures = 0, 0
 
     # -- what happens ------------------------------------------------------------------------
 
@@ -122,6 +124,9 @@ class Job:
         if self._missing and now_s - self._since_s <= self.terms.timeout_s:
             return
         members, lost = self._members(), [agent for agent in self.places if agent not in self.seen]
+        done = max((one.position for one in members if one.generation == self.generation), default=0)
+        if done > self._done:
+            self._done, self._done_s = done, now_s
         failed = [one for one in members if one.generation == self.generation and one.worker == "failed"]
         if lost or failed:
             self._broken_s = self._broken_s or now_s
@@ -131,9 +136,6 @@ class Job:
                 ]
                 self._fail(cause(lost, closed, failed, self.places), now_s)
             return
-        done = max((one.position for one in members if one.generation == self.generation), default=0)
-        if done > self._done:
-            self._done, self._done_s = done, now_s
         states = {one.worker if one.generation == self.generation else "none" for one in members}
         if states == {"finished"}:
             self._end(now_s)
@@ -148,8 +150,8 @@ class Job:
             self._fail(f"no step was done for {self.terms.step_timeout_s:g} s", now_s)
 
     def _fail(self, why: str, now_s: float) -> None:
-        progressed = self._done > self._began
-        self._failures = 0 if progressed else self._failures + 1
+        self._failures = 0 if self._done > self._furthest else self._failures + 1
+        self._furthest = max(self._furthest, self._done)
         self.events.append(f"generation {self.generation} failed after step {self._done}: {why}")
         self._end(now_s)
         if self.stopping:
@@ -157,7 +159,8 @@ class Job:
         elif self._failures >= self.terms.attempts:
             self.code = 1
             self.events.append(
-                f"{self._failures} generations in a row failed before they had done a step: the job stops. See the workers' output"
+                f"{self._failures} generations in a row failed without getting beyond step {self._furthest}: the job stops. See the"
+                " workers' output"
             )
 
     def _end(self, now_s: float) -> None:
@@ -179,14 +182,14 @@ class Job:
             return
         if len(ready) < self.terms.least or self.code is not None:
             return
-        members = self._chosen(ready)
+        members = chosen(ready, self._order, self._slow, self.terms.wanted)
         seen = sorted(
             (one.report for one in self.seen.values()), key=lambda one: one.leaving
         )  # members that leave are the last sources
         restore = newest_complete(seen)
         self.generation += 1
         self._patience_s = 0.0
-        self.places = self._placed(members, restore)
+        self.places = placed(members, self.generation, restore, self.terms)
         self._began = self._done = 0 if restore is None else restore.step
         self._since_s = self._done_s = now_s
         source = (
@@ -197,23 +200,6 @@ class Job:
         self.events.append(
             f"generation {self.generation}: {len(members)} of {self.terms.wanted} members start {source}"
         )
-
-    def _chosen(self, ready: Sequence[Report]) -> list[Report]:
-        """The next members: those of the last generation in their order, then others; a slow one last."""
-        order = {agent: rank for rank, agent in enumerate(self._order)}
-        ranked = sorted(ready, key=lambda one: (one.agent == self._slow, order.get(one.agent, len(order)), one.agent))
-        return ranked[: self.terms.wanted]
-
-    def _placed(self, members: Sequence[Report], restore: Restore | None) -> dict[str, Place]:
-        terms, coordinator = self.terms, members[0].coordinator
-        partners = partners_of(members, terms.copies)
-        return {
-            one.agent: Place(
-                *(self.generation, rank, len(members), coordinator, restore),
-                *(partners[rank], terms.every, terms.timeout_s),
-            )
-            for rank, one in enumerate(members)
-        }
 
     def _agree_on_border(self) -> None:
         """Ask the workers to stop if the members are to change; then let all run on to where the last of them stops."""

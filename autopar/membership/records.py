@@ -175,7 +175,7 @@ class Terms:
         copies: agents on other hosts that have a copy of each shard.
         every: steps between copies.
         ahead: for how many fewer members the program is compiled ahead.
-        attempts: generations in a row that may fail without a step done.
+        attempts: generations in a row that may fail without getting further than those before.
         spares_after: how much slower than the others a member may be before a spare replaces it; 0 for never.
     """
 

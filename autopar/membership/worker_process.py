@@ -9,12 +9,15 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from autopar.membership import wire
 from autopar.membership.records import Place, WorkerState
 
 #: Variables of the worker's environment: the address of its agent, the job's token, and the name by which it reports.
 AGENT, TOKEN, NAME = "AUTOPAR_AGENT", "AUTOPAR_KEEP_TOKEN", "AUTOPAR_WORKER"
+#: The part of a processor from which on a process that says nothing computes, and ticks of the system's clock in a second.
+_BUSY, _TICKS_PER_S = 0.05, os.sysconf("SC_CLK_TCK")
 
 
 class WorkerProcess:
@@ -37,6 +40,7 @@ class WorkerProcess:
         self.code: int | None = None
         self.border: object = None
         self._writer: asyncio.StreamWriter | None = None
+        self._used_ticks: int | None = None
 
     @classmethod
     async def started(cls, command: Sequence[str], address: str, token: str) -> WorkerProcess:
@@ -90,6 +94,21 @@ class WorkerProcess:
                 changed()
             self.say({"heard": True})
 
+    def is_silent(self, timeout_s: float) -> bool:
+        """Whether it has given no sign of life for so long. One that uses CPU time lives: compilers may hold Python's lock for long."""
+        now_s = time.monotonic()
+        silent_s = now_s - self.heard_s
+        if silent_s < timeout_s / 2:
+            self._used_ticks = None
+        elif self._used_ticks is None:
+            self._used_ticks = _cpu_ticks(self.process.pid)
+        elif silent_s > timeout_s:
+            ticks = _cpu_ticks(self.process.pid)
+            if ticks - self._used_ticks < max(2, _BUSY * _TICKS_PER_S * timeout_s / 2):
+                return True
+            self.heard_s = now_s
+        return False
+
     def kill(self, why: str = "") -> None:
         """End it, and what it has started, at once."""
         self.error = why or self.error
@@ -106,3 +125,14 @@ class WorkerProcess:
         if self.code < 0:
             return "failed", f"was ended by signal {-self.code} ({signal.Signals(-self.code).name})"
         return "failed", f"ended with exit code {self.code}"
+
+
+def _cpu_ticks(session: int) -> int:
+    """The CPU time that the processes of a session have used, in ticks; 0 where the system does not say."""
+    ticks = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = status.read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == session:
+                ticks += int(fields[11]) + int(fields[12])
+    return ticks

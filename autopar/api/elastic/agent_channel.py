@@ -108,8 +108,11 @@ class AgentChannel:
 
     def _fence(self, timeout_s: float) -> None:
         while True:
+            before_s = time.monotonic()
             time.sleep(timeout_s / 4)
-            if time.monotonic() - self._heard_s > 2 * timeout_s:
+            now_s = time.monotonic()
+            starved = now_s - before_s > timeout_s / 2  # then the thread that listens was, too
+            if now_s - self._heard_s > 2 * timeout_s and not starved:
                 self._lost(f"not answered for {2 * timeout_s:g} s")
 
     def _lost(self, how: str) -> None:

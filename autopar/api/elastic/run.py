@@ -23,9 +23,11 @@ from autopar.api.checkpoint.checkpoints import Checkpoints
 from autopar.api.elastic.agent_channel import AgentChannel, agent_address
 from autopar.api.elastic.background_copies import BackgroundCopies
 from autopar.api.elastic.carried_state import CarriedState
+from autopar.api.elastic.device_probe import DeviceProbe
 from autopar.api.elastic.shards import PeerCopies
 from autopar.api.parallel_step import ParallelStep
 from autopar.errors import ProcessError
+from autopar.jax_interop.processes import backends_are_initialized
 from autopar.membership.blame import is_effect
 from autopar.membership.records import Place
 from autopar.membership.wire import split
@@ -53,6 +55,7 @@ class ElasticRun:
         self._step: ParallelStep[Any] | None = None
         self._state: CarriedState | None = None
         self._returned: Any = None
+        self._probe, self._probed_s = DeviceProbe(), 0.0
         is_trained = place is not None and channel is not None and not place.rehearsal
         self._copies = BackgroundCopies(place, channel.token) if is_trained and place and channel else None
 
@@ -163,9 +166,10 @@ class ElasticRun:
         channel, place, copies, state = self._channel, self.place, self._copies, self._state
         if channel is None or place is None or copies is None or state is None:
             return
-        ends = channel.at(self.position) == self.position
+        ends = channel.at(self.position, self._probed_s) == self.position
         if ends or self.position % place.every == 0:
-            copies.take(self.position, state.arrays(self._returned))
+            copies.take(self.position, state.arrays(self._returned))  # waits for the step, so the devices are idle
+            self._probed_s = 0.0 if ends or place.count < 3 else self._probe.seconds()
         if ends:
             copies.wait()
             self._finish("yielded")
@@ -186,11 +190,17 @@ def join() -> ElasticRun:
     it, and use JAX's devices only after it. Without `autopar keep` it returns at once, and the run restores from checkpoints only.
 
     Raises:
+        ProcessError: the script has used JAX's devices already.
         SystemExit: the agent that started this process has ended.
     """
     address = agent_address()
     if not address:
         return ElasticRun(None, None)
+    if backends_are_initialized():
+        raise ProcessError(
+            "`autopar.join()` comes before anything that uses JAX's devices, such as making an array or `jax.devices()`: until this"
+            " process has its place, the devices belong to another one, and JAX does not know its peers"
+        )
     try:
         channel = AgentChannel(address)
     except OSError as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 def free_port() -> int:
@@ -28,15 +28,16 @@ class KeptJob:
     Args:
         command: what each member runs, after the interpreter.
         options: of `autopar keep`.
+        apart: whether the keeper starts no members: `join_another` does.
     """
 
-    def __init__(self, folder: Path, command: list[str], *options: str, members: int = 4) -> None:
+    def __init__(self, folder: Path, command: list[str], *options: str, members: int = 4, apart: bool = False) -> None:
         self.folder, self.log = folder, folder / "log"
         self.output = folder / "output"
         self.address = f"127.0.0.1:{free_port()}"
         keep = [sys.executable, "-m", "autopar", "keep", "-n", str(members), "--at", self.address]
         self._program = ["--", sys.executable, *command]
-        self._command = [*keep, "--state", str(folder / "state"), *options, *self._program]
+        self._command = [*keep, "--state", str(folder / "state"), *options, *(() if apart else self._program)]
         self._others: list[subprocess.Popen[bytes]] = []
         self.keeper = self.start()
 
@@ -45,9 +46,10 @@ class KeptJob:
         self.keeper = self._started(self._command)
         return self.keeper
 
-    def join_another(self, *options: str) -> subprocess.Popen[bytes]:
-        """Start another member."""
-        keep = [sys.executable, "-m", "autopar", "keep", "--join", self.address, "--state", str(self.folder / "state")]
+    def join_another(self, *options: str, address: str = "") -> subprocess.Popen[bytes]:
+        """Start another member, which reaches the keeper at another address if one is given."""
+        folder = str(self.folder / "state")
+        keep = [sys.executable, "-m", "autopar", "keep", "--join", address or self.address, "--state", folder]
         self._others.append(self._started([*keep, "--name", "another", *options, *self._program]))
         return self._others[-1]
 
@@ -106,7 +108,7 @@ class KeptJob:
                 process.wait()
         for pid in {one[who] for one in self.told("start") for who in ("pid", "agent")}:
             try:
-                if "autopar" in (arguments := Path(f"/proc/{pid}/cmdline").read_text()) or "programs" in arguments:
+                if str(self.log) in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(pid, signal.SIGKILL)
             except OSError:
                 continue

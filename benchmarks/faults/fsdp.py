@@ -14,17 +14,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-BATCH, WIDTH = 48, 96
+BATCH, WIDTH = int(os.environ.get("BATCH", "48")), int(os.environ.get("WIDTH", "96"))
 
 
 def model() -> tuple[Any, Any, Any]:
     """The step, planned as FSDP; the function that makes the state; shapes of a batch."""
     import jax
-    import jax.numpy as jnp
-    import optax
     from jax.sharding import PartitionSpec as P
 
     import autopar
+
+    train_step, create_state = as_written()
+    mesh = f"data={jax.device_count()}"
+    pins = {f"state/{part}/*": P("data") for part in ("params", "moments/0/mu", "moments/0/nu")}
+    step = autopar.parallelize(train_step, mesh=mesh, pin=pins)
+    whole = jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")
+    return step, create_state, {"x": whole, "y": whole}
+
+
+def as_written() -> tuple[Any, Any]:
+    """The step for one device, and the function that makes the state."""
+    import jax
+    import jax.numpy as jnp
+    import optax
 
     optimizer = optax.adam(1e-3)
 
@@ -48,11 +60,7 @@ def model() -> tuple[Any, Any, Any]:
         updates, moments = optimizer.update(grads, state["moments"])
         return {"params": optax.apply_updates(state["params"], updates), "moments": moments, "rng": rng}, loss
 
-    mesh = f"data={jax.device_count()}"
-    pins = {f"state/{part}/*": P("data") for part in ("params", "moments/0/mu", "moments/0/nu")}
-    step = autopar.parallelize(train_step, mesh=mesh, pin=pins)
-    whole = jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")
-    return step, create_state, {"x": whole, "y": whole}
+    return train_step, create_state
 
 
 def batches(start: int, stop: int, rows: slice) -> Iterator[Any]:
@@ -69,15 +77,16 @@ def tell(log: str, **what: Any) -> None:
         file.write(json.dumps({"at_s": time.time(), "pid": os.getpid(), "agent": os.getppid(), **what}) + "\n")
 
 
-def kept(log: str, steps: str, pause_s: str = "0.05", folder: str = "") -> None:
+def kept(log: str, steps: str, pause_s: str = "0.05") -> None:
     import jax
+    import optax  # noqa: F401  before the place, as all imports
 
     import autopar
 
+    tell(log, event="imported")
     run = autopar.join()
     step, create_state, shapes = model()
-    checkpoints = autopar.Checkpoints(folder, step) if folder else None
-    state = run.restore_or_init(step, create_state, jax.random.key(0), checkpoints=checkpoints, batch=shapes)
+    state = run.restore_or_init(step, create_state, jax.random.key(0), batch=shapes)
     count, rank = jax.process_count(), jax.process_index()
     if not run.is_rehearsal:
         tell(
@@ -94,11 +103,9 @@ def kept(log: str, steps: str, pause_s: str = "0.05", folder: str = "") -> None:
         state, loss = step(state, batch)
         if rank == 0:
             tell(log, event="step", step=run.position + 1, count=count, loss=float(loss), began_s=at_s)
-        if checkpoints is not None and (run.position + 1) % 20 == 0:
-            checkpoints.save(run.position + 1, state)
         time.sleep(float(pause_s))
-    if rank == 0:
-        tell(log, event="end", step=run.position, bytes=run.copied_bytes)
+    shards = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    tell(log, event="end", step=run.position, rank=rank, bytes=run.copied_bytes, state_bytes=shards)
 
 
 def _strategy(step: Any) -> str:
