@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +354,47 @@ def test_what_cannot_be_is_refused() -> None:
             autopar.StoreKeeper(keeper.address)
     with pytest.raises(StoreError, match="`shares` is 0: give a whole number of at least 1"):
         autopar.StoreKeeper(shares=0)
+
+
+def test_a_newcomer_does_not_lead_where_an_earlier_keeper_knew_a_chain() -> None:
+    with autopar.StoreKeeper(shares=NUM_SHARES) as keeper:
+        hello = {"server": 0, "address": "host:1", "shares": NUM_SHARES, "has_state": False}
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            assert not keeper._admitted("new", hello, ours)
+            assert keeper.view.chains == (("new",),)
+            earlier = with_replica(View.of(1, NUM_SHARES), 0, "old", "host:2", has_state=True)
+            earlier = with_worker(replace(earlier, epoch=20), "worker")
+            assert not keeper._admitted("old", {**hello, "has_state": True, "view": earlier.to_json()}, ours)
+            assert keeper.view.chains == (("old",),)
+            assert keeper.view.waiting == (("new",),)
+            assert keeper.view.epoch > 20
+
+
+def test_frames_carry_arrays_of_any_kind() -> None:
+    arrays = [
+        np.arange(3_000_000, dtype=np.float32).reshape(3, -1),
+        np.zeros((0, 4), np.int8),
+        np.array(1.5),
+        jnp.arange(5, dtype=jnp.bfloat16),
+        np.asarray([True, False]),
+    ]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        thread = threading.Thread(target=frames.send, args=(ours, {"a": [1, None]}, arrays))
+        thread.start()
+        message, found = frames.receive(theirs)
+        thread.join()
+        assert message == {"a": [1, None]}
+        for one, other in zip(found, arrays, strict=True):
+            assert one.dtype == other.dtype
+            np.testing.assert_array_equal(one, np.asarray(other))
+
+        def check() -> None:
+            raise TimeoutError("it does not read")
+
+        with pytest.raises(TimeoutError, match="does not read"):
+            frames.send(ours, {}, arrays, check)
 
 
 def test_hostile_bytes_end_a_connection_and_nothing_else() -> None:

@@ -87,6 +87,15 @@ def test_servers_and_workers_train_by_one_command() -> None:
 
 
 @pytest.mark.slow
+def test_a_store_survives_by_one_command() -> None:
+    printed = run("examples/elastic_store.py")
+    assert printed.count("killing ") == 2
+    sums = re.findall(r"server (\d): version 120, sum of the weights ([\d.]+)", printed)
+    assert len(sums) == 4 and len({*sums}) == 2, "replicas are equal"
+    assert min(float(one) for one in re.findall(r"accuracy ([\d.]+)", printed)) > 0.97
+
+
+@pytest.mark.slow
 def test_two_processes_train_by_one_command() -> None:
     assert "2 processes, 8 devices" in run("examples/two_processes.py")
 

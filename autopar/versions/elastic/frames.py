@@ -6,6 +6,7 @@ unpickled. An end of the connection is an `OSError`, also in the midst of a fram
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import select
@@ -33,18 +34,28 @@ def connected(address: str, timeout_s: float) -> socket.socket:
     """
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
+    connection.settimeout(None)  # it would be for all data of a call together; `check` says when to give up
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-def send(connection: socket.socket, message: Any, arrays: Sequence[Any] = ()) -> None:
-    """Write a frame."""
+def send(
+    connection: socket.socket, message: Any, arrays: Sequence[Any] = (), check: Callable[[], None] = lambda: None
+) -> None:
+    """Write a frame.
+
+    Args:
+        check: called while the other side takes nothing; it raises to give up.
+
+    Raises:
+        OSError: the connection has ended.
+    """
     buffers = [np.ascontiguousarray(np.asarray(array)) for array in arrays]
     header = json.dumps([message, [[list(np.shape(one)), str(one.dtype)] for one in arrays]]).encode()
-    connection.sendall(struct.pack(">I", len(header)) + header)
+    _write(connection, struct.pack(">I", len(header)) + header, check)
     for buffer in buffers:
         if buffer.size:
-            connection.sendall(memoryview(buffer.reshape(-1).view(np.uint8)))
+            _write(connection, memoryview(buffer.reshape(-1).view(np.uint8)), check)
 
 
 def receive(connection: socket.socket, check: Callable[[], None] = lambda: None) -> tuple[Any, list[np.ndarray]]:
@@ -77,7 +88,7 @@ def _read(connection: socket.socket, count: int, check: Callable[[], None]) -> b
     buffer = bytearray(count)
     view, done = memoryview(buffer), 0
     while done < count:
-        if not select.select([connection], [], [], _PART_OF_A_WAIT_S)[0]:
+        if not _ready(connection, to_write=False):
             check()
             continue
         read = connection.recv_into(view[done:])
@@ -85,6 +96,24 @@ def _read(connection: socket.socket, count: int, check: Callable[[], None]) -> b
             raise ConnectionResetError("the connection has ended")
         done += read
     return buffer
+
+
+def _write(connection: socket.socket, data: bytes | memoryview, check: Callable[[], None]) -> None:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        if not _ready(connection, to_write=True):
+            check()
+            continue
+        with contextlib.suppress(BlockingIOError):
+            done += connection.send(view[done:], socket.MSG_DONTWAIT)
+
+
+def _ready(connection: socket.socket, *, to_write: bool) -> bool:
+    """Whether data can be moved now, or soon."""
+    if connection.fileno() < 0:
+        raise ConnectionResetError("the connection was closed here")
+    own = [connection]
+    return any(select.select([] if to_write else own, own if to_write else [], [], _PART_OF_A_WAIT_S))
 
 
 def listening(host: str, port: int = 0) -> socket.socket:

@@ -121,7 +121,7 @@ class Head:
             if self._members.view.head(self._server) != name:
                 raise ConnectionResetError(f"{name} is gone")
 
-        send(connection, request, arrays)
+        send(connection, request, arrays, check)
         answer, values = receive(connection, check)
         if "error" in answer:
             raise StoreError(answer["error"])

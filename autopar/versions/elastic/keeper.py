@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.errors import StoreError
@@ -28,9 +28,9 @@ class _Member:
     """One connected process."""
 
     connection: socket.socket
+    hello: dict[str, Any]
     heard_s: float
     closed_s: float | None = None
-    sending: threading.Lock = field(default_factory=threading.Lock)
 
 
 class StoreKeeper:
@@ -117,7 +117,6 @@ class StoreKeeper:
     def _serve(self, connection: socket.socket) -> None:
         name = ""
         try:
-            connection.settimeout(self._timeout_s)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             started_s = time.monotonic()
 
@@ -149,27 +148,27 @@ class StoreKeeper:
     def _admitted(self, name: str, hello: dict[str, Any], connection: socket.socket) -> str:
         """Take a member in, or say why not."""
         with self._changed:
-            known = hello.get("view")
-            view = self._view if known is None else _newest(self._view, View.from_json(known))
-            server = hello.get("server")
-            if server is not None:
-                if not 0 <= int(server) < len(view.chains):
-                    return f"server {server}: the store has servers 0 to {len(view.chains) - 1}"
-                if int(hello["shares"]) != len(view.shares):
-                    return (
-                        f"the store has {int(hello['shares'])} shares of the batch (`workers=`), and the keeper {len(view.shares)}"
-                        " (`shares=`): give both the same"
-                    )
-                view = with_replica(view, int(server), name, str(hello["address"]), bool(hello["has_state"]))
-                if view.lost[int(server)]:
-                    return (
-                        f"all replicas of server {server} have died: restore it from a checkpoint"
-                        " (`StoreCheckpoints.restore(store)`) before it serves"
-                    )
-            else:
-                view = with_worker(view, name)
-            self._members[name] = _Member(connection, time.monotonic())
-            self._becomes(view, f"{name} has come")
+            known, view = hello.get("view"), self._view
+            newest = view if known is None else _newest(view, View.from_json(known))
+            if newest is not view:  # of an earlier keeper, which may not have known who has come since
+                for other, member in self._members.items():
+                    newest = _with_member(newest, other, member.hello)
+            server, shares = hello.get("server"), hello.get("shares", len(view.shares))
+            if server is not None and not 0 <= int(server) < len(view.chains):
+                return f"server {server}: the store has servers 0 to {len(view.chains) - 1}"
+            if int(shares) != len(view.shares):
+                return (
+                    f"the store has {int(shares)} shares of the batch (`workers=`), and the keeper {len(view.shares)}"
+                    " (`shares=`): give both the same"
+                )
+            newest = _with_member(newest, name, hello)
+            if server is not None and newest.lost[int(server)]:
+                return (
+                    f"all replicas of server {server} have died: restore it from a checkpoint"
+                    " (`StoreCheckpoints.restore(store)`) before it serves"
+                )
+            self._members[name] = _Member(connection, hello, time.monotonic())
+            self._becomes(newest, f"{name} has come")
             self._send(self._members[name])
         return ""
 
@@ -221,8 +220,12 @@ class StoreKeeper:
 
     def _send(self, member: _Member) -> None:
         """A member that does not read is one that is dead soon."""
-        with contextlib.suppress(OSError), member.sending:
-            send(member.connection, {"view": self._view.to_json()})
+
+        def check() -> None:
+            raise TimeoutError("it does not read")
+
+        with contextlib.suppress(OSError):
+            send(member.connection, {"view": self._view.to_json()}, (), check)
 
 
 def _newest(own: View, other: View) -> View:
@@ -230,3 +233,9 @@ def _newest(own: View, other: View) -> View:
     if (len(own.chains), len(own.shares)) != (len(other.chains), len(other.shares)) or other.epoch <= own.epoch:
         return own
     return replace(other, epoch=other.epoch + 1)
+
+
+def _with_member(view: View, name: str, hello: dict[str, Any]) -> View:
+    if hello.get("server") is None:
+        return with_worker(view, name)
+    return with_replica(view, int(hello["server"]), name, str(hello["address"]), bool(hello["has_state"]))

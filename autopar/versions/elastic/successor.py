@@ -97,7 +97,7 @@ class Successor:
                 raise ConnectionResetError(f"{name} is gone")
 
         message, arrays = entry.packed()
-        send(self._connection, {"call": "append", "name": self._replica.name, **message}, arrays)
+        send(self._connection, {"call": "append", "name": self._replica.name, **message}, arrays, check)
         return receive(self._connection, check)[0]
 
     def _close(self) -> None:
