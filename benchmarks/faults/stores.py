@@ -63,6 +63,8 @@ class Run:
         for _ in range(NUM_WORKERS):
             self.start("worker")
         self.settle()
+        while not (self.logs(0) and self.logs(1)):  # workers have compiled their step
+            time.sleep(0.1)
         while len(self.killed) < self.num_kills and not self.keeper.view.over:
             time.sleep(self.rng.uniform(0.5, 2.0))
             victim = self.kill()
