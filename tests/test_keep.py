@@ -122,9 +122,13 @@ def test_a_command_that_does_not_join_ends_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_connections_without_the_token_or_with_garbage_are_closed(tmp_path: Path) -> None:
+def test_connections_without_the_token_or_with_garbage_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_KEEP_TOKEN", "secret")
     with job_of(tmp_path, members=1) as job:
         job.at(5)
+        assert not (tmp_path / "state" / "token").exists()
         host, port = job.address.split(":")
         greeting = b'{"token": "wrong"}'
         head = struct.Struct("!4sIQ")

@@ -257,6 +257,22 @@ def test_a_successor_goes_on_with_the_members_that_run() -> None:
     assert lost.starts[0][:2] == (2, 3)
 
 
+def test_a_successor_withdraws_the_request_of_the_keeper_before() -> None:
+    """A keeper that died while a border was being agreed on has left answers of earlier steps."""
+    fleet = started()
+    again = Fleet(TERMS, "", Saved("x:1", fleet.job.generation, dict(fleet.job.places)))
+    again.members = {**fleet.members, "e": Member("e")}
+    again.job.terms = replace(TERMS, wanted=5)
+    for name in "abcd":
+        again.members[name].report = replace(again.members[name].report, stops_at=3)
+    again.run(1.0)
+    assert again.job.assignment("a").border is None
+    for name in "abcd":
+        again.members[name].report = replace(again.members[name].report, stops_at=None)
+    again.run(3.0)
+    assert again.starts[0][:2] == (2, 5)
+
+
 def test_a_successor_without_state_takes_newer_numbers() -> None:
     fleet = started()
     again = Fleet(TERMS, "")

@@ -105,13 +105,13 @@ async def _keeper(options: argparse.Namespace) -> int:
     )
     show = _printer("keeper")
     folder = StateFolder(options.state)
-    keeper = Keeper(terms, options.at, folder, show)
+    keeper = Keeper(terms, options.at, folder, show, os.environ.get(_TOKEN, ""))
     listening = asyncio.Event()
     keeping = asyncio.create_task(keeper.run(listening.set))
     tasks: set[asyncio.Task[int]] = {keeping}
     await asyncio.wait({keeping, asyncio.create_task(listening.wait())}, return_when=asyncio.FIRST_COMPLETED)
     show(f"listening at {keeper.address}; state in {folder.folder}")
-    agents = LocalAgents(options.members, options.command, folder.token(), options.return_after, show)
+    agents = LocalAgents(options.members, options.command, keeper.token, options.return_after, show)
     if options.command and not keeping.done():
         if keeper.is_successor:  # its members have to connect again first
             await asyncio.wait({keeping}, timeout=options.timeout)

@@ -206,8 +206,10 @@ class Job:
         members = self._members()
         if len(members) < len(self.places):
             return
-        if self.border is None and self._wants_change(members):
-            self.border = "ask"
+        if self.border is None:
+            # A request of an earlier keeper is withdrawn first, as its answers are of earlier steps.
+            if all(one.stops_at is None for one in members) and self._wants_change(members):
+                self.border = "ask"
         elif self.border == "ask":
             stops = [one.stops_at if one.generation == self.generation else None for one in members]
             if all(at is not None for at in stops):

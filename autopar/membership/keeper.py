@@ -29,12 +29,15 @@ class Keeper:
 
     Args:
         address: `host:port` at which agents reach it; port 0 for a free one.
+        token: what every connection has to give; by default the one in the folder.
         show: shows what happened, a text.
     """
 
-    def __init__(self, terms: Terms, address: str, folder: StateFolder, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, terms: Terms, address: str, folder: StateFolder, show: Callable[[str], None], token: str = ""
+    ) -> None:
         self._folder, self._show = folder, show
-        self._token = folder.token()
+        self.token = token or folder.token()
         saved = folder.read()
         self.job = Job(terms, saved, time.monotonic())
         self.address = address
@@ -112,7 +115,7 @@ class Keeper:
         """Hear one agent until its connection closes."""
         agent = ""
         try:
-            greeting = await asyncio.wait_for(wire.greeted(reader, self._token), self.job.terms.timeout_s)
+            greeting = await asyncio.wait_for(wire.greeted(reader, self.token), self.job.terms.timeout_s)
             if greeting is None:
                 self._show(
                     f"a connection from {writer.get_extra_info('peername')} without this job's token was refused"

@@ -100,8 +100,10 @@ class AgentChannel:
                 if "border" in message:
                     with self._changed:
                         self._border = message["border"]
-                        if self._border == "ask" and self._stops_at is None:
+                        if self._border == "ask":
                             self._stops_at = self._position + 1
+                        elif self._border is None:  # another keeper does not know of the request
+                            self._stops_at = None
                         self._changed.notify_all()
         except OSError:
             self._lost("ended")
