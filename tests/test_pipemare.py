@@ -78,6 +78,8 @@ def test_annealing_goes_on_after_draining() -> None:
     with pytest.raises(StepSignatureError, match="was set while batches are in flight"):
         resumed.num_updates = 0
     jax.tree.map(np.testing.assert_array_equal, resumed.drain(), ended)
+    with pytest.raises(StepSignatureError, match="was set to -1: give a number of updates"):
+        resumed.num_updates = -1
     again, _, _ = decorated("pipemare(12, 0.3)", stages=4, num_microbatches=1)
     assert [float(loss) for loss in again.stream(saved, batches[5:])] != losses
 

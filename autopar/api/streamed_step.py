@@ -100,7 +100,7 @@ class StreamedStep(ParallelStep[PipelinePlan]):
         to that of a checkpoint, or to 0 for another training.
 
         Raises:
-            StepSignatureError: it is set while batches are in flight.
+            StepSignatureError: it is set while batches are in flight, or to no number of updates.
         """
         flight = self._in_flight
         return self._num_updates + (flight.stream.num_batches if flight is not None else 0)
@@ -111,6 +111,10 @@ class StreamedStep(ParallelStep[PipelinePlan]):
             raise StepSignatureError(
                 f"`num_updates` of `{self.name}` was set while batches are in flight: take the state from `{self.name}.drain()`"
                 " first"
+            )
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise StepSignatureError(
+                f"`num_updates` of `{self.name}` was set to {number!r}: give a number of updates, 0 or more"
             )
         self._num_updates = number
 
