@@ -26,12 +26,18 @@ _SHAPES = {"first": (FEATURES, HIDDEN), "bias": (HIDDEN,), "second": (HIDDEN, 1)
 Weights = Mapping[str, Any]
 
 
-def store(server: int, policy: str) -> autopar.VersionedStore:
-    """The store of one server: every second key."""
+def store(server: int, policy: str, clocks: int) -> autopar.VersionedStore:
+    """The store of one server: every second key. The learning rate falls to zero where the loss is compared."""
     rng = np.random.default_rng(0)
     weights = {key: (rng.normal(size=shape) / 4).astype(np.float32) for key, shape in _SHAPES.items()}
     own = {key: weights[key] for key in sorted(weights)[server::NUM_SERVERS]}
-    return autopar.VersionedStore(own, update=optax.adam(3e-3), workers=NUM_SHARES, consistency=policy)
+    rate = 3e-3 if policy == "bsp" else optax.cosine_decay_schedule(3e-3, num_updates(policy, clocks))
+    return autopar.VersionedStore(own, update=optax.adam(rate), workers=NUM_SHARES, consistency=policy)
+
+
+def num_updates(policy: str, clocks: int) -> int:
+    """The versions after so many clocks."""
+    return clocks if policy.startswith(("bsp", "backup")) else clocks * NUM_SHARES
 
 
 def examples(clock: int, share: int) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +65,7 @@ def gradients(weights: Weights, clock: int, share: int) -> Any:
 
 def serve(options: Mapping[str, Any]) -> None:
     """Serve until all is done, and write the weights."""
-    own = store(options["server"], options["policy"])
+    own = store(options["server"], options["policy"], options["clocks"])
     autopar.serve_replica(own, options["keeper"], server=options["server"], token=options["token"], log=options["log"])
     arrays: dict[str, Any] = {key: np.asarray(one) for key, one in own.pull(worker=None).values.items()}
     np.savez(options["weights"], **arrays)

@@ -3,7 +3,7 @@
 `kill -9` of a process drawn by chance, at a moment drawn by chance; its replacement is started at once, and the next process is killed when
 it has its place. *freezes*: `SIGSTOP`; the process wakes a second when its replacement has its place, and is killed then. *kills*: of workers, heads of chains, other replicas. *next update*: seconds from a kill until all servers have applied their next update, median and
 most, all processes on this machine. *log*: updates in the logs of all replicas together, with every share in every clock once. *weights*: for BSP whether the final
-weights of all replicas have the bits of an undisturbed run in one process; for others the loss against that run's.
+weights of all replicas have the bits of an undisturbed run in one process; for others the loss on new examples against that of the same processes, undisturbed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,20 @@ def measure(of: str) -> list[dict[str, Any]]:
         of: "POLICY, seed N, M kills" or "... M freezes".
     """
     policy, seed, kills = of.split(", ")
+    losses = []
+    if policy != "bsp":
+        run = Run(policy, 0, 0)
+        try:
+            run.row()
+            losses.append(run.loss())
+        finally:
+            run.close()
     run = Run(policy, int(seed.split()[1]), int(kills.split()[0]), freezes="freezes" in kills)
     try:
-        return [{"run": of, **run.row()}]
+        row = {"run": of, **run.row()}
+        if losses:
+            row["weights"] = f"loss {100 * (run.loss() / losses[0] - 1):+.1f} %"
+        return [row]
     finally:
         run.close()
 
@@ -197,27 +208,37 @@ class Run:
         return f"{count}: {gaps} gaps, {repeats} repeats"
 
     def weights_text(self) -> str:
-        """The final weights of all replicas against an undisturbed run."""
+        """The final weights of all replicas against those of one process."""
+        import numpy as np
+
+        if self.policy != "bsp":
+            return ""
+        expected = undisturbed(self.policy, self.clocks)
+        found = self.weights()
+        equal = sum(all(np.array_equal(one[key], expected[key]) for key in one) for one in found)
+        return f"{equal} of {len(found)} replicas bit-equal"
+
+    def weights(self) -> list[dict[str, Any]]:
+        """Of each replica."""
+        import numpy as np
+
+        return [dict(np.load(path)) for path in self.folder.glob("*.npz")]
+
+    def loss(self) -> float:
+        """Of the final weights, on examples that it is not trained on."""
         import numpy as np
 
         from benchmarks.faults.store_process import examples, loss
 
-        expected = undisturbed(self.policy, self.clocks)
-        found = [dict(np.load(path)) for path in self.folder.glob("*.npz")]
-        if self.policy == "bsp":
-            equal = sum(all(np.array_equal(one[key], expected[key]) for key in one) for one in found)
-            return f"{equal} of {len(found)} replicas bit-equal"
-        x, y = (np.concatenate(parts) for parts in zip(*(examples(1_000_000, n) for n in range(64)), strict=True))
-        whole = {key: array for one in found for key, array in one.items()}
-        ratio = float(loss(whole, x, y)) / float(loss(expected, x, y))
-        return f"loss {100 * (ratio - 1):+.1f} %"
+        x, y = (np.concatenate(parts) for parts in zip(*(examples(1_000_000, n) for n in range(256)), strict=True))
+        return float(loss({key: array for one in self.weights() for key, array in one.items()}, x, y))
 
 
 def undisturbed(policy: str, clocks: int) -> dict[str, Any]:
     """The weights of a run in one process, in which the shares push by turns."""
     from benchmarks.faults.store_process import NUM_SERVERS, NUM_SHARES, gradients, store
 
-    stores = [store(server, policy) for server in range(NUM_SERVERS)]
+    stores = [store(server, policy, clocks) for server in range(NUM_SERVERS)]
     for clock in range(clocks):
         for share in range(NUM_SHARES):
             weights = {key: one for own in stores for key, one in own.pull(worker=share).values.items()}

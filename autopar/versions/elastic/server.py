@@ -98,7 +98,9 @@ class Replica:
 
     def _hello(self) -> dict[str, Any]:
         about = {"name": self.name, "server": self.server, "address": address_of(self._socket)}
-        return about | {"shares": self.store.num_workers, "has_state": self._has_state}
+        members: Membership | None = getattr(self, "members", None)  # None in the first greeting
+        was_in_chain = members is not None and self.name in members.view.chains[self.server]
+        return about | {"shares": self.store.num_workers, "has_state": self._has_state or was_in_chain}
 
     def _accept(self) -> None:
         while True:
