@@ -1,0 +1,23 @@
+"""The program of `benchmarks/faults/fsdp.py`, with the number of compilations so far in each line of its log."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+
+from benchmarks.faults import fsdp
+
+compiled = 0
+
+
+def count(event: str, **_: Any) -> None:
+    global compiled  # noqa: PLW0603  JAX calls it
+    compiled += event == "/jax/compilation_cache/cache_misses"
+
+
+jax.monitoring.register_event_listener(count)
+tell = fsdp.tell
+fsdp.tell = lambda log, **what: tell(log, compiled=compiled, **what)
+fsdp.kept(*sys.argv[1:])
