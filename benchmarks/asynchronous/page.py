@@ -14,12 +14,7 @@ PICTURE = Path(__file__).parents[1] / "results" / "versions.svg"
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """The plot; a note on a table of the loss that was measured before there was one."""
-    if any("over synchronous" in row and "stages" not in row for row in rows):
-        return (
-            "The table of *convergence* below is of an earlier run, without PipeMare: on this repository's documentation, in two stages"
-            " with four microbatches per update."
-        )
+    """The plot."""
     if not any("update" in row for row in rows):
         return ""
     return f"![Loss under every asynchronous rule, and over the synchronous loss]({PICTURE.name})"
