@@ -20,13 +20,16 @@ from autopar.inference.serve.runner import Runner
 from autopar.serving import Limits, Models, ServedModel, make_app
 from autopar.serving.chat import ChatTemplate
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}<assistant>"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name | tojson }}{% endfor %}<assistant>"
+)
 
 
 def _copied(engine: Engine) -> Engine:
     """An engine with the same programs and weights, and pages of its own."""
     runner = Runner(engine.runner.served, engine.runner.layout, engine.runner._params)
-    return Engine(runner, engine.tokenizer, num_pages=engine.pool.num_pages)
+    return Engine(runner, engine.tokenizer, engine.stop_tokens, num_pages=engine.pool.num_pages)
 
 
 class Server:
@@ -42,7 +45,7 @@ class Server:
         self.engine, self.is_running = engine, threading.Event()
         self.is_running.set()
         dispatch = engine.runner.dispatch
-        engine.runner.dispatch = lambda iteration: (self.is_running.wait(), dispatch(iteration))[1]
+        engine.runner.dispatch = lambda *given: (self.is_running.wait(), dispatch(*given))[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()

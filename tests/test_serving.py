@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from tiny_models import LENGTH, is_idle, opened, write_model
 
 openai = pytest.importorskip("openai")
 httpx = pytest.importorskip("httpx")
+jsonschema = pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
 pytest.importorskip("starlette")
 
 from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
@@ -191,10 +196,130 @@ def test_tool_calls_are_found_in_the_formats_of_models() -> None:
 
 
 def test_tools_reach_the_template(client: Any, engine: Engine) -> None:
-    prompt = PROMPT.replace("<assistant>", json.dumps([TOOL]) + "<assistant>")
+    prompt = PROMPT.replace("<assistant>", '"look_up"<assistant>')
     alone = engine.submit(prompt, max_tokens=3).result()
     found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, tools=[TOOL])
     assert (found.choices[0].message.content, found.usage.prompt_tokens) == (alone.text, len(prompt))
+
+
+# -- JSON schemas -------------------------------------------------------------------------------
+
+
+def random_schema(chance: random.Random, room: int) -> tuple[Any, int]:
+    """A schema, and the length of its longest text: strings, numbers and arrays are bounded."""
+    kind = chance.choice(["string", "enum", "integer", "boolean", "array", "object", "object"])
+    if kind == "string" and room >= 20:  # a character may be escaped, in six
+        return {"type": "string", "maxLength": 3}, 20
+    if kind == "integer":
+        return {"type": "integer", "minimum": -9, "maximum": 99}, 2
+    if kind == "array" and room > 8:
+        schema, length = random_schema(chance, room // 2 - 2)
+        return {"type": "array", "items": schema, "minItems": 1, "maxItems": 2}, 2 * length + 3
+    if kind == "object" and room > 20:
+        properties, length = {}, 2
+        for name in "abc"[: chance.randint(1, 3)]:
+            schema, more = random_schema(chance, (room - length - 5) // 2)
+            if length + more + 5 > room:
+                break
+            properties[name], length = schema, length + more + 5
+        return {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties),
+            "additionalProperties": False,
+        }, length
+    if kind == "enum" and room >= 5:
+        return {"enum": ["x", 7, None, "yes"]}, 5
+    return {"type": "boolean"}, 5
+
+
+@pytest.fixture(scope="module")
+def with_end(engine: Engine) -> Engine:
+    """The engine with a token that ends a text, of which the tokenizer knows nothing."""
+    return Engine(engine.runner, engine.tokenizer, [257], num_pages=engine.pool.num_pages)
+
+
+@pytest.mark.parametrize("num", [12, pytest.param(200, marks=pytest.mark.slow)])
+def test_text_with_a_schema_is_valid_whatever_the_model(with_end: Engine, num: int) -> None:
+    """The weights are random, the temperature is 1, and other requests run beside."""
+    chance = random.Random(0)
+    schemas = [random_schema(chance, 90)[0] for _ in range(num)]
+    compiled: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        compiled.extend([event] * event.endswith("backend_compile_duration"))
+
+    with served(with_end) as server, ThreadPoolExecutor(6) as pool:
+        url, client = f"{server.url}/v1/completions", openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        beside = {"prompt": "beside", "max_tokens": 60, "temperature": 0}
+        alone = httpx.post(url, json=beside, timeout=60).json()["choices"][0]["text"]
+        jax.monitoring.register_event_duration_secs_listener(listen)
+
+        def ask(number: int) -> Any:
+            form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schemas[number], "strict": True}}
+            return client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "x"}],
+                response_format=form,
+                seed=number,
+                logprobs=True,
+            )
+
+        try:
+            others = [pool.submit(httpx.post, url, json=beside, timeout=60) for _ in range(3)]
+            replies = list(pool.map(ask, range(num)))
+            assert {each.result().json()["choices"][0]["text"] for each in others} == {alone}
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listen)
+        assert is_quiet(server)
+    for reply, schema in zip(replies, schemas, strict=True):
+        (choice,) = reply.choices
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), schema)
+    assert not compiled, "a mask is an input of programs that are there"
+
+
+def test_a_tool_call_that_is_required_is_one(with_end: Engine) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["n"],
+    }
+    tools: Any = [
+        {"type": "function", "function": {"name": name, "parameters": parameters | {"additionalProperties": False}}}
+        for name in ("one", "two")
+    ]
+    with served(with_end) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+        for choice, names in [
+            ("required", {"one", "two"}),
+            ({"type": "function", "function": {"name": "two"}}, {"two"}),
+        ]:
+            for stream in (False, True):
+                found: Any = client.chat.completions.create(
+                    model="tiny", messages=[{"role": "user", "content": ""}], tools=tools, tool_choice=choice, stream=stream,
+                )  # fmt: skip
+                if stream:
+                    chunks = [each.choices[0] for each in found]
+                    assert chunks[-1].finish_reason == "tool_calls"
+                    (call,) = [one for each in chunks for one in each.delta.tool_calls or ()]
+                else:
+                    assert (found.choices[0].finish_reason, found.choices[0].message.content) == ("tool_calls", None)
+                    (call,) = found.choices[0].message.tool_calls
+                assert call.function.name in names
+                jsonschema.validate(json.loads(call.function.arguments), parameters)
+        for options, why in [
+            ({"tools": tools, "tool_choice": {"function": {"name": "three"}}}, "'tool_choice' must be"),
+            ({"response_format": {"type": "xml"}}, "'response_format' must have"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}}, "JSON schema"),
+        ]:
+            with pytest.raises(openai.BadRequestError, match=why):
+                client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
+
+
+def test_a_model_without_an_end_is_not_constrained(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="no token that ends a text"):
+        client.completions.create(model="tiny", prompt="x", extra_body={"response_format": {"type": "json_object"}})
 
 
 # -- limits and failures ------------------------------------------------------------------------
@@ -264,7 +389,7 @@ def test_a_failed_program_fails_all_requests_and_health(engine: Engine, monkeypa
         body = {"prompt": "x", "max_tokens": 4}
         assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
 
-        def fail(_: Any) -> Any:
+        def fail(*_: Any) -> Any:
             raise RuntimeError("the device is lost")
 
         monkeypatch.setattr(server.engine.runner, "dispatch", fail)

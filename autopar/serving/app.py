@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from autopar.errors import AutoparError
 from autopar.serving import fields
 from autopar.serving.access import Access, error_response, json_of
 from autopar.serving.generate_reply import reply_to
+from autopar.serving.grammar import schema_of, schema_of_tools
 from autopar.serving.limits import RequestError
 from autopar.serving.metrics import exposition
 from autopar.serving.models import Models, ServedModel
@@ -115,6 +117,7 @@ async def complete(models: Models, request: Request, body: dict[str, Any]) -> Re
     num_best = None if body.get("logprobs") is None else fields.whole(body, "logprobs", 0, 0, _MOST_LOGPROBS)
     max_tokens = fields.whole(body, "max_tokens", 16, 1, 2**31)
     wanted = fields.generate(body, models.limits, max_tokens=max_tokens, num_best=num_best)
+    wanted = replace(wanted, schema=schema_of(body.get("response_format")))
     tokenizer = model.engine.tokenizer
     if tokenizer is None and (wanted.stop or not wanted.return_token_ids):
         raise RequestError(
@@ -167,6 +170,10 @@ async def chat(models: Models, request: Request, body: dict[str, Any]) -> Respon
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = None if body.get(limit) is None else fields.whole(body, limit, 1, 1, 2**31)
     wanted = fields.generate({**body, "logprobs": None}, models.limits, max_tokens=max_tokens, num_best=num_best)
+    wanted = replace(wanted, schema=schema_of(body.get("response_format")))
+    call = schema_of_tools(tools or [], body.get("tool_choice"))
+    if call is not None:
+        wanted = replace(wanted, schema=call, schema_field="tools")
     names = frozenset(each["function"]["name"] for each in tools or ())
     form = Chat(model.engine.tokenizer, names, has_tokens=wanted.return_token_ids)
     reply = Reply(f"chatcmpl-{secrets.token_hex(12)}", form.kind, model.name)
@@ -175,11 +182,7 @@ async def chat(models: Models, request: Request, body: dict[str, Any]) -> Respon
 
 def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """The tools that the model may call; None if it may call none."""
-    tools, choice = body.get("tools"), body.get("tool_choice", "auto")
-    if choice not in ("auto", "none", None):
-        raise RequestError(
-            400, f"'tool_choice' is {choice!r}: give 'auto' or 'none'", "tool_choice", "unsupported_value"
-        )
+    tools, choice = body.get("tools"), body.get("tool_choice")
     if not tools:
         return None
     is_valid = isinstance(tools, list) and all(

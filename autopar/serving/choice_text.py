@@ -6,6 +6,7 @@ a request goes on for a step or two after its stop string; these tokens are drop
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -83,6 +84,7 @@ class ChoiceText:
         logprobs: list[TokenLogprob] = []
         if self.needs_logprobs:
             best = self.generation.best[first : first + num]
+            best = [tuple(each for each in one if each[1] > -math.inf) for one in best]  # those of a mask
             best += [()] * (num - len(best))
             logprobs = [TokenLogprob(*each) for each in zip(tokens, new.logprobs[:num], best, strict=True)]
             self.logprobs += logprobs

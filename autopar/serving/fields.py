@@ -23,7 +23,7 @@ IGNORED = frozenset(
 #: Fields of completions and chat completions.
 COMMON = frozenset(
     {"model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "top_k", "logprobs", "priority"}
-    | {"timeout", "return_token_ids"}
+    | {"timeout", "return_token_ids", "response_format"}
 )
 _MOST_STOPS = 16
 
@@ -38,6 +38,7 @@ class Generate:
         stop: strings that end the text.
         num_best: the number of most probable tokens for each token; None without logprobs.
         timeout_s: the longest time to the end of the reply.
+        schema: the JSON schema of the text; None for any text. schema_field: the field that it comes from.
     """
 
     n: int
@@ -50,6 +51,8 @@ class Generate:
     priority: int
     timeout_s: float
     return_token_ids: bool
+    schema: Any = None
+    schema_field: str = "response_format"
 
 
 def check_known(body: Mapping[str, Any], known: frozenset[str]) -> None:

@@ -108,6 +108,8 @@ async def _deltas(running: Running, wanted: Generate) -> AsyncGenerator[list[tup
                     if number not in left:  # after its stop string
                         continue
                     if each.ended in _ENDS:
+                        if problem := getattr(running.choices[number].generation.constraint, "error", ""):
+                            raise RequestError(500, f"the grammar of the text has failed: {problem}")
                         raise RequestError(*_ENDS[each.ended])
                     running.started(number)
                     delta = running.choices[number].add(each)

@@ -20,11 +20,14 @@ from autopar.serving.chat import ChatTemplate
 from autopar.serving.choice_text import ChoiceText
 from autopar.serving.engine_thread import EngineThread, Mailbox
 from autopar.serving.fields import Generate
+from autopar.serving.grammar import Grammars, JsonConstraint
 from autopar.serving.limits import Limits, RequestError
 from autopar.serving.metrics import ModelMetrics
 
 #: (folder) -> engine; opened in a thread.
 OpenEngine = Callable[[Path], Engine]
+#: The prompt of each choice, the largest number of new tokens, and its number among the choices of the prompt.
+Jobs = list[tuple[tuple[int, ...], int, int]]
 
 
 @dataclass(eq=False)
@@ -84,7 +87,7 @@ class ServedModel:
         self.created = int(time.time())
         self.state, self.failure = "ready", ""
         self.queued_tokens = 0
-        self.metrics = ModelMetrics(name)
+        self.metrics, self.grammars = ModelMetrics(name), Grammars(engine)
         self._limits = limits
         self.thread = EngineThread(engine, self._fail)
 
@@ -129,7 +132,8 @@ class ServedModel:
         self.queued_tokens += sum(num_tokens)
         self.thread.boxes |= {each: (running.box, number) for number, each in enumerate(names)}
         try:
-            generations = await self.thread.call(lambda: self._submit(jobs, wanted, names))
+            constraints = await asyncio.to_thread(self._constraints, wanted, len(jobs))
+            generations = await self.thread.call(lambda: self._submit(jobs, wanted, names, constraints))
         except BaseException as error:
             running.abort()
             if isinstance(error, AutoparError):
@@ -155,15 +159,20 @@ class ServedModel:
             "context_length_exceeded",
         )
 
-    def _submit(
-        self, jobs: list[tuple[tuple[int, ...], int, int]], wanted: Generate, names: list[str]
-    ) -> list[Generation]:
+    def _constraints(self, wanted: Generate, num: int) -> list[JsonConstraint | None]:
+        """A constraint for each choice, if the text has a schema."""
+        if wanted.schema is None:
+            return [None] * num
+        return [self.grammars.of_schema(wanted.schema, wanted.schema_field) for _ in range(num)]
+
+    def _submit(self, jobs: Jobs, wanted: Generate, names: list[str], constraints: list[Any]) -> list[Generation]:
         """Submit the requests; in the engine's thread. Choices of one prompt share its pages."""
         generations: list[Generation] = []
         try:
-            for name, (prompt, num_new, number) in zip(names, jobs, strict=True):
+            for name, (prompt, num_new, number), constraint in zip(names, jobs, constraints, strict=True):
                 sampling = replace(wanted.sampling, seed=(wanted.sampling.seed + number) % 2**32)
                 options: dict[str, Any] = {"num_best": wanted.num_best or 0, "name": name, "priority": wanted.priority}
+                options["constraint"] = constraint
                 generations.append(self.engine.submit(prompt, max_tokens=num_new, sampling=sampling, **options))
         except BaseException:
             for each in generations:

@@ -67,7 +67,7 @@ class TimelessRunner(runner.Runner):
     def _copy(self, copies: Any) -> None:
         pass
 
-    def _run(self, key: Any, *rows: Any) -> Any:
+    def _run(self, key: Any, *rows: Any, allowed: Any = None) -> Any:
         num, width = self._num_slots + key.rows, key.steps if key.width == 1 else key.width
         return step.Out(
             self._chance.integers(3, 1000, (num, width)).astype(np.int32),

@@ -124,11 +124,11 @@ def _paged(runner: Runner, params: Any, start: int) -> Contender:
     rows.num_tokens[:] = 1
     rows.slots[:] = np.arange(SLOTS)
     rows.tokens[:] = -1  # each slot's latest token
-    program = runner.layout.programs[Shape()].run
+    program, allowed = runner.layout.programs[Shape()].run, runner.served.all_allowed(Shape())
 
     def step(resident: Any, position: int) -> tuple[Any, jax.Array]:
         rows.start[:] = position
-        resident, out = program(params, resident, rows.packed())
+        resident, out = program(params, resident, allowed, rows.packed())
         return resident, out.tokens[:, 0]
 
     return Contender(

@@ -100,6 +100,7 @@ class Admission:
         slots.num_prompt[slot] = len(request.prompt)
         slots.num_end[slot] = len(request.prompt) + request.max_tokens
         slots.set_stop_tokens(slot, request.stop_tokens)
+        slots.is_constrained[slot] = request.is_constrained
         slots.set_pages(slot, table.pages)
         # The last page of a fork is shared, so the next write is checked for a copy.
         slots.num_dispatched[slot] = slots.capacity[slot] = table.num_tokens

@@ -25,6 +25,7 @@ class Request:
         stop_tokens: tokens that end the request when they are generated.
         priority: requests with a lower number are admitted first and preempted last; those with equal ones in the order of
             arrival.
+        is_constrained: whether the host decides by all earlier tokens which one may come next. Then it is not decoded ahead.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Request:
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     priority: int = 0
+    is_constrained: bool = False
 
 
 class Shape(NamedTuple):

@@ -31,6 +31,7 @@ class SlotArrays:
         num_pages: the number of its pages.
         num_inserted: the number of tokens from which its next page goes to the prefix cache.
         is_verifying: whether draft tokens are being verified, so the number of new tokens is not yet known.
+        is_constrained: as in `Request`.
         tokens: int32 `[slots, max_length]`, the known tokens. tables: int32 `[slots, pages_of_sequence]`.
         stop_tokens: int32 `[slots, n]`, padded with -1.
         names: the names of the requests; "" in an idle slot.
@@ -44,7 +45,7 @@ class SlotArrays:
         self.num_known, self.num_pending, self.num_dispatched = zeros(), zeros(), zeros()
         self.capacity, self.num_pages, self.num_inserted = zeros(), zeros(), zeros()
         self.ranks = np.zeros(num_slots, np.int64)
-        self.is_verifying = np.zeros(num_slots, bool)
+        self.is_verifying, self.is_constrained = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         self.tokens = np.zeros((num_slots, max_length), np.int32)
         self.tables = np.full((num_slots, pages_of_sequence), scratch_page, np.int32)
         self.stop_tokens = np.full((num_slots, _MIN_STOP_TOKENS), -1, np.int32)
@@ -106,4 +107,4 @@ class SlotArrays:
             self.capacity,
         ):
             array[slot] = 0
-        self.names[slot], self.is_verifying[slot] = "", False
+        self.names[slot], self.is_verifying[slot], self.is_constrained[slot] = "", False, False

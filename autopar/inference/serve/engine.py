@@ -42,7 +42,8 @@ from autopar.inference.serve.setup import (
     stop_tokens_of,
 )
 from autopar.inference.serve.slot_outputs import SlotOutputs
-from autopar.inference.step.sampling import SamplingOptions
+from autopar.inference.serve.token_masks import Constraint, TokenMasks
+from autopar.inference.step.sampling import SamplingOptions, num_words
 from autopar.inference.step.step import Out
 from autopar.jax_interop.compat import shape_struct
 
@@ -155,6 +156,7 @@ class Engine:
         options = served.options
         self._scheduler = Scheduler(cache, options, proposer, policy, runner.layout.num_pages)
         self._outputs = SlotOutputs(options.num_slots, max(options.steps, 1 + options.num_proposals))
+        self._masks = TokenMasks(options.num_slots, num_words(served.model.config.vocab_size))
         self._generations: dict[str, Generation] = {}
         self._in_flight: deque[DispatchedIteration] = deque()
         self.lock = pages_of.lock if pages_of is not None else threading.RLock()
@@ -223,6 +225,7 @@ class Engine:
         num_best: int = 0,
         name: str | None = None,
         priority: int = 0,
+        constraint: Constraint | None = None,
     ) -> Generation:
         """Queue a request.
 
@@ -232,6 +235,7 @@ class Engine:
             stop: strings that end the text and are not shown. stop_tokens: tokens that end it; by default the model's.
             num_best: the number of most probable tokens to record for each token, at most `NUM_CANDIDATES`.
             name: the request's name; by default a new one. priority: as in `Request`.
+            constraint: decides which tokens may follow; by default all may.
 
         Raises:
             InferenceError: the request can never be served.
@@ -248,10 +252,10 @@ class Engine:
         with self.lock:
             self._check()
             name = name or next(new for n in self._names if (new := f"request-{n}") not in self._generations)
-            request = Request(name, tokens, max_tokens, ends, priority)
+            request = Request(name, tokens, max_tokens, ends, priority, constraint is not None)
             self._scheduler.submit(request)
             decode = None if self.tokenizer is None else text_stream(self.tokenizer)
-            generation = Generation(request, sampling, num_best, decode, self, stops)
+            generation = Generation(request, sampling, num_best, decode, self, stops, constraint)
             self._generations[name] = generation
             return generation
 
@@ -322,8 +326,9 @@ class Engine:
                 if (generation := self._generations.get(name)) is not None:  # it may be aborted since
                     self._outputs.assign(slot, generation)
                     self.runner.set_sampling(slot, generation.sampling)
+                    self._masks.assign(slot, generation.constraint)
                     self._counts.num_cached_tokens += generation.start(num_shared)
-            self._in_flight.append(self.runner.dispatch(iteration))
+            self._in_flight.append(self.runner.dispatch(iteration, self._masks.of(iteration)))
             self._counts.num_iterations += 1
             self._counts.num_steps += iteration.shape.steps
         elif not self._in_flight:
@@ -337,6 +342,7 @@ class Engine:
         results = Results(*map(np.asarray, (out.tokens, out.num, out.is_sound)))
         update = self._scheduler.update(dispatched.iteration, results)
         self._counts.num_tokens += int(update.num_new.sum())
+        self._masks.take(update)
         ended = self._outputs.record(update, out)
         if self.listener is not None:
             self.listener(update, out)
@@ -359,17 +365,21 @@ class Engine:
     def stats(self) -> Stats:
         """The counters and the current state."""
         with self.lock:
-            return Stats(
-                num_waiting=self._scheduler.num_waiting,
-                num_running=self._scheduler.num_running,
-                free_pages=self.pool.num_free,
-                evictable_pages=self.pool.num_evictable,
-                held_pages=self.pool.num_held,
-                num_prompt_tokens=self._scheduler.num_prompt_tokens,
-                num_preempted=self._scheduler.num_preempted,
-                num_compiled=self.runner.num_compiled,
-                **asdict(self._counts),
-            )
+            return _stats_of(self._scheduler, self.pool, self.runner.num_compiled, self._counts)
+
+
+def _stats_of(scheduler: Scheduler, pool: PagePool, num_compiled: int, counts: _Counts) -> Stats:
+    return Stats(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running,
+        free_pages=pool.num_free,
+        evictable_pages=pool.num_evictable,
+        held_pages=pool.num_held,
+        num_compiled=num_compiled,
+        num_prompt_tokens=scheduler.num_prompt_tokens,
+        num_preempted=scheduler.num_preempted,
+        **asdict(counts),
+    )
 
 
 def renewed(engine: Engine) -> Engine:

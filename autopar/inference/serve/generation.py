@@ -14,6 +14,7 @@ from autopar.errors import InferenceError
 from autopar.inference.schedule.requests import Request
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.schedule.take_results import UNSOUND
+from autopar.inference.serve.token_masks import Constraint
 from autopar.inference.step.sampling import SamplingOptions
 
 
@@ -66,7 +67,7 @@ class Generation:
         num_best: the number of most probable tokens to record for each token.
         decode: a function from a token to its text, which is "" until a character is complete; None without a tokenizer.
         source: the engine.
-        stops: the strings that end the text.
+        stops: the strings that end the text. constraint: decides which tokens may follow; None allows all.
 
     Attributes:
         best: for each token the most probable ones, as in `Piece`.
@@ -83,6 +84,7 @@ class Generation:
     decode: Callable[[int], str] | None
     source: Source
     stops: TextUntilStop = field(default_factory=TextUntilStop)
+    constraint: Constraint | None = None
     best: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     ended: str | None = None
     num_cached: int = 0

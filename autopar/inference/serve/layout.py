@@ -14,12 +14,15 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from autopar.errors import BudgetError, InferenceError
 from autopar.inference.kernels.paged_attention import REFERENCE
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.step.host_inputs import Rows
+from autopar.inference.step.sampling import num_words
 from autopar.inference.step.step import copy_pages, resident_shapes, step_of
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.memory_budget import MemoryBudget
@@ -96,8 +99,13 @@ class Served:
             return copy_pages, (resident, jax.ShapeDtypeStruct((2, slots), jnp.int32))
         sizes = [(slots, key.width)] + ([(key.rows, key.length)] if key.rows else [])
         packed = [self.rows(num, width, num_pages).packed() for num, width in sizes]
-        rows = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in packed]
+        rows = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.all_allowed(key), *packed)]
         return step_of(self.model, key, self.attention), (self.params, resident, *rows)
+
+    def all_allowed(self, shape: Shape) -> NDArray[np.int32]:
+        """The mask of tokens for all rows of an iteration, with all of them allowed."""
+        words = num_words(self.model.config.vocab_size)
+        return np.full((self.options.num_slots + shape.rows, words), -1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

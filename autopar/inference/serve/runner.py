@@ -20,7 +20,7 @@ from autopar.api.planned_function import Compiled
 from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kv_cache.page_tables import Copy
 from autopar.inference.schedule.requests import Iteration, Run, Shape
-from autopar.inference.serve.layout import Key, Layout, Served
+from autopar.inference.serve.layout import Layout, Served
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.sampling import SamplingOptions, SamplingParams, params_of
 from autopar.inference.step.step import Out, Resident
@@ -63,6 +63,7 @@ class Runner:
         self._params = params
         self._last: Any = None
         self._asleep: Any = None
+        self._masks: dict[Shape, jax.Array] = {}
         self._num_slots = served.options.num_slots
         self._sampling = params_of([None] * self._num_slots)
         empty = self._empty(whole=memory is None)
@@ -110,25 +111,39 @@ class Runner:
     def close(self) -> None:
         """Free the weights and the pages."""
         self._params, self._last, self.memory.pages = None, None, ()
+        self._masks.clear()
 
     def set_sampling(self, slot: int, options: SamplingOptions) -> None:
         """Set the sampling options of a slot, until another request starts in it."""
         for field, value in zip(self._sampling, _values(options), strict=True):
             field[slot] = value
 
-    def dispatch(self, iteration: Iteration) -> DispatchedIteration:
-        """Dispatch an iteration to the devices, without waiting for it."""
+    def dispatch(self, iteration: Iteration, allowed: NDArray[np.int32] | None = None) -> DispatchedIteration:
+        """Dispatch an iteration to the devices, without waiting for it.
+
+        Args:
+            allowed: the mask of tokens for all rows, as in `only_allowed`; None allows all tokens in all rows.
+        """
         self._copy(iteration.copies)
         shape = iteration.shape
         rows = [self._slot_rows(iteration)]
         if shape.rows:
             rows.append(self._chunk_rows(iteration.chunks, shape))
-        return DispatchedIteration(iteration, self._run(shape, *rows))
+        return DispatchedIteration(iteration, self._run(shape, *rows, allowed=allowed))
 
-    def _run(self, key: Key, *rows: NDArray[np.int32]) -> Out:
-        resident, out = self.layout.programs[key].run(self._params, self._resident(), *rows)
+    def _run(self, key: Shape, *rows: NDArray[np.int32], allowed: NDArray[np.int32] | None = None) -> Out:
+        program = self.layout.programs[key]
+        mask: Any = self._all_allowed(key, program) if allowed is None else allowed
+        resident, out = program.run(self._params, self._resident(), mask, *rows)
         self._store(resident)
         return out
+
+    def _all_allowed(self, key: Shape, program: Compiled) -> jax.Array:
+        """The mask that allows all tokens, which stays on the devices."""
+        if key not in self._masks:
+            place = program.shardings[len(jax.tree.leaves((self._params, self._resident())))]
+            self._masks[key] = jax.device_put(self.served.all_allowed(key), place)
+        return self._masks[key]
 
     def _copy(self, copies: Sequence[Copy]) -> None:
         for start in range(0, len(copies), self._num_slots):

@@ -181,6 +181,27 @@ def filter_logits(logits: jax.Array, params: SamplingParams, *, num_candidates: 
     return FilteredLogits(scaled, best, best_tokens, log_total, is_cut & ~is_greedy)
 
 
+#: The number of tokens in a word of a mask.
+WORD = 32
+
+
+def num_words(vocabulary: int) -> int:
+    """The number of words of a mask of tokens."""
+    return -(-vocabulary // WORD)
+
+
+def only_allowed(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Replace the logits of tokens that are not allowed by `-inf`.
+
+    Args:
+        logits: `[..., vocabulary]`.
+        allowed: int32 `[..., words]`, a bit for each token, the lowest bit of a word first; all bits set allows all.
+    """
+    bits = (allowed[..., None] >> jnp.arange(WORD, dtype=jnp.int32)) & 1
+    is_allowed = bits.reshape(*allowed.shape[:-1], -1)[..., : logits.shape[-1]] != 0
+    return jnp.where(is_allowed, logits, -jnp.inf)
+
+
 def gumbel(seed: Any, positions: jax.Array, vocabulary: int, purpose: int = 0) -> jax.Array:
     """Gumbel noise `[slots, vocabulary]`: the argmax of logits plus noise is a sample from their softmax.
 

@@ -24,7 +24,7 @@ from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.step.host_inputs import Rows
-from autopar.inference.step.sampling import Sampled, sample
+from autopar.inference.step.sampling import Sampled, only_allowed, sample
 from autopar.inference.step.verify_draft import verify
 
 
@@ -65,7 +65,9 @@ Step = Callable[..., tuple[Resident, Out]]
 
 
 def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
-    """Return the function `(params, resident, slots[, chunks]) -> (resident, out)` of a shape, on packed rows.
+    """Return the function `(params, resident, allowed, slots[, chunks]) -> (resident, out)` of a shape, on packed rows.
+
+    `allowed` has a bit for each token, as in `only_allowed`, for all rows: first the slots, then the chunks.
 
     Args:
         shape: the static sizes of the iteration.
@@ -81,7 +83,7 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         logits, pages = applied
         return logits[0], pages
 
-    def single_step(params: Any, resident: Resident, *parts: Rows) -> tuple[Resident, Out]:
+    def single_step(params: Any, resident: Resident, allowed: jax.Array, *parts: Rows) -> tuple[Resident, Out]:
         """One decode step of each slot, and prefill chunks if there are any."""
         slots = parts[0]
         tokens = [_with_last(slots.tokens, resident.last), *(part.tokens for part in parts[1:])]
@@ -93,12 +95,12 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         logits, pages = logits_of(params, resident.pages, list(parts), tokens, jnp.concatenate(ends)[None])
         sampling = jax.tree.map(lambda *each: jnp.concatenate(each), *(part.sampling for part in parts))
         new_positions = jnp.concatenate([part.start + part.num_tokens for part in parts])
-        sampled = sample(logits, sampling, new_positions)
+        sampled = sample(only_allowed(logits, allowed), sampling, new_positions)
         owners = jnp.concatenate([part.slots for part in parts])
         last = resident.last.at[owners].set(sampled.tokens, mode="drop")
         return Resident(pages, last), _out(sampled)
 
-    def multi_step(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
+    def multi_step(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """Several decode steps of each slot: as many as it has `num_tokens`. Then the slot is idle."""
 
         def iterate(carry: tuple[Resident, jax.Array], number: jax.Array) -> Any:
@@ -106,7 +108,7 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             is_active = number < slots.num_tokens
             start = jnp.where(is_active, slots.start + number, 0)
             rows = slots._replace(tokens=tokens, start=start, num_tokens=is_active.astype(jnp.int32))
-            resident, out = single_step(params, resident, rows)
+            resident, out = single_step(params, resident, allowed, rows)
             out = out._replace(is_sound=out.is_sound | ~is_active, is_cut=out.is_cut & is_active)
             return (resident, jnp.full_like(tokens, -1)), out
 
@@ -122,11 +124,11 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             best_logprobs=outs.best_logprobs[:, :, 0].swapaxes(0, 1),
         )
 
-    def verify_drafts(params: Any, resident: Resident, slots: Rows) -> tuple[Resident, Out]:
+    def verify_drafts(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """One step that verifies the draft tokens of each slot."""
         tokens = _with_last(slots.tokens, resident.last)
         logits, pages = logits_of(params, resident.pages, [slots], [tokens], None)
-        logits = logits.reshape(*tokens.shape, -1)
+        logits = only_allowed(logits.reshape(*tokens.shape, -1), allowed[:, None])
         num_draft = jnp.maximum(slots.num_tokens - 1, 0)
         result = verify(logits, tokens[:, 1:], num_draft, slots.sampling, slots.start + 1)
         newest = jnp.take_along_axis(result.tokens, result.num_accepted[:, None], 1)[:, 0]
@@ -136,11 +138,11 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         return Resident(pages, last), out
 
     def unpacked(function: Callable[..., Any]) -> Step:
-        def decode(params: Any, resident: Resident, slots: jax.Array) -> tuple[Resident, Out]:
-            return function(params, resident, Rows.unpacked(slots, shape.width))
+        def decode(params: Any, resident: Resident, allowed: jax.Array, slots: jax.Array) -> tuple[Resident, Out]:
+            return function(params, resident, allowed, Rows.unpacked(slots, shape.width))
 
-        def mixed(params: Any, resident: Resident, slots: jax.Array, chunks: jax.Array) -> tuple[Resident, Out]:
-            return function(params, resident, Rows.unpacked(slots, 1), Rows.unpacked(chunks, shape.length))
+        def mixed(params: Any, resident: Resident, allowed: Any, slots: Any, chunks: Any) -> tuple[Resident, Out]:
+            return function(params, resident, allowed, Rows.unpacked(slots, 1), Rows.unpacked(chunks, shape.length))
 
         chosen = mixed if shape.rows else decode
         chosen.__qualname__ = f"iteration of {shape}"  # names the plan
