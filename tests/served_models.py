@@ -45,7 +45,12 @@ class Server:
         self.engine, self.is_running = engine, threading.Event()
         self.is_running.set()
         dispatch = engine.runner.dispatch
-        engine.runner.dispatch = lambda *given: (self.is_running.wait(), dispatch(*given))[1]
+
+        def dispatch_later(iteration: Any, allowed: Any = None) -> Any:
+            self.is_running.wait()
+            return dispatch(iteration, allowed)
+
+        engine.runner.dispatch = dispatch_later
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever)
         self._thread.start()

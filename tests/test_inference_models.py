@@ -41,7 +41,9 @@ LLAMA3 = {
 LINEAR = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 4.0}, "head_dim": 16}
 QWEN2 = {**LLAMA, "model_type": "qwen2", "use_sliding_window": False, "rope_theta": 1e6}
 QWEN3 = {**LLAMA, "model_type": "qwen3", "head_dim": 16, "rope_theta": 1e6, "tie_word_embeddings": True}
+MISTRAL = {**LLAMA, "model_type": "mistral", "sliding_window": 64}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "llama3": LLAMA3, "linear": LINEAR, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES["mistral"] = MISTRAL
 UNTIED_GPT2 = {**GPT2, "tie_word_embeddings": False, "n_inner": 40, "activation_function": "gelu"}
 
 
@@ -65,17 +67,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "untied-gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "untied-gpt2", "llama", "mistral"])
 def test_logits_equal_those_of_transformers_in_flax(name: str, folders: dict[str, Path]) -> None:
-    from transformers import FlaxGPT2LMHeadModel, FlaxLlamaForCausalLM
+    from transformers import FlaxGPT2LMHeadModel, FlaxLlamaForCausalLM, FlaxMistralForCausalLM
 
-    kind: Any = FlaxLlamaForCausalLM if name == "llama" else FlaxGPT2LMHeadModel
+    kinds: Any = {"llama": FlaxLlamaForCausalLM, "mistral": FlaxMistralForCausalLM}
+    kind = kinds.get(name, FlaxGPT2LMHeadModel)
     tokens = tokens_of(LLAMA)
     expected = np.asarray(kind.from_pretrained(folders[name])(tokens).logits)
     assert expected.std() > 0.5
     difference = float(np.abs(logits_of(folders[name], tokens) - expected).max())
     print(f"largest difference of logits from Flax, {name}: {difference}")
     assert difference <= 1e-4
+
+
+def test_mistral_is_served_within_its_window() -> None:
+    """`transformers` has a window of 4096 tokens where the field is missing, and none where it is null."""
+    long = {**MISTRAL, "max_position_embeddings": 32768, "sliding_window": None}
+    assert DecoderConfig.of(long).max_positions == 32768
+    assert DecoderConfig.of({**long, "sliding_window": 1024}).max_positions == 1024
+    del long["sliding_window"], long["num_key_value_heads"]
+    config = DecoderConfig.of({**long, "num_attention_heads": 16, "hidden_size": 64})
+    assert (config.max_positions, config.num_kv_heads) == (4096, 8)
 
 
 TORCH = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class DecoderConfig:
     """The configuration of a decoder of any family.
 
     Args:
-        family: the `model_type` in `config.json`: "llama", "qwen2", "qwen3" or "gpt2".
+        family: the `model_type` in `config.json`: "llama", "mistral", "qwen2", "qwen3" or "gpt2".
         max_positions: the longest sequence that the model supports, in tokens.
         norm: "rms" or "layer". norm_epsilon: the term added to the variance.
         activation: "silu", "gelu" or "gelu_tanh". gated: whether the feed-forward network has a gate (SwiGLU).
@@ -182,6 +182,13 @@ def _llama(fields: _Fields) -> DecoderConfig:
     )
 
 
+def _mistral(fields: _Fields) -> DecoderConfig:
+    """A LLaMA, whose tokens see as many tokens as the window has. A sequence within the window needs no mask for it."""
+    config = _like_llama(fields, qkv_bias=False, kv_heads=8, max_positions=131072)
+    window = fields.take("sliding_window", int, None) if "sliding_window" in fields.fields else 4096
+    return config if window is None else replace(config, max_positions=min(config.max_positions, window))
+
+
 def _qwen2(fields: _Fields) -> DecoderConfig:
     _refuse_windows(fields)
     return _like_llama(fields, qkv_bias=True, max_positions=32768)
@@ -209,6 +216,7 @@ def _like_llama(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     head_dim: int | None = None,
+    kv_heads: int | None = None,
 ) -> DecoderConfig:
     """The configuration of the LLaMA family and its successors. The defaults are those of `transformers`."""
     hidden, heads = fields.take("hidden_size", int), fields.take("num_attention_heads", int)
@@ -218,7 +226,7 @@ def _like_llama(
         hidden_size=hidden,
         num_layers=fields.take("num_hidden_layers", int),
         num_heads=heads,
-        num_kv_heads=fields.take("num_key_value_heads", int, heads),
+        num_kv_heads=fields.take("num_key_value_heads", int, kv_heads or heads),
         head_dim=fields.take("head_dim", int, head_dim or hidden // heads),
         mlp_size=fields.take("intermediate_size", int),
         max_positions=fields.take("max_position_embeddings", int, max_positions),
@@ -270,6 +278,7 @@ def _gpt2(fields: _Fields) -> DecoderConfig:
 _FAMILIES: dict[str, Callable[[_Fields], DecoderConfig]] = {
     "gpt2": _gpt2,
     "llama": _llama,
+    "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
 }

@@ -104,7 +104,7 @@ _GPT2 = _Names(
     transposed=True,
     not_weights=r".*\.attn\.(masked_)?bias",
 )
-_FAMILIES = {"llama": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
+_FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
 
 
 def prefix(config: DecoderConfig) -> str:
