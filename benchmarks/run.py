@@ -133,6 +133,8 @@ _DISTURBED = (
     "stores: backup(1), seed 7, 5 kills",
     *(f"stores: bsp, seed {seed}, 5 freezes" for seed in (8, 9)),
 )
+#: Data sets and seeds of lists on disk.
+_ON_DISK = tuple(f"lists: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "attention": Benchmark(
@@ -366,6 +368,17 @@ BENCHMARKS = {
                 for data, more in _SEARCHED.items()
                 for kind in ("ivf", "pq", "graph")
             },
+        },
+    ),
+    "vector_disk": Benchmark(
+        (*_ON_DISK, "memory"),
+        "",
+        sources=(),
+        summary="benchmarks.vector_disk.page",
+        module="vector_disk.parts",
+        sources_of={
+            **dict.fromkeys(_ON_DISK, ("vector_disk/lists.py", "synthetic_vectors.py", "../examples/rag.py")),
+            "memory": ("vector_disk/memory.py",),
         },
     ),
     "versions": Benchmark(

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -33,6 +34,9 @@ from autopar.vector_search.exact.index import ExactIndex
 from autopar.vector_search.frame.recall_tuning import can_reach
 from autopar.vector_search.graph import index as graph_index
 from autopar.vector_search.ivf import index as ivf_index
+from autopar.vector_search.on_disk import build_on_disk as disk
+from autopar.vector_search.on_disk.index import KIND as DISK
+from autopar.vector_search.on_disk.page_file import is_page_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ivf_index.IVF: Kind(partial(ivf_index.build, kind=ivf_index.IVF), ivf_index.load),
         ivf_index.IVF_PQ: Kind(partial(ivf_index.build, kind=ivf_index.IVF_PQ), ivf_index.load),
         graph_index.GRAPH: Kind(graph_index.build, graph_index.load),
+        DISK: Kind(disk.build, disk.load),
     }
 )
 
@@ -91,7 +96,8 @@ def build(
         metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
         index: the index kind. `"exact"`; `"ivf"`, inverted lists of vectors, of which a query probes some; `"ivfpq"`,
             inverted lists of product-quantized codes, which are much smaller; `"graph"`, a neighbour graph with beam
-            search; `"auto"`, the kind that the cost model predicts to be fastest; or a `Kind` of your own.
+            search; `"ivfdisk"`, inverted lists in a file; `"auto"`, the kind that the cost model predicts to be
+            fastest; or a `Kind` of your own.
         recall_target: recall@10 that a search has to reach. `build` finds the least effort that reaches it on a sample.
             `"exact"` has recall 1. If no effort reaches the target, `"auto"` builds another kind; the other kinds warn,
             and `stats().reached` is False.
@@ -106,7 +112,8 @@ def build(
         progress: whether to show a progress bar; by default if standard error is a terminal.
         settings: settings of the index kind. `"ivf"`: num_lists, and copies, the maximum number of lists per vector.
             `"ivfpq"`: these, code_bytes per vector, and refined, the re-ranked candidates per neighbour. `"graph"`:
-            degree, edges per node, and width, nodes expanded per iteration.
+            degree, edges per node, and width, nodes expanded per iteration. `"ivfdisk"`: path, and num_lists, copies,
+            space and reader as in `build_on_disk`.
 
     Raises:
         SearchError: invalid vectors or ids, or an unknown metric, kind or setting.
@@ -131,7 +138,9 @@ def build(
             queries=_sample(queries, checked, recall_target),
         )
         kind, why = choose(name, request)
-        if kind != exact_index.KIND:  # a copy: the user may change the array
+        if name == DISK and kind != DISK:
+            raise SearchError("`vectors` is empty: an index on disk needs at least one vector")
+        if kind not in (exact_index.KIND, DISK):  # a copy: the user may change the array
             request = replace(request, vectors=np.array(checked))
         elif name not in (kind, "auto"):  # an empty corpus is exact: the settings do not apply
             request = replace(request, settings={})
@@ -190,18 +199,25 @@ def load(
     hardware: str | HardwareProfile | None = None,
     batch: int = 256,
     kind: Kind | None = None,
+    reader: str | None = None,
 ) -> Index:
     """Load a saved index onto the current devices, whose number may differ from that at build time.
 
     Args:
         kind: the index kind, if it is your own.
+        reader: for an index on disk, the engine that reads it, as in `build_on_disk`.
         memory_budget_bytes, mesh, hardware, batch: as in `build`.
 
     Raises:
         IndexFileError: the file is missing, no index, or damaged; a truncated file or a flipped bit is detected.
         AutoparError: planning fails, as in `build`.
     """
-    saved = read(path)
+    if is_page_file(path):
+        saved = Saved(DISK, {}, {}, Path(path), reader)
+    else:
+        saved = read(path)
+        if reader is not None:
+            raise SearchError(f"`reader` is {reader!r}, and {path} is not an index on disk: omit it")
     kind = KINDS.get(saved.kind, kind)
     if kind is None:
         raise IndexFileError(

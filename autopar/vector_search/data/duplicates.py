@@ -35,10 +35,9 @@ class Duplicates(NamedTuple):
         """Group the rows of `vectors`, `[n, d]`. For cosine, parallel vectors are equal if their quotients are exact."""
         num, dim = vectors.shape
         parts = [slice(start, start + max(1, _AT_ONCE // dim)) for start in range(0, num, max(1, _AT_ONCE // dim))]
-        hashes, factors = np.empty(num, np.uint64), _factors(dim)
+        hashes = np.empty(num, np.uint64)
         for part in parts:
-            bits = _canonical(vectors[part], metric).view(np.uint32).astype(np.uint64)
-            hashes[part] = (bits * factors).sum(axis=1, dtype=np.uint64)
+            hashes[part] = row_hashes(vectors[part], metric)
         _, firsts, groups = np.unique(hashes, return_index=True, return_inverse=True)
         groups = groups.reshape(-1)
         for part in parts:  # a hash collision: the vector becomes a group of its own
@@ -72,6 +71,12 @@ class Duplicates(NamedTuple):
             every = np.concatenate([*parts, np.zeros(0, np.int64)])[:k]
             out[: len(every)] = every
         return found
+
+
+def row_hashes(vectors: NDArray[Any], metric: Metric) -> NDArray[np.uint64]:
+    """A hash of each row of `vectors`, `[m, d]`; equal for vectors that are equal in the sense of `Duplicates.of`."""
+    bits = _canonical(vectors, metric).view(np.uint32).astype(np.uint64)
+    return (bits * _factors(vectors.shape[1])).sum(axis=1, dtype=np.uint64)
 
 
 def _factors(dim: int) -> NDArray[np.uint64]:

@@ -35,11 +35,18 @@ _WAY_OUT = "Copy the file again, or rebuild and save the index"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The contents of an index file."""
+    """The contents of an index file.
+
+    Args:
+        path: the file, for a kind that keeps its vectors there.
+        reader: the engine that reads such a file, if the user named one.
+    """
 
     kind: str
     settings: Mapping[str, Any]
     arrays: Mapping[str, NDArray[Any]]
+    path: Path | None = None
+    reader: str | None = None
 
 
 def write(

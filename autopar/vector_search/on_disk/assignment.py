@@ -1,0 +1,97 @@
+"""Assign vectors to lists: nearest centroid, and further lists near a border within a limit of space (SPANN's closure).
+
+In: a sample of the corpus, and its chunks. Out: centroids, and up to `copies` lists of each vector. The further lists
+are those of `ivf.closure`. How far they may be is set on the sample, so that the corpus takes at most `space` entries
+per vector.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.vector_search.data.metrics import NO_ID, Metric
+from autopar.vector_search.ivf.closure import closure
+from autopar.vector_search.kernels.k_means import nearest, train
+from autopar.vector_search.on_disk.probing import prepared
+
+#: Tried distances of a further centroid relative to the nearest one, and the alpha of `robust_prune`.
+_REACHES, _ALPHA = (1.3, 1.25, 1.2, 1.17, 1.14, 1.11, 1.08, 1.05, 1.02), 2.0
+#: Sample that the reach is chosen with.
+_REACH_SAMPLE = 4096
+_ITERATIONS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Centroids, and which lists a vector belongs to.
+
+    Args:
+        centroids: f32 `[num_lists, d]`, of `prepared` vectors.
+        centre: f32 `[d]`, subtracted from vectors; None: not centred.
+        copies: maximum number of lists per vector.
+        reach: maximum distance of a further centroid, relative to the nearest one.
+        rows: vectors that are assigned at a time.
+    """
+
+    centroids: NDArray[np.float32]
+    centre: NDArray[np.float32] | None
+    metric: Metric
+    copies: int
+    reach: float
+    rows: int
+
+    def lists_of(self, vectors: NDArray[Any]) -> NDArray[np.int32]:
+        """int32 `[m, copies]`: the lists of each vector, first the nearest; `NO_ID` for fewer.
+
+        Args:
+            vectors: `[m, d]`, at most `rows`.
+        """
+        padded = np.zeros((self.rows, vectors.shape[1]), np.float32)  # one program for all chunks
+        padded[: len(vectors)] = prepared(vectors, self.metric, self.centre)
+        return np.asarray(_assigned(padded, self.centroids, self.copies, self.reach))[: len(vectors)]
+
+
+def trained(
+    sample: NDArray[Any], metric: Metric, num_lists: int, copies: int, space: float, rows: int, seed: int = 0
+) -> Assignment:
+    """Train centroids on a sample, and choose how far further lists may be.
+
+    Args:
+        sample: `[m, d]`, at least `num_lists` vectors.
+        space: maximum mean number of lists per vector.
+        rows: vectors that are assigned at a time.
+    """
+    is_centred = metric == "l2" and sample.dtype != np.int8
+    centre = sample.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32) if is_centred else None
+    placed = jnp.asarray(prepared(sample, metric, centre))
+    order = jax.random.permutation(jax.random.key(seed), len(sample))
+    start = placed[order[:num_lists]]
+    centroids = np.asarray(train(placed, start, _ITERATIONS, jax.random.key(seed), chunk=min(rows, 8192)))
+    assignment = Assignment(centroids, centre, metric, min(copies, num_lists), 1.0, rows)
+    if assignment.copies == 1 or space <= 1:
+        return Assignment(centroids, centre, metric, 1, 1.0, rows)
+    some = sample[np.asarray(order[-_REACH_SAMPLE:])]  # vectors at the first centroids are in fewer lists
+    for reach in _REACHES:
+        tried = Assignment(centroids, centre, metric, assignment.copies, reach, rows)
+        parts = (some[at : at + rows] for at in range(0, len(some), rows))
+        if sum(int((tried.lists_of(part) != NO_ID).sum()) for part in parts) <= space * len(some):
+            return tried
+    return Assignment(centroids, centre, metric, 1, 1.0, rows)
+
+
+@jax.jit
+def _nearest(vectors: jax.Array, centroids: jax.Array) -> jax.Array:
+    return nearest(vectors, centroids)[0]
+
+
+def _assigned(vectors: NDArray[np.float32], centroids: NDArray[np.float32], copies: int, reach: float) -> jax.Array:
+    placed, lists = jnp.asarray(vectors), _nearest(jnp.asarray(vectors), jnp.asarray(centroids))
+    if copies == 1:
+        return lists[:, None]
+    return closure(placed, jnp.asarray(centroids), lists, copies, reach, _ALPHA)
