@@ -74,10 +74,11 @@ def given(options: argparse.Namespace, names: Iterable[str], *, empty: bool = Fa
     """The options that the user gave.
 
     Args:
+        names: options; a command need not have all of them.
         empty: whether an option given as an empty text counts.
     """
     unset = (None, False, []) if empty else (None, False, [], "")
-    return [name for name in names if getattr(options, name) not in unset]
+    return [name for name in names if getattr(options, name, None) not in unset]
 
 
 def flags(names: Iterable[str]) -> str:

@@ -306,8 +306,7 @@ class StageSearch:
         reason = _why_not(kind, shape(self.cluster.num_devices), self.num_stages)
         if reason:
             return Outcome(None, reason)
-        if partitioner is None:
-            partitioner = _partitioner_of(kind, shape, limit_s, gap)
+        partitioner = partitioner or _partitioner_of(kind, shape, limit_s, gap)
         relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
         exchanged_s = exchange_s(self.cluster, self.profiles)
         priced, tables = exchanging(cost, tables, exchanged_s) if kind.has_replicas else (cost, tables)
