@@ -15,7 +15,7 @@ IS_OLDEST := -c 'import sys, jax; sys.exit(jax.__version_info__[:2] != (0, 10))'
 help:
 	@echo "make demo         train a small GPT on 8 virtual CPU devices by a plan, and explain it"
 	@echo "make demo-search  answer questions from the documentation on this machine, by a vector index"
-	@echo "make demo-inference  train a small model for a minute, and serve it: batches, pages and hits live"
+	@echo "make demo-inference  train a small model for a minute, and serve it: batches, pages and hits live, then over HTTP"
 	@echo "make test         every module's tests, of long sweeps a sample; then the contract part on the oldest JAX supported"
 	@echo "make test-all     all tests, long sweeps as a whole, on both"
 	@echo "make check        ruff, pyright, import-linter, coined words"
@@ -33,7 +33,7 @@ demo-search: $(VENV)/search.stamp
 	@$(VENV)/bin/python examples/rag.py --measure
 
 demo-inference: $(VENV)/inference.stamp
-	@$(VENV)/bin/python examples/serve.py
+	@$(VENV)/bin/python examples/serve.py --serve
 
 test-all:
 	@$(MAKE) --no-print-directory test TIER="slow or not slow"
@@ -98,7 +98,7 @@ $(VENV)/search.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) search
 	@touch $@
 $(VENV)/inference.stamp: $(VENV)/autopar.stamp
-	@scripts/venv.sh newest $(VENV) inference
+	@scripts/venv.sh newest $(VENV) serve
 	@touch $@
 $(VENV)/docs.stamp: $(VENV)/autopar.stamp
 	@scripts/venv.sh newest $(VENV) docs

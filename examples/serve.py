@@ -2,8 +2,9 @@
 
     python examples/serve.py
     python examples/serve.py --seconds 10 --requests 200
+    python examples/serve.py --serve
 
-`make demo-inference` runs this. The model is as small as two CPU cores can train in a minute: it has learnt what code
+`make demo-inference` runs the last of these, which goes on as an OpenAI-compatible server with a live page. The model is as small as two CPU cores can train in a minute: it has learnt what code
 looks like, not what it means. What it shows is the engine: prompts that begin alike share their pages, prompts are
 computed in chunks beside those that generate, every slot that becomes free is taken by the next request; then eight
 chains are drawn over one prompt, and judged by whether they are Python; and a vector index over the standard library tells a
@@ -20,11 +21,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import argparse
 import ast
+import asyncio
 import contextlib
 import random
 import re
 import sysconfig
 import time
+import webbrowser
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -225,11 +228,30 @@ def module_finder() -> Any:
     return find
 
 
+def serve_over_http(engine: Engine, console: Console) -> None:
+    """Serve the engine on this machine until Ctrl-C, and open the page."""
+    from autopar.serving import Limits
+    from autopar.serving.server import serve
+
+    def show(address: str) -> None:
+        body = '{"prompt": "def main(", "max_tokens": 40}'
+        console.rule("an OpenAI-compatible server, until Ctrl-C", align="left")
+        console.print(f"page: {address}/", highlight=False)
+        console.print(f"curl {address}/v1/completions -H 'content-type: application/json' -d '{body}'", highlight=False)
+        webbrowser.open(f"{address}/")
+
+    limits = Limits(hosts=frozenset(["127.0.0.1", "localhost"]))
+    asyncio.run(
+        serve([("demo", Path(__file__).parent)], lambda _: engine, limits, host="127.0.0.1", port=0, on_ready=show)
+    )
+
+
 def main() -> None:
     """Train, serve, show."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=45.0, help="of training (default: 45)")
     parser.add_argument("--requests", type=int, default=60, help="how many (default: 60)")
+    parser.add_argument("--serve", action="store_true", help="then serve the model over HTTP, and open the page")
     asked = parser.parse_args()
     console = Console()
 
@@ -280,6 +302,8 @@ def main() -> None:
     console.print(Text.assemble((question, "bright_black"), answers.best.text), highlight=False)
     engine.pool.check()
     console.print(f"{engine.stats.held_pages} pages are held: nothing is left of any request.")
+    if asked.serve:
+        serve_over_http(engine, console)
 
 
 if __name__ == "__main__":
