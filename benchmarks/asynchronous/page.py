@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.page_parts import Row, cell, plot
 
 PICTURE = Path(__file__).parents[1] / "results" / "versions.svg"
 
@@ -32,19 +29,13 @@ def summary(rows: Sequence[Row]) -> str:
 def page_table(rows: Sequence[Row]) -> str:
     """All rows that are no points of a curve."""
     shown = [row for row in rows if "update" not in row]
-    lines = [[*shown[0]], ["---"] * len(shown[0]), *([_text(value) for value in row.values()] for row in shown)]
+    lines = [[*shown[0]], ["---"] * len(shown[0]), *([cell(value) for value in row.values()] for row in shown)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def publish(rows: Sequence[Row], about: str) -> None:
-    """Draw the plot; without matplotlib, print a note on standard error."""
-    points = [row for row in rows if "update" in row]
-    if not points:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"{PICTURE.name} is not drawn: matplotlib is missing (the extra `plot`)", file=sys.stderr)
-        return
-    draw(points, PICTURE)
+    """Draw the plot."""
+    plot([row for row in rows if "update" in row], PICTURE, draw)
 
 
 def draw(points: Sequence[Row], path: Path) -> None:
@@ -82,9 +73,3 @@ def draw(points: Sequence[Row], path: Path) -> None:
         handles, labels = others[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

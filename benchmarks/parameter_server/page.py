@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.page_parts import Row, cell, plot
 
 PICTURE = Path(__file__).parents[1] / "results" / "parameter_server.svg"
 #: Simulated seconds at which tables have the loss.
@@ -29,7 +26,7 @@ def page_table(rows: Sequence[Row]) -> str:
         lines = [
             [*rows[0]],
             ["---"] * len(rows[0]),
-            *([_text(row.get(column, "")) for column in rows[0]] for row in rows),
+            *([cell(row.get(column, "")) for column in rows[0]] for row in rows),
         ]
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     head = ["policy", "rate", "updates in 200 s", *(f"loss at {mark:.0f} s" for mark in MARKS_S)]
@@ -37,19 +34,13 @@ def page_table(rows: Sequence[Row]) -> str:
     for policy in dict.fromkeys(row["policy"] for row in rows):
         own = {row["simulated_s"]: row for row in rows if row["policy"] == policy}
         last = own[MARKS_S[-1]]
-        lines.append([policy, *map(_text, (last["rate"], last["updates"], *(own[mark]["loss"] for mark in MARKS_S)))])
+        lines.append([policy, *map(cell, (last["rate"], last["updates"], *(own[mark]["loss"] for mark in MARKS_S)))])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def publish(rows: Sequence[Row], about: str) -> None:
-    """Draw the plot; without matplotlib, print a note on standard error."""
-    points = [row for row in rows if "simulated_s" in row]
-    if not points:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"{PICTURE.name} is not drawn: matplotlib is missing (the extra `plot`)", file=sys.stderr)
-        return
-    draw(points, PICTURE)
+    """Draw the plot."""
+    plot([row for row in rows if "simulated_s" in row], PICTURE, draw)
 
 
 def draw(points: Sequence[Row], path: Path) -> None:
@@ -86,9 +77,3 @@ def draw(points: Sequence[Row], path: Path) -> None:
         handles, labels = grid[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -5,17 +5,12 @@ This file is no source of any part, so a change to it makes no measurement outda
 
 from __future__ import annotations
 
-import ast
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from benchmarks.page_parts import Row, descriptions
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """The docstrings of all modules of this folder that measure a part."""
-    parts = []
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        measures = any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body)
-        if measures and path.stem != "parts":
-            parts.append(f"**{path.stem}.** {ast.get_docstring(tree)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(descriptions(Path(__file__).parent))

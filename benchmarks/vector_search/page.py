@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.page_parts import Row, cell, descriptions, plot
 
 PICTURE = Path(__file__).parents[1] / "results" / "vector_search.svg"
 #: Parts whose rows are points of a curve, in the order of drawing.
@@ -19,12 +15,7 @@ _MARKS = {"ivf": "o", "pq": "s", "graph": "^"}
 
 def summary(rows: Sequence[Row]) -> str:
     """Each part's description, its gates with their results, and the plot."""
-    parts = []
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        measures = any(isinstance(node, ast.FunctionDef) and node.name == "measure" for node in tree.body)
-        if measures and path.stem != "parts":
-            parts.append(f"**{path.stem}.** {ast.get_docstring(tree)}")
+    parts = descriptions(Path(__file__).parent)
     gates = [row for row in rows if row["gate"] != ""]
     if gates:
         parts.append(_gates(gates))
@@ -42,26 +33,20 @@ def _gates(rows: Sequence[Row]) -> str:
         part = f"{row['part']}: {row['data']}" if "part" in row else f"exact: batch {row['batch']}"
         ratio = row.get("beside", row.get("times_faiss"))
         cells = (part, row["method"], row.get("setting", ""), row["recall"], ratio, row["gate"], row["met"])
-        lines.append(f"| {' | '.join(map(_text, cells))} |")
+        lines.append(f"| {' | '.join(map(cell, cells))} |")
     return "\n".join(lines)
 
 
 def page_table(rows: Sequence[Row]) -> str:
     """All columns except those in the part's name."""
     columns = [column for column in rows[0] if column not in ("part", "data")]
-    lines = [columns, ["---"] * len(columns), *([_text(row[column]) for column in columns] for row in rows)]
+    lines = [columns, ["---"] * len(columns), *([cell(row[column]) for column in columns] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def publish(rows: Sequence[Row], about: str) -> None:
-    """Draw the plot; without matplotlib, print a note on standard error."""
-    points = [row for row in rows if row.get("part") in CURVES and row["queries_per_s"] != ""]
-    if not points:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        print(f"{PICTURE.name} is not drawn: matplotlib is missing (the extra `plot`)", file=sys.stderr)
-        return
-    draw(points, PICTURE)
+    """Draw the plot."""
+    plot([row for row in rows if row.get("part") in CURVES and row["queries_per_s"] != ""], PICTURE, draw)
 
 
 def draw(points: Sequence[Row], path: Path) -> None:
@@ -105,9 +90,3 @@ def draw(points: Sequence[Row], path: Path) -> None:
         }
         figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4)
         figure.savefig(path, metadata={"Date": None, "Creator": None})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
