@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.api.elastic.shards import shards_of
@@ -25,13 +27,27 @@ class BackgroundCopies:
     def __init__(self, place: Place, token: str) -> None:
         self._place, self._token = place, token
         self._connections: dict[str, Connection | None] = dict.fromkeys(place.partners)
+        self._copy: Callable[[Any], Any] | None = None
         self._sending: list[threading.Thread] = []
         self.num_bytes = 0
 
     def take(self, step: int, arrays: Mapping[str, Any]) -> None:
-        """Copy the shards off the devices, and send them in the background. Waits for the copy before."""
-        index, data = shards_of(arrays, self._place.rank == 0)
+        """Copy the state on the devices, which the next step then may overwrite, and send the copy in the background, without waiting
+        for the steps in flight. Waits for the copy before."""
         self.wait()
+        copied = {path: array for path, array in arrays.items() if isinstance(array, jax.Array)}
+        if self._copy is None:
+            self._copy = jax.jit(
+                lambda values: [jnp.copy(one) for one in values],
+                out_shardings=[one.sharding for one in copied.values()],
+            )
+        taken = {**arrays, **dict(zip(copied, self._copy(list(copied.values())), strict=True))}
+        thread = threading.Thread(target=self._send_all, args=(step, taken), name="autopar copies", daemon=True)
+        thread.start()
+        self._sending.append(thread)
+
+    def _send_all(self, step: int, arrays: Mapping[str, Any]) -> None:
+        index, data = shards_of(arrays, self._place.rank == 0)
         place = self._place
         message = {"call": "put", "copy": [place.generation, step, place.rank, place.count], "index": index}
         for address in self._connections:  # one thread each: an agent that is frozen holds up no other

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,14 @@ class DeviceProbe:
         self._matrices: list[jax.Array] = []
         self._product = jax.jit(lambda x: x @ x / _ROWS)
 
-    def seconds(self) -> float:
-        """Seconds that the slowest device needs, the median of the last probes; 0 if there was none yet."""
+    def seconds(self, in_flight: Any = None) -> float:
+        """Seconds that the slowest device needs, the median of the last probes; 0 if there were too few yet.
+
+        Args:
+            in_flight: what the devices still compute; a probe waits for it.
+        """
         if time.monotonic() >= self._due_s:
+            jax.block_until_ready(in_flight)
             if not self._matrices:
                 ones = jnp.ones((_ROWS, _ROWS), jnp.float32)
                 self._matrices = [jax.device_put(ones, device) for device in jax.local_devices()]

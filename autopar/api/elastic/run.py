@@ -168,8 +168,8 @@ class ElasticRun:
             return
         ends = channel.at(self.position, self._probed_s) == self.position
         if ends or self.position % place.every == 0:
-            copies.take(self.position, state.arrays(self._returned))  # waits for the step, so the devices are idle
-            self._probed_s = 0.0 if ends or place.count < 3 else self._probe.seconds()
+            copies.take(self.position, state.arrays(self._returned))
+            self._probed_s = 0.0 if ends or place.count < 3 else self._probe.seconds(self._returned)
         if ends:
             copies.wait()
             self._finish("yielded")
