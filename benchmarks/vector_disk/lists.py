@@ -1,13 +1,12 @@
 """Lists on disk, 50,000 int8 vectors of 100 elements, for each of three random seeds.
 
-`synthetic` is FAISS's synthetic set, `text` the documentation on this machine (hashed TF-IDF with an SVD); the seed draws
-the set, or which passages are queries. 500 queries are searched one by one by the effort that `build_on_disk` chose for a
-recall target of 0.95. A
-simple layout starts each list at a page, and a query probes as many lists as a recall of 0.95 needs on these very queries.
-For `synthetic` the best one is 126 pages: 5,000 lists with closure, of 400, 1,500 and 5,000, measured before this
-benchmark. For `text` it is the best of 400 and 1,500 lists, with and without closure (up to 8 lists within 10 %),
-measured here. Bytes used are those of the probed lists. The Zipf batch has 256 queries, the i-th of which is drawn with
-probability 1 / i.
+`synthetic` is FAISS's synthetic set, `text` the documentation on this machine (hashed TF-IDF with an SVD), at most as many
+vectors as there are passages; the seed draws the set, or which passages are queries. 500 queries are searched one by one by
+the effort that `build_on_disk` chose for a recall target of 0.95. A simple layout starts each list at a page, and a query
+probes as many lists as a recall of 0.95 needs on these very queries. For `synthetic` the best one is 126 pages: 5,000 lists
+with closure, of 400, 1,500 and 5,000, measured before this benchmark. For `text` it is the best of 400 and 1,500 lists,
+with and without closure (up to 8 lists within 10 %), measured here. Bytes used are those of the probed lists. The Zipf
+batch has 256 queries, the i-th of which is drawn with probability 1 / i.
 """
 
 from __future__ import annotations
