@@ -9,15 +9,19 @@ import jax
 
 from benchmarks.faults import fsdp
 
-compiled = 0
+
+def main() -> None:
+    compiled = 0
+
+    def count(event: str, **_: Any) -> None:
+        nonlocal compiled
+        compiled += event == "/jax/compilation_cache/cache_misses"
+
+    jax.monitoring.register_event_listener(count)
+    tell = fsdp.tell
+    fsdp.tell = lambda log, **what: tell(log, compiled=compiled, **what)
+    fsdp.kept(*sys.argv[1:])
 
 
-def count(event: str, **_: Any) -> None:
-    global compiled  # noqa: PLW0603  JAX calls it
-    compiled += event == "/jax/compilation_cache/cache_misses"
-
-
-jax.monitoring.register_event_listener(count)
-tell = fsdp.tell
-fsdp.tell = lambda log, **what: tell(log, compiled=compiled, **what)
-fsdp.kept(*sys.argv[1:])
+if __name__ == "__main__":
+    main()

@@ -351,7 +351,7 @@ def test_a_bare_model_with_buffers_is_read(folders: dict[str, Path], tmp_path: P
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({**LLAMA, "model_type": "mamba"}, "'mamba'.*gpt2, llama, qwen2, qwen3"),
+        ({**LLAMA, "model_type": "mamba"}, "'mamba'.*gpt2, llama, mistral, qwen2, qwen3"),
         ({**LLAMA, "hidden_act": "relu"}, "`hidden_act` is 'relu'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "type 'yarn'"),
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no `low_freq_factor`"),

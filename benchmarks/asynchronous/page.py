@@ -10,20 +10,11 @@ from benchmarks.page_parts import Row, cell, plot
 PICTURE = Path(__file__).parents[1] / "results" / "versions.svg"
 
 
-#: For a page without the part `speed`, which takes ten minutes of CPU time.
-_ONE_MODEL = (
-    "*speed* has no table of these sources yet. One model by hand, 6.7B on 2 x 8 devices with 256 microbatches: 42.84 s by 1F1B in 5 stages, 42.22 s by"
-    " PipeDream, its vertical sync, 2BW and AMPNet in 4 stages (1.01 times faster), 67.99 s by PipeMare in 2 stages; GPipe does not"
-    " fit. In the stages of 1F1B, 1.73 times faster than GPipe and 1F1B with m = p, and 4.25 times with m = 1."
-)
-
-
 def summary(rows: Sequence[Row]) -> str:
     """The plot."""
-    parts = [] if any("over 1f1b" in row for row in rows) else [_ONE_MODEL]
-    if any("update" in row for row in rows):
-        parts.append(f"![Loss under every asynchronous rule, and over the synchronous loss]({PICTURE.name})")
-    return "\n\n".join(parts)
+    if not any("update" in row for row in rows):
+        return ""
+    return f"![Loss under every asynchronous rule, and over the synchronous loss]({PICTURE.name})"
 
 
 def page_table(rows: Sequence[Row]) -> str:

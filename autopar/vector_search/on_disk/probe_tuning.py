@@ -41,7 +41,7 @@ def tuned(
     num_queries, width = nearest.lists.shape
     is_known = (truth != NO_ID).any(axis=2)
     wanted = is_known.sum(axis=1)
-    asked = wanted > 0
+    is_counted = wanted > 0
     rank = np.full((num_queries, num_lists), width, np.int32)
     np.put_along_axis(rank, nearest.lists, np.arange(width, dtype=np.int32)[None], axis=1)
     near = np.take_along_axis(rank[:, None], np.maximum(truth, 0), axis=2)
@@ -55,7 +55,7 @@ def tuned(
         if pruning is not None:
             is_read &= far <= 1 + pruning
         hits = (is_read.any(axis=2) & is_known).sum(axis=1)
-        return Recall.of(hits[asked] / wanted[asked])
+        return Recall.of(hits[is_counted] / wanted[is_counted])
 
     best: tuple[float, int, float | None, Recall] | None = None
     for pruning in _PRUNINGS:
