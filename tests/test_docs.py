@@ -63,7 +63,17 @@ EXACT = (
 )
 IN_FIGURES = ("../README", "how-a-plan-is-made", "vector-search-on-paper", "asynchronous-pipelines")
 IN_WORDS = ("tutorial", "reading-a-plan", "checkpoints")
-NOT_HELD = ("replay", "verify", "diagnose", "pipelines", "plans-in-git", "vector-search", "vector-search-on-disk", "api", "inference-on-paper")
+NOT_HELD = (
+    "replay",
+    "verify",
+    "diagnose",
+    "pipelines",
+    "plans-in-git",
+    "vector-search",
+    "vector-search-on-disk",
+    "api",
+    "inference-on-paper",
+)
 
 
 @pytest.mark.sampled(2)
