@@ -11,15 +11,16 @@ every digest: a truncated file or a flipped bit is an error.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,16 +72,27 @@ def write(
         offset += part.nbytes
     header = json.dumps({"version": _VERSION, "kind": kind, "settings": dict(settings), "arrays": entries}).encode()
     start = _MAGIC + len(header).to_bytes(8, "little") + bytes.fromhex(_digest(header))
+    with written_whole(target) as file:
+        for part in (start, header, *parts):
+            file.write(part)
+
+
+@contextlib.contextmanager
+def written_whole(target: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which replaces the target when the block ends; after an error the target is as it was.
+
+    Raises:
+        IndexFileError: the file cannot be written.
+    """
     unfinished: Path | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         unfinished = Path(name)
         with os.fdopen(handle, "wb") as file:
-            for part in (start, header, *parts):
-                file.write(part)
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        Path(unfinished).replace(target)
+        unfinished.replace(target)
     except OSError as error:
         raise IndexFileError(
             f"{target} cannot be written: {error.strerror or error}. Give a path in a writable folder with free space"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import threading
 import weakref
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from autopar.errors import IndexFileError, SearchError
+from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
 from autopar.vector_search.data.index import Found, IndexStats, found_at
+from autopar.vector_search.data.index_file import written_whole
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.frame.recall_tuning import Measured
 from autopar.vector_search.on_disk.list_reads import ListReads
@@ -122,22 +122,8 @@ class DiskIndex:
         target = Path(path)
         if target.exists() and target.samefile(self.path):
             return
-        unfinished: Path | None = None
-        try:
-            handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-            unfinished = Path(name)
-            with os.fdopen(handle, "wb") as file, self.path.open("rb") as own:
-                shutil.copyfileobj(own, file, 2**20)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(target)
-        except OSError as error:
-            raise IndexFileError(
-                f"{target} cannot be written: {error.strerror or error}. Give a path in a writable folder with free space"
-            ) from None
-        finally:
-            if unfinished is not None:
-                unfinished.unlink(missing_ok=True)
+        with written_whole(target) as file, self.path.open("rb") as own:
+            shutil.copyfileobj(own, file, 2**20)
 
     def verify(self) -> None:
         """Read the whole file and check every page; a search checks the pages that it reads.
