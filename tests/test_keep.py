@@ -25,7 +25,7 @@ def job_of(folder: Path, steps: int = 10**6, *options: str, members: int = 3, pa
 
 
 def counts(job: KeptJob) -> list[int]:
-    return [one["count"] for one in job.told("start") if one["rank"] == 0]
+    return [one["count"] for one in job.events("start") if one["rank"] == 0]
 
 
 def test_a_job_survives_a_killed_worker_a_killed_member_and_a_killed_keeper(tmp_path: Path) -> None:
@@ -38,13 +38,13 @@ def test_a_job_survives_a_killed_worker_a_killed_member_and_a_killed_keeper(tmp_
         job.at(30)
         job.keeper.kill()
         job.keeper.wait()
-        before = job.told("step")[-1]["step"]
+        before = job.events("step")[-1]["step"]
         job.start()
         job.at(before + 20)
         assert counts(job) == [3, 3], "the workers ran on"
         os.kill(job.worker(2)["agent"], signal.SIGKILL)
         job.wait(lambda: 2 in counts(job))
-        steps = [one["step"] for one in job.told("step")]
+        steps = [one["step"] for one in job.events("step")]
         assert set(steps) == set(range(1, max(steps) + 1)), "no step was left out"
         job.keeper.send_signal(signal.SIGTERM)
         assert job.ended() == 0
@@ -61,7 +61,7 @@ def test_a_frozen_process_is_replaced(tmp_path: Path, who: str) -> None:
         frozen_s = time.time()
         job.wait(lambda: len(counts(job)) == 2)
         assert job.worker(0)["at_s"] - frozen_s > 1.0
-        job.wait(lambda: counts(job)[-1] == 3 and job.told("step")[-1]["count"] == 3)
+        job.wait(lambda: counts(job)[-1] == 3 and job.events("step")[-1]["count"] == 3)
         job.wait(lambda: not job.exists(frozen["pid"]), 10)
 
 
@@ -76,7 +76,7 @@ def test_a_member_leaves_by_a_signal_and_by_a_file(tmp_path: Path) -> None:
         (tmp_path / "notice").touch()
         job.wait(lambda: counts(job)[-1] == 2)
         assert "failed" not in job.text()
-        steps = [one["step"] for one in job.told("step")]
+        steps = [one["step"] for one in job.events("step")]
         assert steps == list(range(1, len(steps) + 1)), "no step was done twice"
 
 
@@ -87,7 +87,7 @@ def test_a_worker_that_computes_without_a_sign_of_life_is_not_ended(
     monkeypatch.setenv("BUSY_AT", "10")
     with job_of(tmp_path, 10**6, "--timeout", "2", members=1) as job:
         job.at(15)
-        times = {one["step"]: one["at_s"] for one in job.told("step")}
+        times = {one["step"]: one["at_s"] for one in job.events("step")}
         assert times[11] - times[10] > 2.0 and counts(job) == [1], job.text()
 
 
@@ -99,8 +99,8 @@ def test_a_spare_takes_the_place_of_a_slow_member(tmp_path: Path) -> None:
         job.join_another()
         job.wait(lambda: len(counts(job)) == 2)
         assert "is slow, and another-" in job.text()
-        job.at(job.told("step")[-1]["step"] + 20)
-        members = {one["agent"] for one in job.told("start")[-3:]}
+        job.at(job.events("step")[-1]["step"] + 20)
+        members = {one["agent"] for one in job.events("start")[-3:]}
         assert slow["agent"] not in members and len(members) == 3 and counts(job) == [3, 3]
 
 
@@ -109,7 +109,7 @@ def test_a_finished_job_ends_every_process(tmp_path: Path) -> None:
     with job_of(tmp_path, 20) as job:
         assert job.ended() == 0
         assert "the job has finished after step 20" in job.text()
-        processes = {one[who] for one in job.told("start") for who in ("pid", "agent")}
+        processes = {one[who] for one in job.events("start") for who in ("pid", "agent")}
         assert not any(map(job.exists, processes))
         assert not (tmp_path / "state" / "keeper.json").exists()
 

@@ -23,17 +23,17 @@ def test_losses_are_those_of_a_run_by_hand_with_the_same_devices(tmp_path: Path)
     with KeptJob(tmp_path, [str(PROGRAM), "kept", log, "1000000", "0.1"], *options) as job:
         job.at(20)
         os.kill(job.worker(1)["agent"], signal.SIGKILL)
-        job.wait(lambda: any(one["count"] == 3 for one in job.told("step")))
+        job.wait(lambda: any(one["count"] == 3 for one in job.events("step")))
         job.at(50)
         os.kill(job.worker(2)["agent"], signal.SIGKILL)
-        job.wait(lambda: any(one["count"] == 2 for one in job.told("step")))
+        job.wait(lambda: any(one["count"] == 2 for one in job.events("step")))
         job.join_another()
-        job.wait(lambda: job.told("step")[-1]["count"] == 3)
-        job.at(job.told("step")[-1]["step"] + 10)
+        job.wait(lambda: job.events("step")[-1]["count"] == 3)
+        job.at(job.events("step")[-1]["step"] + 10)
         job.keeper.send_signal(signal.SIGTERM)  # ends at a step border
         assert job.ended() == 0, job.text()
-        history = losses(job.told("step"))
-        assert all("FSDP" in one["strategy"] for one in job.told("start")), job.told("start")
+        history = losses(job.events("step"))
+        assert all("FSDP" in one["strategy"] for one in job.events("start")), job.events("start")
     assert sorted(history) == list(range(1, max(history) + 1))
     parts = segments(history)
     assert [count for count, _, _ in parts] == [4, 3, 2, 3]
@@ -43,7 +43,7 @@ def test_losses_are_those_of_a_run_by_hand_with_the_same_devices(tmp_path: Path)
         ended = run("by_hand", *arguments, processes=count, devices=1, programs=PROGRAM)
         assert [one.code for one in ended] == [0] * count, ended[0].errors[-3000:]
     job.log = by_hand
-    expected = losses(job.told("step"))
+    expected = losses(job.events("step"))
     worst = max(abs(history[step][1] / expected[step][1] - 1) for step in history)
     print(f"largest relative difference {worst:.2g}, parts {parts}")
     assert worst < 1e-5
@@ -56,7 +56,7 @@ def test_nothing_is_compiled_for_fewer_members_if_it_was_compiled_ahead(tmp_path
     with KeptJob(tmp_path, [program, str(tmp_path / "log"), "1000000", "0.1"], *options, members=3) as job:
         job.wait(lambda: "the program for 2 members is compiled ahead" in job.text(), 300)
         os.kill(job.worker(1)["agent"], signal.SIGKILL)
-        job.wait(lambda: any(one["count"] == 2 for one in job.told("step")))
-        compiled = {one["count"]: one["compiled"] for one in reversed(job.told("step"))}
+        job.wait(lambda: any(one["count"] == 2 for one in job.events("step")))
+        compiled = {one["count"]: one["compiled"] for one in reversed(job.events("step"))}
     print(f"compilations up to the first step, by the number of members: {compiled}")
     assert compiled[2] == 0

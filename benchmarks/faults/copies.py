@@ -48,8 +48,8 @@ def _run(every: int) -> tuple[float, int, int]:
         options = ("--every", str(every), "--ahead", "0", "--timeout", "30")
         with KeptJob(Path(folder), command, *options, members=MEMBERS) as job:
             assert job.ended(300) == 0, job.text()
-            ends = [one["at_s"] for one in job.told("step")]
-            ended = job.told("end")
+            ends = [one["at_s"] for one in job.events("step")]
+            ended = job.events("end")
     half = len(ends) // 2  # the first half also starts the processes that wait
     seconds = (ends[-1] - ends[half]) / (len(ends) - 1 - half)
     return seconds, sum(one["bytes"] for one in ended), ended[0]["state_bytes"]

@@ -60,7 +60,7 @@ class KeptJob:
         with self.output.open("ab") as output:
             return subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
 
-    def told(self, event: str = "") -> list[dict[str, Any]]:
+    def events(self, event: str = "") -> list[dict[str, Any]]:
         """What the program has logged."""
         text = self.log.read_text() if self.log.exists() else ""
         lines = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
@@ -84,11 +84,11 @@ class KeptJob:
 
     def at(self, step: int) -> None:
         """Wait until a step is done."""
-        self.wait(lambda: any(one["step"] >= step for one in self.told("step")))
+        self.wait(lambda: any(one["step"] >= step for one in self.events("step")))
 
     def worker(self, rank: int) -> dict[str, Any]:
         """The newest worker of this rank."""
-        return [one for one in self.told("start") if one["rank"] == rank][-1]
+        return [one for one in self.events("start") if one["rank"] == rank][-1]
 
     def ended(self, limit_s: float = 180.0) -> int:
         """Wait for the end, and return the exit code."""
@@ -106,7 +106,7 @@ class KeptJob:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        for pid in {one[who] for one in self.told("start") for who in ("pid", "agent")}:
+        for pid in {one[who] for one in self.events("start") for who in ("pid", "agent")}:
             try:
                 if str(self.log) in Path(f"/proc/{pid}/cmdline").read_text():
                     os.kill(pid, signal.SIGKILL)
@@ -128,9 +128,9 @@ class KeptJob:
         self.close()
 
 
-def losses(told: list[dict[str, Any]]) -> dict[int, tuple[int, float]]:
+def losses(steps: list[dict[str, Any]]) -> dict[int, tuple[int, float]]:
     """For each step, the number of processes and the loss, as it was done last."""
-    return {one["step"]: (one["count"], one["loss"]) for one in told}
+    return {one["step"]: (one["count"], one["loss"]) for one in steps}
 
 
 def segments(history: dict[int, tuple[int, float]]) -> list[tuple[int, int, int]]:

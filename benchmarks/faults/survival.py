@@ -51,8 +51,8 @@ def _job(apart: bool = False) -> Iterator[KeptJob]:
 
 def _first_step_since(job: KeptJob, since_s: float) -> Row | None:
     """The first step of a generation that started after a moment."""
-    starts = [one["at_s"] for one in job.told("start") if one["at_s"] > since_s and one["rank"] == 0]
-    later = [one for one in job.told("step") if starts and one["began_s"] > starts[0]]
+    starts = [one["at_s"] for one in job.events("start") if one["at_s"] > since_s and one["rank"] == 0]
+    later = [one for one in job.events("step") if starts and one["began_s"] > starts[0]]
     return later[0] if later else None
 
 
@@ -61,8 +61,8 @@ def _recovered(job: KeptJob, since_s: float) -> tuple[float, float, float]:
     job.wait(lambda: _first_step_since(job, since_s) is not None)
     step = _first_step_since(job, since_s)
     assert step is not None
-    used = {one["pid"] for one in job.told("start") if since_s < one["at_s"] < step["at_s"]}
-    imported = [one["at_s"] for one in job.told("imported") if one["pid"] in used]
+    used = {one["pid"] for one in job.events("start") if since_s < one["at_s"] < step["at_s"]}
+    imported = [one["at_s"] for one in job.events("imported") if one["pid"] in used]
     start_up_s = max(0.0, *(at_s - since_s for at_s in imported))
     return step["began_s"] - since_s, step["began_s"] - since_s - start_up_s, step["at_s"] - since_s
 
@@ -81,10 +81,10 @@ def _at_random_moments(
 
 
 def _row(job: KeptJob, times: list[tuple[float, float, float]], **more: Any) -> Row:
-    told = job.told("step")
-    worst = _worst_difference(losses(told))
-    counts = sorted({one["count"] for one in told})
-    row: Row = {"moments": MOMENTS, "steps": max(one["step"] for one in told), "workers": counts, **more}
+    steps = job.events("step")
+    worst = _worst_difference(losses(steps))
+    counts = sorted({one["count"] for one in steps})
+    row: Row = {"moments": MOMENTS, "steps": max(one["step"] for one in steps), "workers": counts, **more}
     if times:
         for name, values in zip(
             ("recovery", "without start-up", "first step done"), zip(*times, strict=True), strict=True
@@ -117,7 +117,7 @@ def _worst_difference(history: dict[int, tuple[int, float]]) -> float:
 
 def _target(job: KeptJob, rng: random.Random) -> int:
     """A worker of the newest generation, or the member that started it."""
-    count = job.told("step")[-1]["count"]
+    count = job.events("step")[-1]["count"]
     return job.worker(rng.randrange(count))[rng.choice(["pid", "agent"])]
 
 
@@ -135,7 +135,7 @@ def _frozen(rng: random.Random) -> Row:
 
 def _pause(job: KeptJob, since_s: float) -> float:
     """The longest time between two steps from a moment on."""
-    ends = [since_s, *(one["at_s"] for one in job.told("step") if one["at_s"] > since_s)]
+    ends = [since_s, *(one["at_s"] for one in job.events("step") if one["at_s"] > since_s)]
     return max(after - before for before, after in itertools.pairwise(ends))
 
 
@@ -145,11 +145,11 @@ def _keeper(rng: random.Random) -> Row:
         job.at(30)
         for number in range(MOMENTS):
             time.sleep(rng.uniform(2.0, 8.0))
-            generations, since_s = len(job.told("start")), time.time()
+            generations, since_s = len(job.events("start")), time.time()
             job.keeper.kill()
             job.keeper.wait()
             if number % 2:
-                os.kill(job.worker(rng.randrange(job.told("step")[-1]["count"]))["pid"], signal.SIGKILL)
+                os.kill(job.worker(rng.randrange(job.events("step")[-1]["count"]))["pid"], signal.SIGKILL)
             time.sleep(rng.uniform(0.0, 3.0))
             again_s = time.time()
             job.start()
@@ -157,7 +157,7 @@ def _keeper(rng: random.Random) -> Row:
                 times.append(_recovered(job, again_s))
                 continue
             time.sleep(1.5 * TIMEOUT_S)
-            if len(job.told("start")) == generations:  # else a member had just come back, and was taken in
+            if len(job.events("start")) == generations:  # else a member had just come back, and was taken in
                 pauses.append(_pause(job, since_s))
         return _row(job, times, undisturbed=f"{len(pauses)} of {MOMENTS // 2}", pause_s=round(max(pauses), 2))
 
@@ -174,8 +174,8 @@ def _connections(rng: random.Random) -> Row:
             dropped += proxy.drop()
             time.sleep(1.5)
             pauses.append(_pause(job, since_s))
-        assert {one["count"] for one in job.told("step")} == {MEMBERS}
-        generations = len({one["pid"] for one in job.told("start")}) // MEMBERS
+        assert {one["count"] for one in job.events("step")} == {MEMBERS}
+        generations = len({one["pid"] for one in job.events("start")}) // MEMBERS
         return _row(job, [], dropped=dropped, generations=generations, pause_s=round(max(pauses), 2))
 
 
