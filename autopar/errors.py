@@ -136,5 +136,9 @@ class InferenceError(AutoparError):
     """A request or engine options that an inference engine cannot serve, or a KV cache that does not fit."""
 
 
+class PlacementError(AutoparError):
+    """A trace, a model's latency bounds, or a placement of models on devices is invalid."""
+
+
 class ModelError(AutoparError):
     """A model folder with an unsupported configuration, tensors that do not match it, or no tokenizer."""

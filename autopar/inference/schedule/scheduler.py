@@ -89,6 +89,11 @@ class Scheduler:
         """The number of tokens in the pages of running sequences."""
         return int(self._slots.num_dispatched.sum())
 
+    @property
+    def needs_results(self) -> bool:
+        """Whether the next iteration would decode a token that only an iteration in flight can give."""
+        return bool((self._slots.can_decode() & (self._slots.num_pending > 0)).any())
+
     def submit(self, request: Request) -> None:
         """Queue a request.
 

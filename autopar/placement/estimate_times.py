@@ -1,0 +1,202 @@
+"""Predict how fast a model is on each layout, by plans of an engine's programs for absent devices.
+
+In: a decoder's configuration, an engine's options, a hardware profile. Out: `StepTimes` by layout.
+
+The layers of a decoder are equal, so programs with few layers are planned, and the time and the memory of a layer are the
+difference between two depths. A pipeline stage has its share of the layers; the first also has the embedding, and the last the
+head and the sampling. Between stages, the activations of all rows cross a link of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.api.planned_function import plan_of
+from autopar.errors import PlacementError
+from autopar.hardware.profile import HardwareProfile
+from autopar.inference.estimate.estimate import PaperInference
+from autopar.inference.model.config import DecoderConfig
+from autopar.inference.schedule.requests import Options, Shape
+from autopar.inference.serve.layout import Key, Served
+from autopar.ir.mesh import MeshShape
+from autopar.jax_interop.partition_spec import partition_spec
+from autopar.placement.layouts import Layout, StepTimes
+from autopar.plans.plan import Plan
+
+#: The numbers of layers that are planned.
+_DEPTHS = (2, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedSpec:
+    """A model and its engine's static sizes.
+
+    Args:
+        options: slots, the longest sequence, chunk shapes. dtype: of weights and cache; by default the configuration's.
+        page_size: tokens per page.
+    """
+
+    config: DecoderConfig
+    options: Options
+    dtype: str = ""
+    page_size: int = 16
+
+    def served(self, num_layers: int) -> Served:
+        """The model with this number of layers, as the engine sees it."""
+        options = self.options
+        case = PaperInference(
+            config=replace(self.config, num_layers=num_layers),
+            batch=options.num_slots,
+            prompt=1,
+            output=1,
+            max_length=options.max_length,
+            dtype=self.dtype,
+            page_size=self.page_size,
+        )
+        return replace(case.served, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """Predicted figures of all layers on one stage, as a layer's and the rest's."""
+
+    layer_s: Mapping[Shape, float]
+    rest_s: Mapping[Shape, float]
+    layer_bytes: float
+    embedding_bytes: float
+    head_bytes: float
+    tied_bytes: float
+    temporary_bytes: float
+    token_bytes_of_layer: float
+
+
+def estimate_times(
+    spec: ServedSpec, layouts: Sequence[Layout], profile: HardwareProfile, **planning: Any
+) -> dict[Layout, StepTimes]:
+    """Predict the times and the memory of a model on layouts.
+
+    Args:
+        planning: options of `autopar.plan`: time_limit_s, cache.
+
+    Raises:
+        PlacementError: a pipeline has more stages than the model has layers. AutoparError: planning fails.
+    """
+    found: dict[Layout, StepTimes] = {}
+    figures: dict[int, _Figures] = {}
+    for layout in layouts:
+        if layout.pipeline > spec.config.num_layers:
+            raise PlacementError(
+                f"a pipeline of {layout.pipeline} stages needs as many layers, but the model has {spec.config.num_layers}"
+            )
+        if layout.tensor not in figures:
+            figures[layout.tensor] = _figures(spec, layout.tensor, profile, planning)
+        found[layout] = _times(spec, layout, figures[layout.tensor], profile)
+    return found
+
+
+def _figures(spec: ServedSpec, tensor: int, profile: HardwareProfile, planning: Mapping[str, Any]) -> _Figures:
+    """Plan the programs at two depths, and split their figures into a layer's and the rest's."""
+    most = spec.config.num_layers
+    deep = min(most, _DEPTHS[1])
+    shallow = min(_DEPTHS[0], max(1, deep - 1))
+    plans = {depth: _plans(spec, depth, tensor, profile, planning) for depth in {shallow, deep}}
+    layer_s: dict[Shape, float] = {}
+    rest_s: dict[Shape, float] = {}
+    for shape in plans[deep]:
+        times = {depth: plans[depth][shape].prediction.step_time_s for depth in plans}
+        each = times[deep] / deep
+        if deep > shallow:
+            each = min(each, (times[deep] - times[shallow]) / (deep - shallow))
+        layer_s[shape], rest_s[shape] = each, max(0.0, times[deep] - deep * each)
+    inputs = plans[deep][Shape()].inputs
+    is_layer = "layers_"
+    layers = sum(t.num_bytes for t in inputs if t.path.startswith("params/") and is_layer in t.path)
+    embedding = sum(t.num_bytes for t in inputs if t.path.startswith("params/") and "/embed" in t.path)
+    rest = sum(t.num_bytes for t in inputs if t.path.startswith("params/") and is_layer not in t.path)
+    tied = sum(t.num_bytes for t in inputs if t.path.startswith("params/") and "/embed/" in t.path)
+    pages = sum(t.num_bytes for t in inputs if t.path.startswith("resident/pages/"))
+    predictions = [plan.prediction for plan in plans[deep].values()]
+    return _Figures(
+        layer_s=layer_s,
+        rest_s=rest_s,
+        layer_bytes=layers / deep,
+        embedding_bytes=embedding,
+        head_bytes=rest - embedding,
+        tied_bytes=tied if spec.config.tied else 0.0,
+        temporary_bytes=max(each.temporary_bytes + each.output_bytes for each in predictions),
+        token_bytes_of_layer=pages / deep / ((_num_pages(spec) + 1) * spec.page_size),
+    )
+
+
+def _num_pages(spec: ServedSpec) -> int:
+    """The pages of all slots at full length."""
+    return spec.options.num_slots * -(-spec.options.max_length // spec.page_size)
+
+
+def _plans(
+    spec: ServedSpec, depth: int, tensor: int, profile: HardwareProfile, planning: Mapping[str, Any]
+) -> dict[Shape, Plan]:
+    """Plan one decode step and each chunk shape, with the shardings of the decode step."""
+    served, mesh = spec.served(depth), MeshShape(("model",), (tensor,))
+    options = {**planning, "mesh": mesh, "hardware": profile}
+    plans: dict[Shape, Plan] = {}
+    pins: dict[str, Any] = {}
+    for key in _planned_keys(spec.options):
+        function, arguments = served.program(key, _num_pages(spec))
+        plans[key] = plan_of(function, arguments, {**options, "pin": pins}, ("resident",))
+        if not pins:
+            fixed = (t for t in plans[key].inputs if t.path.startswith(("params/", "resident/")))
+            pins = {t.path: partition_spec(t.sharding) for t in fixed}
+    return plans
+
+
+def _planned_keys(options: Options) -> list[Any]:
+    keys: list[Key] = [Shape(), *(shape for shape in options.shapes if shape.rows or shape.width > 1)]
+    return keys
+
+
+def _times(spec: ServedSpec, layout: Layout, figures: _Figures, profile: HardwareProfile) -> StepTimes:
+    """Divide the layers into stages, so that the slowest stage of a decode step is as fast as it can be."""
+    stages, config = layout.pipeline, spec.config
+    num_layers = _divide(config.num_layers, stages, figures.rest_s[Shape()], figures.layer_s[Shape()])
+    itemsize = jnp.dtype(spec.served(1).dtype).itemsize
+    stage_s: dict[Shape, tuple[float, ...]] = {}
+    for shape in spec.options.shapes:
+        one = shape if shape in figures.layer_s else Shape()  # several steps take several times as long
+        rows = spec.options.num_slots * shape.width + shape.rows * shape.length
+        link = profile.host_link
+        send_s = link.latency_s + rows * config.hidden_size * itemsize / link.bytes_per_s
+        seconds = [count * figures.layer_s[one] for count in num_layers]
+        seconds[-1] += figures.rest_s[one]
+        seconds = [each + (send_s if number < stages - 1 else 0.0) for number, each in enumerate(seconds)]
+        stage_s[shape] = tuple(each * shape.steps for each in seconds)
+    weights = [count * figures.layer_bytes for count in num_layers]
+    weights[0] += figures.embedding_bytes
+    weights[-1] += figures.head_bytes + (figures.tied_bytes if stages > 1 else 0.0)
+    return StepTimes(
+        layout=layout,
+        options=spec.options,
+        stage_s=stage_s,
+        weight_bytes=max(weights) + figures.temporary_bytes,
+        token_bytes=max(num_layers) * figures.token_bytes_of_layer,
+        page_size=spec.page_size,
+    )
+
+
+def _divide(num_layers: int, stages: int, rest_s: float, layer_s: float) -> list[int]:
+    """The layers of each stage: at least one, and as even as possible in time with what the last stage has besides.
+
+    >>> _divide(24, 4, 2.0, 1.0), _divide(2, 2, 5.0, 1.0)
+    ([7, 6, 6, 5], [1, 1])
+    """
+    counts, seconds = [1] * stages, [layer_s] * stages
+    seconds[-1] += rest_s
+    for _ in range(num_layers - stages):
+        at = min(range(stages), key=seconds.__getitem__)
+        counts[at] += 1
+        seconds[at] += layer_s
+    return counts
