@@ -23,7 +23,7 @@ from autopar.inference.schedule.requests import Options, Request, Run, Shape
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.speculation_policy import DraftRequest
 from autopar.inference.serve.draft_model import DraftModel, Jitted
-from autopar.inference.step.sampling import params_of
+from autopar.inference.step.sampling_params import params_of
 from autopar.inference.step.verify_draft import verify
 from autopar.jax_interop.partition_spec import partition_spec
 

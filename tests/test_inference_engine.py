@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_inference_sampling import penalized
 from tiny_models import BAD, CONFIG, LENGTH, OPTIONS, is_idle, opened, write_model
 
 from autopar.errors import InferenceError, ModelError
@@ -142,13 +143,42 @@ def test_preempted_requests_are_recomputed(engine: Engine) -> None:
     assert is_idle(small)
 
 
+def test_penalties_and_biases_depend_on_the_requests_own_tokens(engine: Engine, oracle: Any) -> None:
+    """Greedy tokens, logprobs and seeded ones, with preemption, slots used before, and several steps a call."""
+    options = [
+        SamplingOptions(repetition_penalty=1.3, frequency_penalty=0.2),
+        SamplingOptions(presence_penalty=1.5, logit_bias={7: 3.0, 11: -100.0}),
+        SamplingOptions(),
+        SamplingOptions(frequency_penalty=-0.4, logit_bias={5: 1.0}),
+    ]
+    given = prompts(8, seed=31, longest=50)
+    small = Engine(engine.runner, num_pages=10)
+    generations = [small.submit(prompt, max_tokens=40, sampling=options[at % 4]) for at, prompt in enumerate(given)]
+    small.run()
+    assert small.stats.num_preempted, "so that counts are made anew"
+    for at in (0, 1, 3, 5, 6):
+        generation, each = generations[at], options[at % 4]
+        for number in range(0, 40, 3):
+            tokens = generation.tokens[:number]
+            logits = penalized(np.asarray(oracle([*given[at], *tokens])), each, given[at], tokens)
+            assert generation.tokens[number] == int(logits.argmax())
+            expected = jax.nn.log_softmax(logits.astype(np.float32))[generation.tokens[number]]
+            np.testing.assert_allclose(generation.logprobs[number], expected, atol=1e-4)
+    seeded = SamplingOptions(1.0, top_k=200, seed=3, repetition_penalty=1.2, min_p=0.01)
+    alone = engine.submit(given[0], max_tokens=20, sampling=seeded).result().tokens
+    beside = [engine.submit(prompt, max_tokens=20, sampling=seeded) for prompt in (given[1], given[0], given[2])]
+    assert beside[1].result().tokens == alone
+    with pytest.raises(InferenceError, match="logit_bias has token 300, but the model's tokens are 0 to 299"):
+        engine.submit([1], sampling=SamplingOptions(logit_bias={300: 1.0}))
+
+
 # -- compilation -------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_thousand_mixed_requests_compile_nothing(engine: Engine) -> None:
     chance = random.Random(4)
-    assert engine.stats.num_compiled == len(OPTIONS.shapes) + 1 <= 6
+    assert engine.stats.num_compiled == len(OPTIONS.shapes) + 2 <= 7
     compiled: list[str] = []
 
     def listen(event: str, *_: Any, **__: Any) -> None:
@@ -162,7 +192,12 @@ def test_a_thousand_mixed_requests_compile_nothing(engine: Engine) -> None:
                 [chance.randrange(BAD) for _ in range(chance.randrange(1, 60))],
                 max_tokens=chance.randrange(1, 9),
                 sampling=SamplingOptions(
-                    chance.choice([0, 0.5, 1]), chance.choice([0, 5]), chance.choice([1, 0.9]), number
+                    chance.choice([0, 0.5, 1]),
+                    chance.choice([0, 5, 100]),
+                    chance.choice([1, 0.9]),
+                    number,
+                    presence_penalty=chance.choice([0, 0, 1]),
+                    logit_bias=chance.choice([{}, {}, {3: 1.0}]),
                 ),
                 stop_tokens=[chance.randrange(BAD)],
             )
@@ -328,7 +363,7 @@ def test_speculative_decoding_changes_no_token_and_saves_steps(folder: Path, eng
     expected = [generation.tokens for generation in engine.generate(given, max_tokens=40)]
     options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=1, num_proposals=3)
     proposing = opened(folder, options=options, propose=folder)
-    assert proposing.stats.num_compiled == len(options.shapes) + 1
+    assert proposing.stats.num_compiled == len(options.shapes) + 2
     always = Engine(proposing.runner, proposer=proposing.proposer)
     assert [generation.tokens for generation in always.generate(given, max_tokens=40)] == expected
     assert always.stats.num_steps < 16, "four tokens per step, after the first token"
@@ -337,6 +372,10 @@ def test_speculative_decoding_changes_no_token_and_saves_steps(folder: Path, eng
     by_n_grams = Engine(proposing.runner, proposer=NGram())
     assert by_n_grams.submit(repeated, max_tokens=40).result().tokens == plain
     assert is_idle(by_n_grams)
+    changed = SamplingOptions(frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={2: 1.0})
+    plain = Engine(proposing.runner).submit(repeated, max_tokens=40, sampling=changed).result().tokens
+    assert by_n_grams.submit(repeated, max_tokens=40, sampling=changed).result().tokens == plain
+    assert always.submit(repeated, max_tokens=40, sampling=changed).result().tokens == plain
     with pytest.raises(InferenceError, match="n-gram"):
         opened(folder, propose="nobody")
 

@@ -19,7 +19,10 @@ from scipy import special, stats
 
 from autopar.api.planned_function import Planned
 from autopar.errors import InferenceError
-from autopar.inference.step.sampling import SamplingOptions, SamplingParams, filter_logits, params_of, sample
+from autopar.inference.step.penalties import adjusted, adjusted_after_drafts, counted
+from autopar.inference.step.sampling import filter_logits, sample
+from autopar.inference.step.sampling_params import SamplingOptions, SamplingParams, TokenCounts, params_of
+from autopar.inference.step.thresholds import last_kept
 from autopar.inference.step.verify_draft import verify
 from autopar.xla_compiler import hlo_collectives as hlo
 
@@ -46,7 +49,7 @@ def same_for_all(num: int, seeds: Any = None, **options: Any) -> SamplingParams:
     return made if seeds is None else made._replace(seed=np.asarray(seeds, np.uint32))
 
 
-def allowed(logits: np.ndarray, options: SamplingOptions, num_candidates: int = NUM) -> np.ndarray:
+def allowed(logits: np.ndarray, options: SamplingOptions) -> np.ndarray:
     """The probabilities of all tokens, by the definition of the parameters."""
     order = np.argsort(-logits, kind="stable")
     if options.temperature == 0:
@@ -59,8 +62,9 @@ def allowed(logits: np.ndarray, options: SamplingOptions, num_candidates: int = 
     if options.top_p < 1:
         before = np.cumsum(p) - p
         p[1:][before[1:] >= options.top_p] = 0
-        p[num_candidates:] = 0
         p /= p.sum()
+    p[p < options.min_p * p[0]] = 0
+    p /= p.sum()
     found = np.zeros(len(logits))
     found[order] = p
     return found
@@ -70,20 +74,21 @@ def allowed(logits: np.ndarray, options: SamplingOptions, num_candidates: int = 
 @given(
     seed=st.integers(0, 10**6),
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.0]),
-    top_k=st.integers(0, NUM),
+    top_k=st.sampled_from([0, 1, 3, NUM, NUM + 1, 30, VOCABULARY, 1000]),
     top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.013, 0.3, 1.0]),
     spread=st.sampled_from([0.5, 4.0]),
     has_ties=st.booleans(),
 )
 def test_filtered_logits_equal_numpy(
-    seed: int, temperature: float, top_k: int, top_p: float, spread: float, has_ties: bool
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float, spread: float, has_ties: bool
 ) -> None:
     rng = np.random.default_rng(seed)
     logits = (spread * rng.standard_normal((4, VOCABULARY))).astype(np.float32)
     if has_ties:
         logits = np.round(logits)
-    options = SamplingOptions(temperature, top_k, top_p)
-    found = FILTER(jnp.asarray(logits), same_for_all(4, temperature=temperature, top_k=top_k, top_p=top_p))
+    options = SamplingOptions(temperature, top_k, top_p, min_p=min_p)
+    found = FILTER(jnp.asarray(logits), params(*[options] * 4))
     for row, got in zip(logits, special.softmax(np.asarray(found.logits, np.float64), axis=-1), strict=True):
         expected = allowed(row, options)
         if not _is_near_threshold(row, options):
@@ -108,13 +113,36 @@ def _is_near_threshold(logits: np.ndarray, options: SamplingOptions) -> bool:
     return bool((np.abs(np.cumsum(p) - options.top_p) < 1e-5).any())
 
 
+def test_the_last_token_kept_is_that_of_a_sort() -> None:
+    """Also of equal logits, of infinite ones, and of both signs of 0."""
+    logits = np.round(2 * RNG.standard_normal((40, VOCABULARY))).astype(np.float32)
+    logits[::3, :50] = -np.inf
+    logits[1::3] += RNG.standard_normal((13, VOCABULARY)).astype(np.float32)
+    logits[logits == 0] = 0
+    top_k = np.append(RNG.integers(1, VOCABULARY, 38), [0, 1]).astype(np.int32)
+    order = np.argsort(-logits, axis=-1, kind="stable")
+    scaled = logits - logits.max(-1, keepdims=True)
+    for top_p in (1.0, 0.7):
+        least, token = LAST_KEPT(logits, scaled, top_k, np.full(40, top_p, np.float32))
+        for row in range(40):
+            ranked = special.softmax(logits[row][order[row]].astype(np.float64))
+            ranked[top_k[row] or VOCABULARY :] = 0
+            last = (np.cumsum(ranked) - ranked < top_p * ranked.sum() - 1e-9)[: top_k[row] or VOCABULARY].sum() - 1
+            if top_p == 1:
+                last = (top_k[row] or VOCABULARY) - 1
+            assert (least[row], token[row]) == (logits[row, order[row, last]], order[row, last])
+
+
+LAST_KEPT = jax.jit(last_kept)
+
+
 @pytest.mark.parametrize(
     "options",
     [
         SamplingOptions(1.0),
         SamplingOptions(0.7, top_k=5),
         SamplingOptions(1.0, top_p=0.8),
-        SamplingOptions(1.5, top_k=6, top_p=0.7),
+        SamplingOptions(1.5, top_k=6, top_p=0.7, min_p=0.1),
     ],
     ids=str,
 )
@@ -128,7 +156,7 @@ def test_token_frequencies_equal_probabilities(options: SamplingOptions) -> None
         wide = SamplingParams(*(np.repeat(each, num) for each in given))._replace(seed=seeds.astype(np.uint32))
         drawn = SAMPLE(rows, wide, jnp.asarray(positions, jnp.int32))
         assert bool(drawn.is_sound.all())
-        check_frequencies(np.asarray(drawn.tokens), allowed(logits, options, 12))
+        check_frequencies(np.asarray(drawn.tokens), allowed(logits, options))
 
 
 def check_frequencies(tokens: np.ndarray, probabilities: np.ndarray, least: float = 1e-3) -> None:
@@ -180,12 +208,53 @@ def test_non_finite_logits_are_reported_for_their_own_slot() -> None:
     assert drawn.tokens[5] == alone.tokens[0] and drawn.tokens[4] >= 50, "other slots are unaffected"
 
 
-def test_a_nucleus_larger_than_the_candidates_is_cut_and_reported() -> None:
-    flat, steep = np.zeros(VOCABULARY, np.float32), -np.arange(VOCABULARY, dtype=np.float32)
-    drawn = SAMPLE(
-        np.stack([flat, steep]), same_for_all(2, temperature=1.0, top_p=0.9), np.zeros(2, np.int32), num_candidates=NUM
-    )
-    assert drawn.is_cut.tolist() == [True, False] and drawn.tokens[0] < NUM
+def test_biases_and_penalties_are_those_of_the_definition() -> None:
+    """As in vLLM: the bias, the repetition penalty for the prompt and the output, then the others for the output."""
+    num = 6
+    logits = RNG.standard_normal((num + 1, VOCABULARY)).astype(np.float32)
+    options = [
+        SamplingOptions(),
+        SamplingOptions(repetition_penalty=1.7),
+        SamplingOptions(presence_penalty=0.5, frequency_penalty=-0.3),
+        SamplingOptions(logit_bias={3: 7.5, VOCABULARY - 1: -100.0}),
+        SamplingOptions(repetition_penalty=0.6, frequency_penalty=1.1, logit_bias={0: -2.0}),
+        SamplingOptions(presence_penalty=-2.0),
+    ]
+    prompts, outputs = ([RNG.integers(0, 20, 9).tolist() for _ in options] for _ in range(2))
+    rows = [TokenCounts.of(*each, VOCABULARY) for each in zip(options, prompts, outputs, strict=True)]
+    state = jax.tree.map(lambda *each: jnp.stack(each), *rows)
+    of_row = [*options, options[4]]  # a further row of slot 4, and one more token in slot 1
+    state = COUNTED(state, np.array([1, num], np.int32), np.array([5, 6], np.int32))
+    outputs[1].append(5)
+    found = ADJUSTED(logits, state, np.array([4], np.int32), params(*of_row))
+    given = zip(logits, of_row, [*prompts, prompts[4]], [*outputs, outputs[4]], strict=True)
+    expected = [penalized(*each) for each in given]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(found[0], logits[0])
+    drafts = RNG.integers(0, 20, (num, 2)).astype(np.int32)
+    several = RNG.standard_normal((num, 3, VOCABULARY)).astype(np.float32)
+    after = AFTER_DRAFTS(several, state, drafts, params(*options))
+    for slot, at in np.ndindex(num, 3):
+        tokens = [*outputs[slot], *drafts[slot, :at]]
+        np.testing.assert_allclose(
+            after[slot, at], penalized(several[slot, at], options[slot], prompts[slot], tokens), rtol=1e-6, atol=1e-6
+        )
+
+
+def penalized(logits: np.ndarray, options: SamplingOptions, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Token by token, as the definition says."""
+    changed = logits.astype(np.float64)
+    for token, bias in options.logit_bias.items():
+        changed[token] += bias
+    for token in {*prompt, *output}:
+        factor = options.repetition_penalty
+        changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
+    for token in set(output):
+        changed[token] -= options.frequency_penalty * output.count(token) + options.presence_penalty
+    return changed
+
+
+ADJUSTED, AFTER_DRAFTS, COUNTED = map(jax.jit, (adjusted, adjusted_after_drafts, counted))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +262,13 @@ def test_a_nucleus_larger_than_the_candidates_is_cut_and_reported() -> None:
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 65}, "top_k is 65: give 1 to 64"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 1.5}, "min_p is 1.5: give a number from 0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"logit_bias": {-1: 1.0}}, "logit_bias has 1.0 for token -1"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias has inf for token 1"),
         ({"top_p": 0.0}, "top_p is 0.0: give a number above 0"),
         ({"seed": 2**32}, "seed is 4294967296"),
     ],
@@ -215,12 +290,12 @@ def test_a_split_vocabulary_is_never_gathered_and_draws_the_same() -> None:
     logits = (3 * RNG.standard_normal((SLOTS, LARGE))).astype(np.float32)
     options = [
         SamplingOptions(t, k, p, seed=i)
-        for i, (t, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.8, 40, 1), (1, 0, 0.9)] * 4)
-    ]
+        for i, (t, k, p) in enumerate([(0, 0, 1), (1, 0, 1), (0.8, 40, 1), (1, 0, 0.9), (1, 1000, 1), (2, 0, 0.99)] * 4)
+    ][:SLOTS]
     arguments = (logits, params(*options), np.arange(SLOTS, dtype=np.int32))
 
-    def step(logits: Any, temperature: Any, top_k: Any, top_p: Any, seed: Any, positions: Any) -> Any:
-        return sample(logits, SamplingParams(temperature, top_k, top_p, seed), positions)
+    def step(logits: Any, *rest: Any) -> Any:
+        return sample(logits, SamplingParams(*rest[:-1]), rest[-1])
 
     flat = (logits, *arguments[1], arguments[2])
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat)
@@ -310,7 +385,7 @@ def test_verification_never_gathers_a_split_vocabulary() -> None:
     flat = (logits, proposed, np.full(slots, width - 1, np.int32), *options, np.arange(slots, dtype=np.int32))
 
     def step(logits: Any, proposed: Any, num: Any, *rest: Any) -> Any:
-        return verify(logits, proposed, num, SamplingParams(*rest[:4]), rest[4])
+        return verify(logits, proposed, num, SamplingParams(*rest[:-1]), rest[-1])
 
     structs = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in flat)
     planned = Planned.of(step, structs, {"mesh": "model=8", "pin": {"logits": P(None, None, "model")}})

@@ -124,6 +124,28 @@ def test_seeds_give_the_same_text_and_choices_differ(client: Any, engine: Engine
     assert texts[1] == engine.submit("x", max_tokens=12, sampling=sampling).result().text
 
 
+def test_penalties_biases_and_min_p_reach_the_engine(client: Any, engine: Engine) -> None:
+    extra = {"min_p": 0.02, "repetition_penalty": 1.2, "top_k": 200}
+    found = client.completions.create(
+        model="tiny", prompt="xyx", max_tokens=20, seed=4, presence_penalty=0.5, frequency_penalty=-0.5,
+        logit_bias={"100": 4, "101": -100}, extra_body=extra,
+    )  # fmt: skip
+    sampling = SamplingOptions(
+        1.0, 200, seed=4, min_p=0.02, presence_penalty=0.5, frequency_penalty=-0.5, repetition_penalty=1.2,
+        logit_bias={100: 4.0, 101: -100.0},
+    )  # fmt: skip
+    assert found.choices[0].text == engine.submit("xyx", max_tokens=20, sampling=sampling).result().text
+    for options, why in [
+        ({"presence_penalty": 3}, "'presence_penalty' is 3: give a number from -2 to 2"),
+        ({"logit_bias": {"x": 1}}, "'logit_bias' is"),
+        ({"logit_bias": {"1": 101}}, "'logit_bias' is"),
+        ({"logit_bias": {"300": 1}}, "logit_bias has token 300"),
+        ({"extra_body": {"min_p": True}}, "'min_p' is True"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.completions.create(model="tiny", prompt="x", **options)
+
+
 def test_chats_stream_the_same_text_as_they_give_at_once(client: Any, engine: Engine) -> None:
     alone = engine.submit(PROMPT, max_tokens=20, num_best=3).result()
     options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 20, "temperature": 0}

@@ -20,4 +20,4 @@ from autopar.inference.serve.engine import Serving as Serving
 from autopar.inference.serve.engine import Stats as Stats
 from autopar.inference.serve.generation import Generation as Generation
 from autopar.inference.serve.generation import Piece as Piece
-from autopar.inference.step.sampling import SamplingOptions as SamplingOptions
+from autopar.inference.step.sampling_params import SamplingOptions as SamplingOptions

@@ -23,9 +23,12 @@ IGNORED = frozenset(
 #: Fields of completions and chat completions.
 COMMON = frozenset(
     {"model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p", "top_k", "logprobs", "priority"}
-    | {"timeout", "return_token_ids", "response_format"}
+    | {"timeout", "return_token_ids", "response_format", "min_p", "presence_penalty", "frequency_penalty"}
+    | {"repetition_penalty", "logit_bias"}
 )
 _MOST_STOPS = 16
+_MOST_BIAS = 100.0  # as in OpenAI's API
+_MOST_BIASES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,11 @@ def generate(body: Mapping[str, Any], limits: Limits, *, max_tokens: int | None,
             top_k=max(0, whole(body, "top_k", 0, -1, 2**31 - 1)),
             top_p=real(body, "top_p", 1.0, 0.0, 1.0) or math.ulp(0.0),
             seed=secrets.randbits(32) if body.get("seed") is None else seed % 2**32,
+            min_p=real(body, "min_p", 0.0, 0.0, 1.0),
+            presence_penalty=real(body, "presence_penalty", 0.0, -2.0, 2.0),
+            frequency_penalty=real(body, "frequency_penalty", 0.0, -2.0, 2.0),
+            repetition_penalty=real(body, "repetition_penalty", 1.0, 0.01, 100.0),
+            logit_bias=_biases(body.get("logit_bias")),
         )
     except InferenceError as error:
         raise RequestError(400, str(error)) from None
@@ -139,6 +147,28 @@ def generate(body: Mapping[str, Any], limits: Limits, *, max_tokens: int | None,
         timeout_s=min(limits.timeout_s, real(body, "timeout", limits.timeout_s, 0.001, 1e6)),
         return_token_ids=flag(body, "return_token_ids"),
     )
+
+
+def _biases(value: Any) -> dict[int, float]:
+    """What to add to logits, by token. The names in JSON are the tokens' numbers."""
+    given = {} if value is None else value
+    is_valid = isinstance(given, Mapping) and all(
+        name.isascii()
+        and name.isdigit()
+        and len(name) < 10
+        and isinstance(bias, int | float)
+        and not isinstance(bias, bool)
+        and abs(bias) <= _MOST_BIAS
+        for name, bias in given.items()
+    )
+    if not is_valid or len(given) > _MOST_BIASES:
+        raise RequestError(
+            400,
+            f"'logit_bias' is {_shown(value)}: give an object of at most {_MOST_BIASES} numbers from {-_MOST_BIAS:g} to {_MOST_BIAS:g},"
+            " named by tokens",
+            "logit_bias",
+        )
+    return {int(name): float(bias) for name, bias in given.items()}
 
 
 def _stops(value: Any) -> tuple[str, ...]:

@@ -58,10 +58,13 @@ class TimelessRunner(runner.Runner):
     """A runner whose device returns random tokens at once."""
 
     def __init__(self, served: Any, num_pages: int) -> None:
-        sampling = imported("autopar.inference.step.sampling", "autopar.inference.sampling")
         self.served, self.layout = served, SimpleNamespace(num_pages=num_pages, programs={})
         self._num_slots = served.options.num_slots
-        self._sampling = sampling.params_of([None] * self._num_slots)
+        try:
+            self._sampling = np.tile(imported("autopar.inference.step.sampling_params").NEUTRAL, (self._num_slots, 1))
+        except ModuleNotFoundError:
+            sampling = imported("autopar.inference.step.sampling", "autopar.inference.sampling")
+            self._sampling = sampling.params_of([None] * self._num_slots)
         self._chance = np.random.default_rng(0)
 
     def _copy(self, copies: Any) -> None:
@@ -69,15 +72,16 @@ class TimelessRunner(runner.Runner):
 
     def _run(self, key: Any, *rows: Any, allowed: Any = None) -> Any:
         num, width = self._num_slots + key.rows, key.steps if key.width == 1 else key.width
-        return step.Out(
-            self._chance.integers(3, 1000, (num, width)).astype(np.int32),
-            np.full(num, width, np.int32),
-            np.zeros((num, width), np.float32),
-            np.ones(num, bool),
-            np.zeros(num, bool),
-            np.zeros((num, width, 64), np.int32),
-            np.zeros((num, width, 64), np.float32),
-        )
+        fields = {
+            "tokens": self._chance.integers(3, 1000, (num, width)).astype(np.int32),
+            "num": np.full(num, width, np.int32),
+            "logprobs": np.zeros((num, width), np.float32),
+            "is_sound": np.ones(num, bool),
+            "is_cut": np.zeros(num, bool),
+            "best_tokens": np.zeros((num, width, 64), np.int32),
+            "best_logprobs": np.zeros((num, width, 64), np.float32),
+        }
+        return step.Out(**{name: value for name, value in fields.items() if name in step.Out._fields})
 
 
 def tokenizer() -> Tokenizer:

@@ -24,8 +24,8 @@ from autopar.inference.model.attention import AttendContiguous, ContiguousCache
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.serve.runner import Runner
-from autopar.inference.step.sampling import params_of as sampling_params_of
 from autopar.inference.step.sampling import sample
+from autopar.inference.step.sampling_params import params_of as sampling_params_of
 from benchmarks.inference.models import SMALL, config_of, params_of
 from benchmarks.inference.rows import Row, row
 from benchmarks.timing import take_turns
@@ -118,7 +118,7 @@ def _memory(runner: Runner) -> tuple[int, int]:
 def _paged(runner: Runner, params: Any, start: int) -> Contender:
     """The engine's program, with each slot's pages at random places of the pool."""
     served, num_pages = runner.served, runner.layout.num_pages
-    rows = served.rows(SLOTS, 1, num_pages)
+    packed, rows = served.rows(SLOTS, 1, num_pages)
     tables = np.random.default_rng(0).permutation(num_pages)[:NUM_PAGES].reshape(SLOTS, -1)
     rows.tables[:] = tables
     rows.num_tokens[:] = 1
@@ -128,7 +128,7 @@ def _paged(runner: Runner, params: Any, start: int) -> Contender:
 
     def step(resident: Any, position: int) -> tuple[Any, jax.Array]:
         rows.start[:] = position
-        resident, out = program(params, resident, allowed, rows.packed())
+        resident, out = program(params, resident, allowed, packed)
         return resident, out.tokens[:, 0]
 
     return Contender(

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.inference import Engine, Options, write_checkpoint
-from autopar.inference.step.sampling import SamplingParams
+from autopar.inference.step.sampling_params import SamplingOptions
+from autopar.inference.step.sampling_params import params_of as sampling_params_of
 from autopar.inference.step.verify_draft import verify
 from benchmarks.inference.models import SMALL, config_of, params_of, random_prompts
 from benchmarks.inference.rows import Row, row
@@ -57,9 +58,7 @@ def tokens_per_step(acceptance: float, num_proposals: int, draws: int) -> float:
     proposed = jnp.zeros((draws, num_proposals), jnp.int32)
     others = np.full(VOCABULARY - 1, (1 - acceptance) / (VOCABULARY - 1), np.float32)
     logits = jnp.broadcast_to(jnp.log(jnp.array([acceptance, *others])), (draws, num_proposals + 1, VOCABULARY))
-    sampling = SamplingParams(
-        jnp.ones(draws), jnp.zeros(draws, jnp.int32), jnp.ones(draws), jnp.arange(draws, dtype=jnp.uint32)
-    )
+    sampling = sampling_params_of([SamplingOptions(1.0)] * draws)._replace(seed=np.arange(draws, dtype=np.uint32))
     counts = jnp.full(draws, num_proposals), sampling, jnp.zeros(draws, jnp.int32)
     return float(jax.jit(verify)(logits, proposed, *counts).num_accepted.mean()) + 1
 

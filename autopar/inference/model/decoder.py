@@ -55,6 +55,18 @@ class Decoder(nn.Module):
         Returns:
             float32 logits [batch, tokens or n, vocabulary]; and the cache.
         """
+        hidden, cache = self.states(tokens, positions, attend, cache, only)
+        return self.logits(hidden), cache
+
+    def states(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        attend: Attend = attend_causally,
+        cache: Any = None,
+        only: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any]:
+        """Compute the last hidden states, normalized, [batch, tokens or n, hidden]; and the cache. Arguments as above."""
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         hidden = self.embed(tokens)
@@ -64,8 +76,12 @@ class Decoder(nn.Module):
             hidden, cache = layer(hidden, positions, attend, cache)
         if only is not None:
             hidden = jnp.take_along_axis(hidden, only[:, :, None], axis=1)
+        return self.norm(hidden), cache
+
+    def logits(self, states: jax.Array) -> jax.Array:
+        """Compute float32 logits from the last hidden states."""
         head = self.embed if self.config.tied else self.head
-        return head.logits(self.norm(hidden)), cache
+        return head.logits(states)
 
 
 class Layer(nn.Module):

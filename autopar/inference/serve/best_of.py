@@ -15,7 +15,8 @@ from typing import Any
 from autopar.errors import InferenceError
 from autopar.inference.serve.engine import Engine
 from autopar.inference.serve.generation import Generation
-from autopar.inference.step.sampling import SamplingOptions
+from autopar.inference.step.sampling import NUM_CANDIDATES
+from autopar.inference.step.sampling_params import SamplingOptions
 
 #: The score of a finished chain; higher is better.
 Verifier = Callable[["Chain"], float]
@@ -171,7 +172,7 @@ def asking(engine: Engine, question: Callable[[Chain], str | Sequence[int]], yes
         raise InferenceError(f"`yes` must be one token, but {yes!r} is {len(tokens)} tokens: give another word")
 
     def verify(chain: Chain) -> float:
-        judged = engine.submit(question(chain), max_tokens=1, num_best=SamplingOptions().num_candidates).result()
+        judged = engine.submit(question(chain), max_tokens=1, num_best=NUM_CANDIDATES).result()
         return math.exp(dict(judged.best[0]).get(tokens[0], -math.inf)) if judged.best else 0.0
 
     return verify

@@ -43,7 +43,8 @@ from autopar.inference.serve.setup import (
 )
 from autopar.inference.serve.slot_outputs import SlotOutputs
 from autopar.inference.serve.token_masks import Constraint, TokenMasks
-from autopar.inference.step.sampling import SamplingOptions, num_words
+from autopar.inference.step.sampling import NUM_CANDIDATES, num_words
+from autopar.inference.step.sampling_params import SamplingOptions
 from autopar.inference.step.step import Out
 from autopar.jax_interop.compat import shape_struct
 
@@ -243,8 +244,11 @@ class Engine:
         tokens = self.tokens_of(prompt)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = sampling or SamplingOptions()
-        if not 0 <= num_best <= sampling.num_candidates:
-            raise InferenceError(f"num_best is {num_best}: give 0 to {sampling.num_candidates}")
+        if not 0 <= num_best <= NUM_CANDIDATES:
+            raise InferenceError(f"num_best is {num_best}: give 0 to {NUM_CANDIDATES}")
+        vocabulary = self.runner.served.model.config.vocab_size
+        if (largest := max(sampling.logit_bias, default=0)) >= vocabulary:
+            raise InferenceError(f"logit_bias has token {largest}, but the model's tokens are 0 to {vocabulary - 1}")
         stops = TextUntilStop(stop)
         if stop and self.tokenizer is None:
             raise InferenceError("stop strings need a tokenizer, but the model's folder has none: give stop_tokens")
@@ -325,7 +329,7 @@ class Engine:
             for slot, name, num_shared in iteration.started:
                 if (generation := self._generations.get(name)) is not None:  # it may be aborted since
                     self._outputs.assign(slot, generation)
-                    self.runner.set_sampling(slot, generation.sampling)
+                    self.runner.start(slot, generation.sampling, generation.request.prompt, generation.tokens)
                     self._masks.assign(slot, generation.constraint)
                     self._counts.num_cached_tokens += generation.start(num_shared)
             self._in_flight.append(self.runner.dispatch(iteration, self._masks.of(iteration)))

@@ -15,7 +15,7 @@ from autopar.inference.schedule.requests import Request
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.schedule.take_results import UNSOUND
 from autopar.inference.serve.token_masks import Constraint
-from autopar.inference.step.sampling import SamplingOptions
+from autopar.inference.step.sampling_params import SamplingOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,6 @@ class Generation:
         ended: the reason of the end: "stop", "length", "aborted", "failed", or "unsound" for NaN or infinite logits; None
             before.
         num_cached: the number of prompt tokens that were found in the cache.
-        is_cut: whether `top_p` was cut at the number of candidates.
         slot: the slot that the engine collects its tokens from; None before the start and after the end.
     """
 
@@ -89,7 +88,6 @@ class Generation:
     ended: str | None = None
     num_cached: int = 0
     is_started: bool = False
-    is_cut: bool = False
     slot: int | None = None
     _tokens: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)

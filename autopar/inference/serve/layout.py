@@ -23,13 +23,13 @@ from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.sampling import num_words
-from autopar.inference.step.step import copy_pages, resident_shapes, step_of
+from autopar.inference.step.step import copy_pages, resident_shapes, start_slot, step_of
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 
-#: The key of a program: the shape of an iteration, or "copy" for the copies of pages.
-Key = Shape | Literal["copy"]
+#: The key of a program: the shape of an iteration; "copy" for the copies of pages; "start" for the counts and biases of a slot.
+Key = Shape | Literal["copy", "start"]
 
 #: The largest number of pages, as a multiple of what all slots need at full length. The surplus serves the prefix cache.
 _MAX_POOL_FACTOR = 4
@@ -82,11 +82,11 @@ class Served:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The keys of all programs. The first is the primary one, whose plan fixes the shardings."""
-        return (*self.options.shapes, "copy")
+        return (*self.options.shapes, "copy", "start")
 
-    def rows(self, num: int, width: int, num_pages: int) -> Rows:
-        """Idle rows of the given sizes."""
-        return Rows.empty(num, width, self.pages_of_sequence, num_pages, self.options.num_slots)
+    def rows(self, num: int, width: int, num_pages: int) -> tuple[NDArray[np.int32], Rows]:
+        """Idle rows of the given sizes: a packed array, and views of it."""
+        return Rows.views(num, width, self.pages_of_sequence, num_pages, self.options.num_slots)
 
     def resident(self, num_pages: int) -> Any:
         """The shapes and dtypes of the state that stays on the devices."""
@@ -97,8 +97,11 @@ class Served:
         resident, slots = self.resident(num_pages), self.options.num_slots
         if key == "copy":
             return copy_pages, (resident, jax.ShapeDtypeStruct((2, slots), jnp.int32))
+        if key == "start":
+            row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), resident.state)
+            return start_slot, (resident, jax.ShapeDtypeStruct((1,), jnp.int32), row)
         sizes = [(slots, key.width)] + ([(key.rows, key.length)] if key.rows else [])
-        packed = [self.rows(num, width, num_pages).packed() for num, width in sizes]
+        packed = [self.rows(num, width, num_pages)[0] for num, width in sizes]
         rows = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.all_allowed(key), *packed)]
         return step_of(self.model, key, self.attention), (self.params, resident, *rows)
 
@@ -243,7 +246,7 @@ def _plan(
         if primary is None
         else {t.path: partition_spec(t.sharding) for t in primary.plan.inputs if _is_fixed(t.path)}
     )
-    pins = {path: spec for path, spec in known.items() if key != "copy" or path.startswith("resident/")}
+    pins = {path: spec for path, spec in known.items() if isinstance(key, Shape) or path.startswith("resident/")}
     return make(function, arguments, ("resident",), pins)
 
 

@@ -139,7 +139,7 @@ class ProgramCache:
             _log.info("the compiled programs of the model are not cached: %s", error)
             return
         sizes = [[len(plan), len(data)] for plan, data in parts]
-        keys = [key if key == "copy" else list(key) for key in layout.programs]
+        keys = [list(key) if isinstance(key, Shape) else key for key in layout.programs]
         header = {
             "attention": attention,
             "num_pages": layout.num_pages,
@@ -159,4 +159,4 @@ class ProgramCache:
 
 def _with_keys(programs: Any) -> Iterator[tuple[Key, tuple[int, int]]]:
     for key, (plan_size, data_size) in programs:
-        yield "copy" if key == "copy" else Shape(*key), (plan_size, data_size)
+        yield Shape(*key) if isinstance(key, list) else key, (plan_size, data_size)

@@ -21,8 +21,8 @@ from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kv_cache.page_tables import Copy
 from autopar.inference.schedule.requests import Iteration, Run, Shape
 from autopar.inference.serve.layout import Layout, Served
-from autopar.inference.step.host_inputs import Rows
-from autopar.inference.step.sampling import SamplingOptions, SamplingParams, params_of
+from autopar.inference.step.host_inputs import sampling_block
+from autopar.inference.step.sampling_params import NEUTRAL, SamplingOptions, TokenCounts
 from autopar.inference.step.step import Out, Resident
 
 
@@ -61,14 +61,13 @@ class Runner:
     def __init__(self, served: Served, layout: Layout[Compiled], params: Any, memory: PageMemory | None = None) -> None:
         self.served, self.layout = served, layout
         self._params = params
-        self._last: Any = None
         self._asleep: Any = None
         self._masks: dict[Shape, jax.Array] = {}
         self._num_slots = served.options.num_slots
-        self._sampling = params_of([None] * self._num_slots)
+        self._sampling = np.tile(NEUTRAL, (self._num_slots, 1))
         empty = self._empty(whole=memory is None)
-        self._last = empty.last
         self.memory = memory or PageMemory(empty.pages)
+        self._own: Any = empty._replace(pages=())
 
     @property
     def num_compiled(self) -> int:
@@ -89,11 +88,11 @@ class Runner:
         )
 
     def _resident(self) -> Resident:
-        return Resident(self.memory.pages[: self.served.model.config.num_layers], self._last)
+        return self._own._replace(pages=self.memory.pages[: self.served.model.config.num_layers])
 
     def _store(self, resident: Resident) -> None:
         self.memory.pages = (*resident.pages, *self.memory.pages[len(resident.pages) :])
-        self._last = resident.last
+        self._own = resident._replace(pages=())
 
     def sleep(self) -> None:
         """Move the weights to the host, and free the pages. `wake_up` comes before the next iteration."""
@@ -110,13 +109,19 @@ class Runner:
 
     def close(self) -> None:
         """Free the weights and the pages."""
-        self._params, self._last, self.memory.pages = None, None, ()
+        self._params, self._own, self.memory.pages = None, None, ()
         self._masks.clear()
 
-    def set_sampling(self, slot: int, options: SamplingOptions) -> None:
-        """Set the sampling options of a slot, until another request starts in it."""
-        for field, value in zip(self._sampling, _values(options), strict=True):
-            field[slot] = value
+    def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Set the sampling options of a slot, until another request starts in it.
+
+        Args:
+            prompt, generated: the request's tokens so far, which penalties depend on.
+        """
+        self._sampling[slot] = options.packed()
+        if options.has_penalty or options.logit_bias:
+            row = TokenCounts.of(options, prompt, generated, self.served.model.config.vocab_size)
+            self._store(self.layout.programs["start"].run(self._resident(), np.array([slot], np.int32), row))
 
     def dispatch(self, iteration: Iteration, allowed: NDArray[np.int32] | None = None) -> DispatchedIteration:
         """Dispatch an iteration to the devices, without waiting for it.
@@ -155,39 +160,33 @@ class Runner:
     def _slot_rows(self, iteration: Iteration) -> NDArray[np.int32]:
         """The rows of all slots. Those that do not decode are idle."""
         decodes, tables = iteration.decodes, iteration.tables
-        packed, rows = Rows.views(self._num_slots, iteration.shape.width, tables.shape[1])
+        width = iteration.shape.width
+        packed, rows = self.served.rows(self._num_slots, width, self.layout.num_pages)
         chosen = decodes.slots
         rows.tables[:] = tables
-        rows.slots[:] = self._num_slots
-        rows.sampling.top_p[:] = 1
         rows.tokens[chosen] = decodes.tokens
         rows.start[chosen], rows.num_tokens[chosen], rows.slots[chosen] = decodes.starts, decodes.num_tokens, chosen
-        self._set_sampling_rows(rows, chosen, chosen)
+        sampling_block(packed, width)[chosen] = self._sampling[chosen]
         return packed
 
     def _chunk_rows(self, runs: Sequence[Run], shape: Shape) -> NDArray[np.int32]:
         """The rows of prefill chunks."""
-        packed, rows = Rows.views(shape.rows, shape.length, self.served.pages_of_sequence)
-        rows.tables[:] = self.layout.num_pages
-        rows.slots[:] = self._num_slots
-        rows.sampling.top_p[:] = 1
+        packed, rows = self.served.rows(shape.rows, shape.length, self.layout.num_pages)
         for row, run in enumerate(runs):
             rows.tokens[row, : run.num_tokens] = run.tokens
             rows.start[row], rows.num_tokens[row] = run.start, run.num_tokens
             rows.slots[row] = run.slot if run.samples else self._num_slots
             rows.tables[row, : len(run.pages)] = run.pages
-        self._set_sampling_rows(rows, slice(len(runs)), [run.slot for run in runs])
+        sampling_block(packed, shape.length)[: len(runs)] = self._sampling[[run.slot for run in runs]]
         return packed
-
-    def _set_sampling_rows(self, rows: Rows, at: Any, slots: Any) -> None:
-        for field, values in zip(rows.sampling, self._sampling, strict=True):
-            field[at] = values[slots]
 
     def warm_up(self) -> None:
         """Run each program once on idle rows, so that first-run costs and out-of-memory errors come before any request."""
         for shape in self.served.options.shapes:
             self._run_idle(shape)
         self._copy([Copy(self.layout.num_pages, self.layout.num_pages)])
+        self.start(0, SamplingOptions(logit_bias={0: 0.0}), (), ())
+        self._sampling[0] = NEUTRAL
         jax.block_until_ready(self._resident())
 
     def seconds(self) -> dict[Shape, float]:
@@ -201,10 +200,5 @@ class Runner:
 
     def _run_idle(self, shape: Shape) -> Out:
         sizes = [(self._num_slots, shape.width)] + ([(shape.rows, shape.length)] if shape.rows else [])
-        rows = [self.served.rows(num, width, self.layout.num_pages).packed() for num, width in sizes]
+        rows = [self.served.rows(num, width, self.layout.num_pages)[0] for num, width in sizes]
         return self._run(shape, *rows)
-
-
-def _values(options: SamplingOptions) -> SamplingParams:
-    """The parameters of one request."""
-    return SamplingParams(options.temperature, options.top_k, options.top_p, options.seed)

@@ -27,7 +27,6 @@ class SlotOutputs:
         self._tokens = np.zeros((num_slots, self._window), np.int32)
         self._logprobs = np.zeros((num_slots, self._window), np.float32)
         self._num = np.zeros(num_slots, np.int32)
-        self._is_cut = np.zeros(num_slots, bool)
         self._generations: list[Generation | None] = [None] * num_slots
         self._with_best: set[int] = set()
         self._with_stops: set[int] = set()
@@ -67,8 +66,7 @@ class SlotOutputs:
             return
         num = int(self._num[slot])
         generation.append(self._tokens[slot, :num].tolist(), self._logprobs[slot, :num].tolist())
-        generation.is_cut |= bool(self._is_cut[slot])
-        self._num[slot], self._is_cut[slot] = 0, False
+        self._num[slot] = 0
 
     def record(self, update: Update, out: Out) -> list[Generation]:
         """Record the new tokens of an iteration.
@@ -82,7 +80,6 @@ class SlotOutputs:
         places = slots[:, None], self._num[slots][:, None] + np.arange(width)
         self._tokens[places] = update.tokens
         self._logprobs[places] = np.asarray(out.logprobs)[rows]
-        self._is_cut[slots] |= np.asarray(out.is_cut)[rows] & (update.num_new > 0)
         self._num[slots] += update.num_new
         if self._with_best:
             self._record_best(update, out)

@@ -24,7 +24,9 @@ from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.step.host_inputs import Rows
+from autopar.inference.step.penalties import adjusted, adjusted_after_drafts, counted, started
 from autopar.inference.step.sampling import Sampled, only_allowed, sample
+from autopar.inference.step.sampling_params import TokenCounts
 from autopar.inference.step.verify_draft import verify
 
 
@@ -34,10 +36,12 @@ class Resident(NamedTuple):
     Args:
         pages: the KV cache pages of each layer.
         last: int32 `[slots]`, the last token of each slot.
+        state: the counts of tokens and the biases of each slot. Counts are those of the last request that asked for them.
     """
 
     pages: tuple[KVPages, ...]
     last: jax.Array
+    state: TokenCounts
 
 
 class Out(NamedTuple):
@@ -48,7 +52,6 @@ class Out(NamedTuple):
         num: int32 `[rows]`, the number of valid tokens.
         logprobs: f32, the logprobs of the tokens.
         is_sound: bool `[rows]`; False if logits were NaN or infinite.
-        is_cut: bool `[rows]`, as in `Sampled`.
         best_tokens, best_logprobs: `[rows, steps, candidates]`, the most probable tokens; None after verification.
     """
 
@@ -56,7 +59,6 @@ class Out(NamedTuple):
     num: jax.Array
     logprobs: jax.Array
     is_sound: jax.Array
-    is_cut: jax.Array
     best_tokens: jax.Array | None = None
     best_logprobs: jax.Array | None = None
 
@@ -95,10 +97,11 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         logits, pages = logits_of(params, resident.pages, list(parts), tokens, jnp.concatenate(ends)[None])
         sampling = jax.tree.map(lambda *each: jnp.concatenate(each), *(part.sampling for part in parts))
         new_positions = jnp.concatenate([part.start + part.num_tokens for part in parts])
-        sampled = sample(only_allowed(logits, allowed), sampling, new_positions)
         owners = jnp.concatenate([part.slots for part in parts])
+        logits = adjusted(logits, resident.state, owners[slots.slots.size :], sampling)
+        sampled = sample(only_allowed(logits, allowed), sampling, new_positions)
         last = resident.last.at[owners].set(sampled.tokens, mode="drop")
-        return Resident(pages, last), _out(sampled)
+        return Resident(pages, last, counted(resident.state, owners, sampled.tokens)), _out(sampled)
 
     def multi_step(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """Several decode steps of each slot: as many as it has `num_tokens`. Then the slot is idle."""
@@ -109,7 +112,7 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             start = jnp.where(is_active, slots.start + number, 0)
             rows = slots._replace(tokens=tokens, start=start, num_tokens=is_active.astype(jnp.int32))
             resident, out = single_step(params, resident, allowed, rows)
-            out = out._replace(is_sound=out.is_sound | ~is_active, is_cut=out.is_cut & is_active)
+            out = out._replace(is_sound=out.is_sound | ~is_active)
             return (resident, jnp.full_like(tokens, -1)), out
 
         steps = jnp.arange(shape.steps, dtype=jnp.int32)
@@ -119,7 +122,6 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             num=outs.num.sum(0),
             logprobs=outs.logprobs[..., 0].T,
             is_sound=outs.is_sound.all(0),
-            is_cut=outs.is_cut.any(0),
             best_tokens=outs.best_tokens[:, :, 0].swapaxes(0, 1),
             best_logprobs=outs.best_logprobs[:, :, 0].swapaxes(0, 1),
         )
@@ -128,14 +130,16 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         """One step that verifies the draft tokens of each slot."""
         tokens = _with_last(slots.tokens, resident.last)
         logits, pages = logits_of(params, resident.pages, [slots], [tokens], None)
-        logits = only_allowed(logits.reshape(*tokens.shape, -1), allowed[:, None])
+        logits = adjusted_after_drafts(logits.reshape(*tokens.shape, -1), resident.state, tokens[:, 1:], slots.sampling)
+        logits = only_allowed(logits, allowed[:, None])
         num_draft = jnp.maximum(slots.num_tokens - 1, 0)
         result = verify(logits, tokens[:, 1:], num_draft, slots.sampling, slots.start + 1)
         newest = jnp.take_along_axis(result.tokens, result.num_accepted[:, None], 1)[:, 0]
         last = resident.last.at[slots.slots].set(newest, mode="drop")
-        is_cut = jnp.zeros(tokens.shape[0], bool)
-        out = Out(result.tokens, result.num_accepted + 1, result.logprobs, result.is_sound, is_cut)
-        return Resident(pages, last), out
+        out = Out(result.tokens, result.num_accepted + 1, result.logprobs, result.is_sound)
+        is_new = jnp.arange(tokens.shape[1]) <= result.num_accepted[:, None]
+        owners = jnp.where(is_new, slots.slots[:, None], last.size)
+        return Resident(pages, last, counted(resident.state, owners.reshape(-1), result.tokens.reshape(-1))), out
 
     def unpacked(function: Callable[..., Any]) -> Step:
         def decode(params: Any, resident: Resident, allowed: jax.Array, slots: jax.Array) -> tuple[Resident, Out]:
@@ -160,6 +164,15 @@ def copy_pages(resident: Resident, copies: jax.Array) -> Resident:
         copies: int32 `[2, num]`, sources and targets, padded with the scratch page.
     """
     return resident._replace(pages=tuple(kv_pages.copy(pages, *copies) for pages in resident.pages))
+
+
+def start_slot(resident: Resident, slot: jax.Array, row: TokenCounts) -> Resident:
+    """Set the counts and the biases of a slot, for a request that starts there.
+
+    Args:
+        slot: int32 `[1]`. row: `[vocabulary]` each.
+    """
+    return resident._replace(state=started(resident.state, slot, row))
 
 
 class _AttendParts:
@@ -211,7 +224,6 @@ def _out(sampled: Sampled) -> Out:
         jnp.ones_like(sampled.tokens),
         sampled.logprobs[:, None],
         sampled.is_sound,
-        sampled.is_cut,
         sampled.best_tokens[:, None],
         sampled.best_logprobs[:, None],
     )
@@ -226,6 +238,6 @@ def resident_shapes(config: DecoderConfig, num_slots: int, num_pages: int, page_
     def empty() -> Resident:
         one = (num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
         pages = tuple(kv_pages.empty_pages(*one) for _ in range(config.num_layers))
-        return Resident(pages, jnp.zeros(num_slots, jnp.int32))
+        return Resident(pages, jnp.zeros(num_slots, jnp.int32), TokenCounts.empty(num_slots, config.vocab_size))
 
     return jax.eval_shape(empty)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from autopar.inference.step.sampling import NUM_CANDIDATES, SamplingParams, filter_logits, gumbel, keys_of
+from autopar.inference.step.sampling import NUM_CANDIDATES, filter_logits, gumbel, keys_of
+from autopar.inference.step.sampling_params import SamplingParams
 
 _ACCEPT, _DRAW = 1, 2  # purposes of the noise
 
