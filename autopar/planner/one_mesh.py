@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.formulate.formulation import formulate
@@ -23,6 +23,7 @@ from autopar.planner.simplest_plan import Fastest, simplest
 from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
 from autopar.plans.records import split_dims
+from autopar.solve.problem import Status
 from autopar.transforms.split_dims.undo import sees_two
 
 #: Score of each mesh axis, relative to the step time: of two meshes with close times, the one with fewer axes comes first.
@@ -71,7 +72,7 @@ class Finished:
 
 
 def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
-    """Plan without a memory limit.
+    """Plan without a memory limit, by the approximate solver: most meshes are far from the fastest.
 
     A form in which some dims are split in two is kept only if the plan shards such a dim between the two. Otherwise the next
     form is planned, because the step as it was written has shardings that the other form has not.
@@ -85,7 +86,8 @@ def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
     (program, grouped), *others = forms
     started = time.perf_counter()
     f = formulate(program.graph, grouped.groups, mesh, task.profile, pins=task.pins, held=task.request.held)
-    candidate = task.candidate(program, f, task.solver.solve(f.problem))
+    solution = task.approximate_solver.solve(f.problem)
+    candidate = task.candidate(program, f, solution if solution.choices else task.solver.solve(f.problem))
     if others and not sees_two(program.trace, split_dims(candidate.parts.constraints)):
         return begin(mesh, others, task)
     return Begun(mesh, forms[0], others, task, candidate, time.perf_counter() - started)
@@ -111,7 +113,8 @@ def finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finis
 
 def _finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
     started, task = time.perf_counter(), begun.task
-    candidates = _with_overlap(begun, fastest, lowest_score_s)
+    begun = _proven(begun) if begun.score_s <= lowest_score_s else begun
+    candidates = _with_overlap(begun, fastest, search_prices=begun.score_s <= (1 + FAR) * lowest_score_s)
     unlimited = min(candidates, key=_step_time_s)
     memory_bound = unlimited.peak_bytes > task.budget_bytes
     if memory_bound and begun.candidate.peak_bytes > task.budget_bytes and lower_bound_s(unlimited) < fastest.value:
@@ -149,7 +152,21 @@ def _within_budget(
     return [with_best_overlap(limited, task.budget_bytes, fastest.value)]
 
 
-def _with_overlap(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> list[Candidate]:
+def _proven(begun: Begun) -> Begun:
+    """The same by the solver that proves an optimum, where the approximate one ended before."""
+    before, task = begun.candidate, begun.task
+    if before.solution.status is not Status.CLOSE:
+        return begun
+    solution = task.solver.solve(before.formulation.problem)
+    if solution.cost < before.solution.cost:
+        return replace(begun, candidate=task.candidate(begun.form[0], before.formulation, solution))
+    if solution.lower_bound <= before.solution.lower_bound:
+        return begun
+    bound = replace(before.solution, lower_bound=solution.lower_bound, status=solution.status)
+    return replace(begun, candidate=replace(before, solution=bound))
+
+
+def _with_overlap(begun: Begun, fastest: SharedMinimum, *, search_prices: bool) -> list[Candidate]:
     """The plan without a memory limit, and plans by prices that anticipate overlap, each with as little exposed communication
     as possible."""
     task, seen = begun.task, {begun.candidate.solution.choices}
@@ -166,7 +183,7 @@ def _with_overlap(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -
         return with_best_overlap(task.candidate(program, f, solution), budget, to_beat)
 
     first = with_best_overlap(begun.candidate, budget, fastest.value)
-    if begun.score_s > (1 + FAR) * lowest_score_s:
+    if not search_prices:
         return [first]
     too_large = first.peak_bytes > budget  # the memory search will replace the plan
     return [first, *search_overlap_prices(first, other, fastest.value, only_one=too_large)]
