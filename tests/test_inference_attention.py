@@ -26,6 +26,7 @@ from autopar.inference.kernels.paged_attention import BACKENDS, Backend, attend_
 from autopar.inference.kernels.select_backend import Problem, choose_backend
 from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.inference.kv_cache.scores import PLAIN, Scores
 from autopar.jax_interop import compilation
 from autopar.plans.plan import Plan
 from autopar.xla_compiler import hlo_collectives as hlo
@@ -62,26 +63,35 @@ class Case:
             self.tables[row] = len(pool) - 1
         return jnp.asarray(pool)
 
-    def expected(self) -> Any:
+    def expected(self, scores: Scores = PLAIN) -> Any:
         """NumPy's attention of each head, in float64; zeros for the idle row."""
         found = np.zeros(self.queries.shape)
         rows, tokens, heads, _ = self.queries.shape
         group = heads // self.keys.shape[2]
         for row, token, head in np.ndindex(rows, tokens, heads):
             last = self.positions[row, token] + 1
+            first = 0 if scores.window is None else max(0, last - scores.window)
             if last:
-                keys, values = (each[row, :last, head // group].astype(np.float64) for each in (self.keys, self.values))
-                scores = keys @ self.queries[row, token, head] / math.sqrt(DIM)
-                weights = np.exp(scores - scores.max())
+                seen = slice(first, last)
+                keys, values = (each[row, seen, head // group].astype(np.float64) for each in (self.keys, self.values))
+                dots = keys @ self.queries[row, token, head] * (scores.scale or 1 / math.sqrt(DIM))
+                capped = dots if scores.softcap is None else scores.softcap * np.tanh(dots / scores.softcap)
+                weights = np.exp(capped - capped.max())
                 found[row, token, head] = weights @ values / weights.sum()
         return found
 
-    def attended(self, backend: str, dtype: Any = jnp.float32) -> Any:
+    def attended(self, backend: str, dtype: Any = jnp.float32, scores: Scores = PLAIN) -> Any:
         pages = KVPages(*(each.astype(dtype) for each in self.pages))
-        run = jax.jit(attend_paged, static_argnums=0)
-        return np.asarray(
-            run(backend, jnp.asarray(self.queries, dtype), pages, self.tables, self.positions), np.float64
-        )
+        run = jax.jit(attend_paged, static_argnums=(0, 5))
+        queries = jnp.asarray(self.queries, dtype)
+        return np.asarray(run(backend, queries, pages, self.tables, self.positions, scores), np.float64)
+
+    def behind(self, window: int) -> None:
+        """Give back the pages behind the window of each row: another sequence has left NaNs in them."""
+        for row, start in enumerate(self.starts):
+            pages = self.tables[row, : max(0, start - window + 1) // self.pages.page_size]
+            self.pages = KVPages(*(each.at[pages].set(jnp.nan) for each in self.pages))
+            pages[:] = self.pages.scratch_page
 
 
 @pytest.mark.sampled(2)
@@ -96,6 +106,30 @@ def test_every_backend_equals_numpy(backend: str, heads: int, kv_heads: int, tok
     is_real = case.positions >= 0
     np.testing.assert_allclose(got[is_real], case.expected()[is_real], atol=1e-5)
     np.testing.assert_allclose(got[is_real], case.attended("gather")[is_real], atol=1e-5)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.contract
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("scores", "tokens"),
+    [
+        (Scores(window=1), 1),
+        (Scores(window=9), 1),
+        (Scores(scale=0.3, softcap=0.7, window=12), 3),
+        (Scores(window=5), 20),
+        (Scores(softcap=2.0), 3),
+    ],
+)
+def test_windows_and_soft_caps_equal_numpy(backend: str, scores: Scores, tokens: int) -> None:
+    """No page behind the window is read."""
+    case = Case(8, 2, tokens)
+    if scores.window is not None:
+        case.behind(scores.window)
+    is_real = case.positions >= 0
+    got = case.attended(backend, scores=scores)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got[is_real], case.expected(scores)[is_real], atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -215,23 +249,23 @@ def test_pallas_compiles_for_an_absent_gpu_and_copies_no_pool(absent_gpus: Any) 
 SMALL = Problem(rows=4, tokens=1, heads=4, kv_heads=2, head_dim=DIM, page_size=8, pages_per_sequence=4)
 
 
-def _blocks(*operands: Any, scale: float) -> jax.Array:
+def _blocks(*operands: Any, scores: Scores) -> jax.Array:
     queries, keys, values, tables, positions = operands
-    return kv_pages.attend_in_blocks(queries, KVPages(keys, values), tables, positions, scale=scale)
+    return kv_pages.attend_in_blocks(queries, KVPages(keys, values), tables, positions, scores)
 
 
-def _wrong(*operands: Any, scale: float) -> jax.Array:
-    return _blocks(*operands, scale=1.01 * scale)
+def _wrong(*operands: Any, scores: Scores) -> jax.Array:
+    return _blocks(*operands, scores=Scores(1.01 * (scores.scale or 1)))
 
 
-def _reads_on(queries: Any, keys: Any, values: Any, tables: Any, positions: Any, *, scale: float) -> jax.Array:
+def _reads_on(queries: Any, keys: Any, values: Any, tables: Any, positions: Any, *, scores: Scores) -> jax.Array:
     """Mask the scores, but not the values."""
     keys, values = kv_pages.gather(KVPages(keys, values), tables)
     is_read = jnp.arange(keys.shape[1]) <= positions[:, None, :, None]
-    return jax.nn.dot_product_attention(queries, keys, values, mask=is_read, scale=scale)
+    return jax.nn.dot_product_attention(queries, keys, values, mask=is_read, scale=scores.scale)
 
 
-def _raises(*operands: Any, scale: float) -> jax.Array:
+def _raises(*operands: Any, scores: Scores) -> jax.Array:
     raise RuntimeError("no such kernel\nin this compiler")
 
 

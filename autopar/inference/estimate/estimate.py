@@ -95,7 +95,7 @@ class PaperInference:
     @property
     def served(self) -> Served:
         """The model and the static sizes of its engine."""
-        dtype, model = jnp.dtype(self.dtype), Decoder(self.config)
+        dtype, model = jnp.dtype(self.dtype), Decoder(self.config.for_length(self.max_length))
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
         params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
         options = Options(num_slots=self.batch, max_length=self.max_length)

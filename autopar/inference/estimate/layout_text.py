@@ -15,12 +15,14 @@ from autopar.rules.table import traits_of
 
 #: (pattern of the end of a path, names of the dims). The first match counts.
 _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (r"/experts/(gate|up|down)/weight", ("experts", "outputs", "inputs")),
     (r"/(query|key|value)/weight", ("heads", "head dim", "inputs")),
     (r"/(query|key|value)/bias", ("heads", "head dim")),
     (r"/out/weight", ("outputs", "heads", "head dim")),
     (r"/(embed|head)/weight", ("vocabulary", "hidden")),
     (r"/embed_positions/weight", ("positions", "hidden")),
     (r"norm/(weight|bias)", ("hidden",)),
+    (r"/(query|key)_norm/weight", ("heads", "head dim")),
     (r"/(\w+)/weight", ("outputs", "inputs")),
     (r"/(\w+)/bias", ("outputs",)),
     (r"pages/\d+/(keys|values)", ("pages", "tokens of a page", "heads", "head dim")),
@@ -39,7 +41,7 @@ def describe_layout(plan: Plan) -> list[tuple[str, str]]:
     for tensor in plan.inputs:
         if not tensor.path.startswith(("params/", "resident/pages/")):
             continue
-        names = next(dims for pattern, dims in _DIMS if re.search(pattern + "$", tensor.path))
+        names = _names_of(tensor.path, len(tensor.shape))
         text = describe_sharding(names, tensor.sharding, plan)
         kinds[_kind(tensor.path)][text] += 1
     equal: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -65,12 +67,23 @@ def describe_sharding(names: Sequence[str], sharding: TensorSharding, plan: Plan
     return ", ".join(parts) or _REPLICATED
 
 
+def _names_of(path: str, num_dims: int) -> tuple[str, ...]:
+    """The names of a tensor's dims.
+
+    >>> _names_of("params/layers_0/query_norm/weight", 2)
+    ('heads', 'head dim')
+    """
+    return next(dims for pattern, dims in _DIMS if len(dims) == num_dims and re.search(pattern + "$", path))
+
+
 def _kind(path: str) -> tuple[str, str]:
     """
     >>> _kind("params/params/layers_3/query/weight"), _kind("resident/pages/0/keys")
     (('weights', 'query'), ('cache', 'keys'))
+    >>> _kind("params/params/layers_3/experts/gate/weight")
+    ('weights', 'experts gate')
     """
-    *_, owner, leaf = _LAYER.sub("", path).split("/")
+    *_, owner, leaf = _LAYER.sub("", path).replace("experts/", "experts ").split("/")
     if owner == "pages":
         return "cache", leaf
     return "weights", owner if leaf == "weight" else f"{owner} ({leaf})"

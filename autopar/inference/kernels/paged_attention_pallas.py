@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from autopar.inference.kv_cache.scores import Scores
 from autopar.jax_interop import compat as jax_compat
 
 _BLOCK_TOKENS = 64  # keys per block
@@ -44,7 +45,7 @@ def attend(
     tables: jax.Array,
     positions: jax.Array,
     *,
-    scale: float,
+    scores: Scores,
     interpret: bool,
 ) -> jax.Array:
     """Compute causal attention over pages.
@@ -54,6 +55,7 @@ def attend(
         keys, values: `[num_pages + 1, page_size, kv_heads, head_dim]`; the last page is scratch.
         tables: int32 `[rows, pages of a sequence]`.
         positions: int32 `[rows, tokens]`; negative ones are padding.
+        scores: how dot products become weights, without ALiBi.
         interpret: whether Pallas interprets the kernel, which needs no GPU.
 
     Returns:
@@ -81,7 +83,7 @@ def attend(
     partial = (splits, rows, kv_heads, blocks * block)
     per_query = pl.BlockSpec((None, None, None, block), lambda r, h, q, s: (s, r, h, q))
     sums, total, row_max = pl.pallas_call(
-        functools.partial(_kernel, scale=scale, width=width),
+        functools.partial(_kernel, scores=scores, width=width),
         grid=(rows, kv_heads, blocks, splits),
         in_specs=[
             pl.BlockSpec((None, None, block, dim), lambda r, h, q, s: (r, h, q, 0)),
@@ -127,7 +129,7 @@ def _kernel(
     total_out: Any,
     max_out: Any,
     *,
-    scale: float,
+    scores: Scores,
     width: int,
 ) -> None:
     """One program: attend `[queries, head_dim]` to `[num_pages + 1, page_size, head_dim]`, over its split of the row's
@@ -150,10 +152,10 @@ def _kernel(
         value_block = values[pages].reshape(width * size, dim).astype(query_block.dtype)
         is_valid = lax.broadcast_in_dim(key_positions <= last, value_block.shape, (0,))
         value_block = jnp.where(is_valid, value_block, 0)  # a stale NaN in a page times 0 is a NaN
-        mask = key_positions[None, :] <= query_positions[:, None]
-        scores = jnp.where(mask, matmul(query_block, key_block.T) * scale, _MASKED)
-        new_max = jnp.maximum(row_max, jnp.max(scores, 1))
-        weights = jnp.where(mask, jnp.exp(scores - new_max[:, None]), 0.0)
+        mask = scores.may_see(key_positions[None, :], query_positions[:, None])
+        masked = jnp.where(mask, scores.capped(matmul(query_block, key_block.T) * scores.scale_of(dim)), _MASKED)
+        new_max = jnp.maximum(row_max, jnp.max(masked, 1))
+        weights = jnp.where(mask, jnp.exp(masked - new_max[:, None]), 0.0)
         rescale = jnp.exp(row_max - new_max)
         weighted = matmul(weights.astype(query_block.dtype), value_block)
         return new_max, total * rescale + jnp.sum(weights, 1), sums * rescale[:, None] + weighted

@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.inference.kernels.paged_attention import BACKENDS, REFERENCE, attend_paged, backend_named
 from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.inference.kv_cache.scores import PLAIN, Scores
 
 #: Tolerated difference from the reference, by the bytes of an element, for outputs of about 1: rounding alone.
 _TOLERANCE = {8: 1e-5, 4: 1e-5, 2: 2e-2}
@@ -30,7 +31,7 @@ _ROUNDS = 5
 _REPEATS = 8  # per call, to amortize its dispatch
 _NUM_DRAWN = 2**20 + 7  # random numbers, repeated to fill all pages
 
-_attend = jax.jit(attend_paged, static_argnums=0)
+_attend = jax.jit(attend_paged, static_argnums=(0, 5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Problem:
         pages_per_sequence: the pages of the longest sequence.
         dtype: the dtype of queries and pages.
         typical_length: the tokens of a sequence for the timing; by default half of the longest.
+        scores: how dot products become weights.
     """
 
     rows: int
@@ -54,6 +56,7 @@ class Problem:
     pages_per_sequence: int
     dtype: Any = jnp.float32
     typical_length: int | None = None
+    scores: Scores = PLAIN
 
     @property
     def longest(self) -> int:
@@ -128,6 +131,8 @@ def _cannot_run(name: str, problem: Problem, platform: str) -> str:
     backend = backend_named(name)
     if platform not in backend.platforms:
         return f"it runs on {' and '.join(backend.platforms)}, and this device is a {platform}"
+    if problem.scores.slopes is not None and backend.run is not None:
+        return f"ALiBi is computed by {REFERENCE}"
     return backend.refused(problem.page_size, problem.head_dim) or ""
 
 
@@ -144,7 +149,7 @@ def _differences(problem: Problem, names: Sequence[str], rejected: dict[str, str
     with jax.default_matmul_precision("highest"):
         for name in names:
             try:
-                found[name] = max(_difference(name, arrays) for arrays in draws)
+                found[name] = max(_difference(name, problem.scores, arrays) for arrays in draws)
             except Exception as error:  # a failure in a kernel's compiler must not stop the server
                 rejected[name] = _first_line(error)
                 continue
@@ -153,9 +158,9 @@ def _differences(problem: Problem, names: Sequence[str], rejected: dict[str, str
     return found
 
 
-def _difference(name: str, arrays: Sequence[Any]) -> float:
+def _difference(name: str, scores: Scores, arrays: Sequence[Any]) -> float:
     """The largest difference from the reference; infinite if an output is NaN or infinite."""
-    got, expected = (np.asarray(_attend(each, *arrays), np.float32) for each in (name, REFERENCE))
+    got, expected = (np.asarray(_attend(each, *arrays, scores), np.float32) for each in (name, REFERENCE))
     is_real = np.asarray(arrays[-1]) >= 0
     difference = np.abs(got - expected)[is_real].max(initial=0.0)
     return float(difference) if np.isfinite(difference) else math.inf
@@ -204,7 +209,7 @@ def _seconds(problem: Problem, names: Sequence[str], rejected: dict[str, str]) -
         for name in [name for name in names if name not in rejected]:
             begin = time.perf_counter()
             try:
-                _attend_repeatedly(name, queries, pages, tables, positions).block_until_ready()
+                _attend_repeatedly(name, problem.scores, queries, pages, tables, positions).block_until_ready()
             except Exception as error:
                 rejected[name] = _first_line(error)
                 least.pop(name, None)
@@ -214,12 +219,12 @@ def _seconds(problem: Problem, names: Sequence[str], rejected: dict[str, str]) -
     return least
 
 
-@partial(jax.jit, static_argnums=0)
-def _attend_repeatedly(name: str, queries: Any, pages: Any, tables: Any, positions: Any) -> jax.Array:
+@partial(jax.jit, static_argnums=(0, 1))
+def _attend_repeatedly(name: str, scores: Scores, queries: Any, pages: Any, tables: Any, positions: Any) -> jax.Array:
     """Run attention in a loop. The tables are rotated each time, so that XLA cannot hoist anything out of the loop."""
 
     def iterate(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         queries, tables = carry
-        return attend_paged(name, queries, pages, tables, positions), jnp.roll(tables, 1, 0)
+        return attend_paged(name, queries, pages, tables, positions, scores), jnp.roll(tables, 1, 0)
 
     return jax.lax.fori_loop(0, _REPEATS, iterate, (queries, tables))[0]

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from autopar.inference.kv_cache.scores import PLAIN, Scores
+
 _WIDE = jnp.float32
 #: Tokens per block: at least so many of one sequence, and about so many of all sequences together. With few rows, such as
 #: one chunk of a prompt, blocks are longer, so that several cores share a matmul.
@@ -78,7 +80,7 @@ def gather(pages: KVPages, tables: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def attend(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, *, scale: float | None = None
+    queries: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, scores: Scores = PLAIN
 ) -> jax.Array:
     """Compute causal attention over contiguous keys and values: the reference for every other kernel.
 
@@ -87,15 +89,24 @@ def attend(
         keys, values: `[rows, length, kv_heads, head_dim]`, in the order of positions. Entries after `positions` are not
             read.
         positions: int32 `[rows, tokens]`. Where they are negative, the output is finite but meaningless.
+        scores: how dot products become weights.
 
     Returns:
         `[rows, tokens, heads, head_dim]`.
     """
-    key_positions = jnp.arange(keys.shape[1])
-    mask = key_positions <= jnp.maximum(positions, 0)[:, None, :, None]
+    head_dim, key_positions = queries.shape[-1], jnp.arange(keys.shape[1])
+    mask = scores.may_see(key_positions, jnp.maximum(positions, 0)[:, None, :, None])
     is_valid = (key_positions <= positions.max(1)[:, None])[..., None, None]  # a stale NaN in a page times 0 is a NaN
     values = jnp.where(is_valid, values, 0)
-    return jax.nn.dot_product_attention(queries, keys, values, mask=mask, scale=scale, implementation="xla")
+    if scores.softcap is None:
+        bias = scores.bias(keys.shape[1], head_dim)
+        return jax.nn.dot_product_attention(queries, keys, values, bias, mask, scale=scores.scale, implementation="xla")
+    rows, tokens, heads, _ = queries.shape
+    grouped = queries.reshape(rows, tokens, keys.shape[2], heads // keys.shape[2], head_dim)
+    dots = jnp.einsum("rtkgd,rskd->rkgts", grouped, keys, preferred_element_type=_WIDE)
+    capped = scores.capped(dots * scores.scale_of(head_dim))
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], capped, _MASKED), axis=-1).astype(values.dtype)
+    return jnp.einsum("rkgts,rskd->rtkgd", weights, values).reshape(queries.shape)
 
 
 def attend_in_blocks(
@@ -103,8 +114,7 @@ def attend_in_blocks(
     pages: KVPages,
     tables: jax.Array,
     positions: jax.Array,
-    *,
-    scale: float | None = None,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
     """Compute `attend` over pages, block by block, up to the longest sequence.
 
@@ -113,25 +123,28 @@ def attend_in_blocks(
     the row's sums unchanged to the bit, so a row does not depend on the lengths of the others.
 
     Args:
-        queries, positions: see `attend`. tables: see `write`.
+        queries, positions, scores: see `attend`. tables: see `write`.
     """
+    assert scores.slopes is None, "the bias of ALiBi is a further operand, which is split by heads: use `attend`"
     rows, tokens, heads, dim = queries.shape
     block_tokens = max(_MIN_BLOCK, _BLOCK_ALL_ROWS // rows)
     kv_heads, size, width = pages.keys.shape[2], pages.page_size, max(1, block_tokens // pages.page_size)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % width)), constant_values=pages.scratch_page)
     grouped = queries.reshape(rows, tokens, kv_heads, heads // kv_heads, dim)
-    last = positions.max(1)[:, None]
+    last, scale = positions.max(1)[:, None], scores.scale_of(dim)
 
     def block(number: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         row_max, total, sums = carry
         keys, values = gather(pages, jax.lax.dynamic_slice_in_dim(tables, number * width, width, 1))
         key_positions = number * width * size + jnp.arange(width * size)
         values = jnp.where((key_positions <= last)[..., None, None], values, 0)  # as in `attend`
-        scores = jnp.einsum("rtkgd,rskd->rktgs", grouped, keys.astype(queries.dtype), preferred_element_type=_WIDE)
-        mask = key_positions <= jnp.maximum(positions, 0)[:, None, :, None, None]
-        scores = jnp.where(mask, scores * (dim**-0.5 if scale is None else scale), _MASKED)
-        new_max = jnp.maximum(row_max, scores.max(-1))
-        weights, rescale = jnp.exp(scores - new_max[..., None]), jnp.exp(row_max - new_max)
+        dots = jnp.einsum("rtkgd,rskd->rktgs", grouped, keys.astype(queries.dtype), preferred_element_type=_WIDE)
+        mask = scores.may_see(key_positions, jnp.maximum(positions, 0)[:, None, :, None, None])
+        masked = jnp.where(mask, scores.capped(dots * scale), _MASKED)
+        new_max = jnp.maximum(row_max, masked.max(-1))
+        # Before its window, a row has seen no key yet, and exp(_MASKED - _MASKED) is 1.
+        weights = jnp.where(mask, jnp.exp(masked - new_max[..., None]), 0.0)
+        rescale = jnp.exp(row_max - new_max)
         values = values.astype(queries.dtype)
         weighted = jnp.einsum("rktgs,rskd->rktgd", weights.astype(values.dtype), values, preferred_element_type=_WIDE)
         return new_max, total * rescale + weights.sum(-1), sums * rescale[..., None] + weighted

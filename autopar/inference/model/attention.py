@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.inference.kv_cache import device_pages as kv_pages
+from autopar.inference.kv_cache.scores import PLAIN, Scores
 from autopar.inference.model.config import DecoderConfig
 
 
@@ -20,7 +21,7 @@ class Attend(Protocol):
     """The attention of one layer."""
 
     def __call__(
-        self, cache: Any, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
+        self, cache: Any, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array, scores: Scores
     ) -> tuple[jax.Array, Any]:
         """Store the keys and values of the new tokens, and attend to the cache.
 
@@ -29,6 +30,7 @@ class Attend(Protocol):
             queries: [batch, tokens, heads, head_dim], after the rotary embedding; not scaled.
             keys, values: [batch, tokens, kv_heads, head_dim] of the same tokens. Query head h reads key head
                 h // (heads / kv_heads).
+            scores: how dot products become weights.
 
         Returns:
             The outputs, in the shape of the queries; and the cache.
@@ -37,10 +39,13 @@ class Attend(Protocol):
 
 
 def attend_causally(
-    cache: Any, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
+    cache: Any, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array, scores: Scores = PLAIN
 ) -> tuple[jax.Array, Any]:
     """Attend causally within whole sequences. The cache is returned unchanged."""
-    return jax.nn.dot_product_attention(queries, keys, values, is_causal=True), cache
+    if scores == PLAIN:
+        return jax.nn.dot_product_attention(queries, keys, values, is_causal=True), cache
+    positions = jnp.broadcast_to(jnp.arange(queries.shape[1]), queries.shape[:2])
+    return kv_pages.attend(queries, keys, values, positions, scores), cache
 
 
 class ContiguousCache(NamedTuple):
@@ -69,13 +74,19 @@ class AttendContiguous:
         self.positions = positions
 
     def __call__(
-        self, cache: ContiguousCache, layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
+        self,
+        cache: ContiguousCache,
+        layer: int,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        scores: Scores = PLAIN,
     ) -> tuple[jax.Array, ContiguousCache]:
         """See `Attend`."""
         keys, values = self._written(cache.keys[layer], keys), self._written(cache.values[layer], values)
         stored = (keys.astype(queries.dtype), values.astype(queries.dtype))
         cache = ContiguousCache(_replaced(cache.keys, layer, keys), _replaced(cache.values, layer, values))
-        return kv_pages.attend(queries, *stored, self.positions), cache
+        return kv_pages.attend(queries, *stored, self.positions, scores), cache
 
     def _written(self, stored: jax.Array, new: jax.Array) -> jax.Array:
         rows = jnp.arange(new.shape[0])[:, None]

@@ -41,12 +41,12 @@ class Checkpoint:
     """A model's folder that holds every parameter in its shape, and nothing else.
 
     Args:
-        tensors: for each parameter path, the stored tensor and the part of it that is the parameter.
+        tensors: for each parameter path, the stored tensors and the part of them that is the parameter.
     """
 
     folder: Path
     config: DecoderConfig
-    tensors: Mapping[names.Path, tuple[names.Source, StoredTensor]]
+    tensors: Mapping[names.Path, tuple[names.Source, tuple[StoredTensor, ...]]]
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
@@ -60,12 +60,16 @@ class Checkpoint:
         stored = _stored(folder)
         sources = _sources(config)
         # Checkpoints of the bare model lack the prefix. Every checkpoint has the embedding, so its name shows which it is.
-        prefix = names.prefix(config)
-        embedding = sources["embed", "weight"].name
+        prefix, head = names.prefix(config), names.head(config)
+        (embedding,) = sources["embed", "weight"].names
         if embedding not in stored and embedding.removeprefix(prefix) in stored:
-            stored = {name if name == names.HEAD else prefix + name: tensor for name, tensor in stored.items()}
+            stored = {name if name == head else prefix + name: tensor for name, tensor in stored.items()}
         _check(folder, config, sources, stored)
-        return cls(folder, config, {path: (source, stored[source.name]) for path, source in sources.items()})
+        return cls(
+            folder,
+            config,
+            {path: (source, tuple(stored[name] for name in source.names)) for path, source in sources.items()},
+        )
 
     @property
     def model(self) -> Decoder:
@@ -80,8 +84,8 @@ class Checkpoint:
         """
         return _tree(
             {
-                path: jax.ShapeDtypeStruct(source.shape, _dtype(tensor, dtype))
-                for path, (source, tensor) in self.tensors.items()
+                path: jax.ShapeDtypeStruct(source.shape, _dtype(tensors[0], dtype))
+                for path, (source, tensors) in self.tensors.items()
             }
         )
 
@@ -109,10 +113,10 @@ class Checkpoint:
             )
         by_path: Any = traverse_util.flatten_dict(shardings["params"])
         loaded = {}
-        for path, (source, tensor) in self.tensors.items():
+        for path, (source, tensors) in self.tensors.items():
             report = partial(progress, "/".join(path)) if progress is not None else None
-            view = source.view(tensor.mapped())
-            loaded[path] = load_sharded(view, _dtype(tensor, dtype), by_path[path], report)
+            view = source.view([tensor.mapped() for tensor in tensors])
+            loaded[path] = load_sharded(view, _dtype(tensors[0], dtype), by_path[path], report)
         return _tree(loaded)
 
 
@@ -142,15 +146,15 @@ def write_checkpoint(
         raise ModelError(f"weights cannot be written as {dtype!r}; give one of {', '.join(DTYPES)}")
     if target.exists():
         raise ModelError(f"{target} already exists. Give the name of a new folder")
-    sources = {source.name: (path, source) for path, source in _sources(config).items()}
-    shapes = {name: source.stored_shape for name, (_, source) in sources.items()}
+    sources = _sources(config)
+    paths = {name: path for path, source in sources.items() for name in source.names}
+    shapes = {name: sources[path].stored_shape for name, path in paths.items()}
+    center = 0 if config.norm == "rms_one" else 1
 
     def make(name: str) -> NDArray[Any]:
-        path, source = sources[name]
-        noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(
-            source.stored_shape, dtype=np.float32
-        )
-        mean = 1 if path[-2].endswith("norm") and path[-1] == "weight" else 0
+        path = paths[name]
+        noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shapes[name], dtype=np.float32)
+        mean = center if path[-2].endswith("norm") and path[-1] == "weight" else 0
         return mean + noise / math.sqrt(config.hidden_size)
 
     unfinished: Path | None = None
@@ -169,16 +173,19 @@ def write_checkpoint(
 
 
 def _sources(config: DecoderConfig) -> dict[names.Path, names.Source]:
-    """Map each parameter to its stored tensor. All layers have the same shapes, so one is traced for all."""
-    shapes: Any = jax.eval_shape(
-        Decoder(replace(config, num_layers=1)).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32)
-    )
+    """Map each parameter to its stored tensors. Layers of one kind have the same shapes, so one is traced for all."""
+    of_kind: dict[Any, list[int]] = {}
+    for layer, kind in enumerate(config.layers):
+        of_kind.setdefault(kind.experts, []).append(layer)
     sources: dict[names.Path, names.Source] = {}
-    flat: Any = traverse_util.flatten_dict(shapes["params"])
-    for path, leaf in flat.items():
-        in_layers = [(f"layers_{layer}", *path[1:]) for layer in range(config.num_layers)]
-        for each in in_layers if path[0] == "layers_0" else [path]:
-            sources[each] = names.source(config, each, leaf.shape)
+    for layers in of_kind.values():
+        one = replace(config, num_layers=1, layers=(config.layers[layers[0]],))
+        shapes: Any = jax.eval_shape(Decoder(one).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
+        flat: Any = traverse_util.flatten_dict(shapes["params"])
+        for path, leaf in flat.items():
+            in_layers = [(f"layers_{layer}", *path[1:]) for layer in layers]
+            for each in in_layers if path[0] == "layers_0" else [path]:
+                sources[each] = names.source(config, each, leaf.shape)
     return sources
 
 
@@ -228,7 +235,7 @@ def _check(
     stored: Mapping[str, StoredTensor],
 ) -> None:
     """Refuse tensors that are missing, unexpected, or of another shape than the configuration requires."""
-    shapes = {source.name: source.stored_shape for source in sources.values()}
+    shapes = {name: shape for source in sources.values() for name, shape in source.stored.items()}
     missing = [f"`{name}` of the shape {list(shape)}" for name, shape in shapes.items() if name not in stored]
     if missing:
         raise ModelError(

@@ -8,32 +8,40 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from autopar.errors import ModelError
-from autopar.inference.model.rotary import Llama3Scaling, Rotary
+from autopar.inference.kv_cache.scores import Scores
+from autopar.inference.model.config_fields import Fields
+from autopar.inference.model.families import FAMILIES
+from autopar.inference.model.layer_kinds import LayerKind
 
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-_REQUIRED: Any = object()
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """The configuration of a decoder of any family.
 
     Args:
-        family: the `model_type` in `config.json`: "llama", "mistral", "qwen2", "qwen3" or "gpt2".
+        family: the `model_type` in `config.json`, such as "llama" or "gemma2".
         max_positions: the longest sequence that the model supports, in tokens.
-        norm: "rms" or "layer". norm_epsilon: the term added to the variance.
-        activation: "silu", "gelu" or "gelu_tanh". gated: whether the feed-forward network has a gate (SwiGLU).
-        rotary: the rotary embedding; None if positions are learned.
+        layers: what differs between layers: rotary embedding, window, experts.
+        norm: "rms"; "rms_one", whose factor is one plus the weight; or "layer". norm_epsilon: the term added to the variance.
+        activation: "silu", "relu", "gelu" or "gelu_tanh". gated: whether the feed-forward network has a gate (SwiGLU).
         tied: whether the head shares the weight of the embedding.
         qkv_bias, out_bias, mlp_bias: whether these projections have a bias.
-        qk_norm: whether queries and keys are normalized in each head.
         dtype: the name of the dtype that `config.json` gives; None if it gives none.
+        learned_positions: whether positions have a learned embedding.
+        qk_norm: whether queries and keys are normalized: in each "head", or over "all" heads.
+        pre_norm, post_norm: whether attention and the feed-forward network have a norm before, and one after them.
+        parallel: whether attention and the feed-forward network read the same hidden states, and their results are added.
+        shared_norm: whether they share the norm before them, if they are parallel.
+        attention_scale: the factor of dot products of queries and keys; by default 1 / sqrt(head_dim).
+        attention_softcap, logit_softcap: the bounds of attention scores and of logits by tanh.
+        slopes: the slope of each head (ALiBi).
+        embedding_scale, residual_scale, logit_scale: the factors of embeddings, of what a layer adds, and of logits.
     """
 
     family: str
@@ -45,17 +53,29 @@ class DecoderConfig:
     head_dim: int
     mlp_size: int
     max_positions: int
-    norm: str
+    layers: tuple[LayerKind, ...]
+    norm: Literal["rms", "rms_one", "layer"]
     norm_epsilon: float
     activation: str
     gated: bool
-    rotary: Rotary | None
     tied: bool
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
     dtype: str | None
+    learned_positions: bool = False
+    qk_norm: Literal["head", "all"] | None = None
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    slopes: tuple[float, ...] | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DecoderConfig:
@@ -89,196 +109,52 @@ class DecoderConfig:
         Raises:
             ModelError: a family, field or value is not supported, or a field is missing.
         """
-        reader = _Fields(fields, source)
+        reader = Fields(fields, source)
         family = reader.take("model_type", str)
-        if family not in _FAMILIES:
+        if family not in FAMILIES:
             raise ModelError(
                 f"{source}: model_type is {family!r}, which is not supported. Use a checkpoint of one of"
-                f" {', '.join(sorted(_FAMILIES))}"
+                f" {', '.join(sorted(FAMILIES))}"
             )
         reader.refuse("quantization_config", None)
-        config = _FAMILIES[family](reader)
-        if config.num_heads % config.num_kv_heads:
+        config = cls(family=family, dtype=reader.dtype(), **FAMILIES[family].fields(reader))
+        config._check(source)
+        return config.for_length(config.max_positions)
+
+    def _check(self, source: str) -> None:
+        """Refuse sizes that contradict each other."""
+        if self.num_heads % self.num_kv_heads:
             raise ModelError(
-                f"{source}: there are {config.num_heads} heads for {config.num_kv_heads} heads of keys and values, and the"
+                f"{source}: there are {self.num_heads} heads for {self.num_kv_heads} heads of keys and values, and the"
                 " first number must be a multiple of the second"
             )
-        if config.rotary and config.head_dim % 2:
-            raise ModelError(f"{source}: head_dim is {config.head_dim}, and must be even for the rotary embedding")
-        return config
+        for kind in self.layers:
+            if kind.rotary is None:
+                continue
+            rotated = kind.rotary.num_rotated(self.head_dim)
+            if rotated % 2 or not rotated:
+                raise ModelError(
+                    f"{source}: the rotary embedding rotates {rotated} of {self.head_dim} elements of a head (head_dim),"
+                    " and their number must be even"
+                )
+            long = kind.rotary.long
+            if long is not None and {len(long.short), len(long.long)} != {rotated // 2}:
+                raise ModelError(
+                    f"{source}: `short_factor` and `long_factor` have {len(long.short)} and {len(long.long)} numbers, and"
+                    f" must have {rotated // 2}, half of the elements of a head that are rotated"
+                )
 
+    @property
+    def window(self) -> int | None:
+        """The tokens that any token of any layer may see, itself included; None is all before it."""
+        windows = [kind.window for kind in self.layers]
+        return None if None in windows else max(each for each in windows if each is not None)
 
-@dataclass(frozen=True, slots=True)
-class _Fields:
-    """The fields of a `config.json`, with checked access."""
+    def scores(self, layer: int) -> Scores:
+        """How the attention of a layer makes weights from dot products."""
+        return Scores(self.attention_scale, self.attention_softcap, self.layers[layer].window, self.slopes)
 
-    fields: Mapping[str, Any]
-    source: str
-
-    def take(self, name: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """Return a field's value, checked to be of `kind`. An int is valid as a float, and an int must be positive."""
-        value = self.fields.get(name)
-        if value is None:
-            if default is _REQUIRED:
-                raise ModelError(f"{self.source} has no `{name}`, which this family needs")
-            return default
-        fits = isinstance(value, kind) or (kind is float and isinstance(value, int))
-        if not fits or (isinstance(value, bool) and kind is not bool) or (kind is int and value < 1):
-            wanted = "a positive int" if kind is int else f"a {kind.__name__}"
-            raise ModelError(f"{self.source}: `{name}` is {value!r}, and must be {wanted}")
-        return kind(value)
-
-    def refuse(self, name: str, *supported: Any) -> None:
-        """Refuse a field that is present with a value other than those supported."""
-        value = self.fields.get(name)
-        if value is not None and value not in supported:
-            allowed = ", ".join(json.dumps(one) for one in supported)
-            raise ModelError(
-                f"{self.source}: `{name}` is {json.dumps(value)}, which is not supported; supported is {allowed}"
-            )
-
-    def activation(self, name: str, default: str) -> str:
-        value = self.take(name, str, default)
-        if value not in _ACTIVATIONS:
-            raise ModelError(
-                f"{self.source}: `{name}` is {value!r}, which is not supported; supported are {', '.join(_ACTIVATIONS)}"
-            )
-        return _ACTIVATIONS[value]
-
-    def dtype(self) -> str | None:
-        return self.take("dtype", str, None) or self.take("torch_dtype", str, None)
-
-    def rotary(self, default_base: float) -> Rotary:
-        """The rotary embedding, from `rope_parameters`, or from `rope_theta` and `rope_scaling`, which it replaced."""
-        both = self.take("rope_parameters", dict, None) or self.take("rope_scaling", dict, None) or {}
-        scaling = _Fields(both, f"{self.source}, rope_scaling")
-        base = scaling.take("rope_theta", float, None) or self.take("rope_theta", float, default_base)
-        kind = scaling.take("rope_type", str, None) or scaling.take("type", str, "default")
-        for fields in (self, scaling):
-            fields.refuse("partial_rotary_factor", 1)
-        if kind == "default":
-            return Rotary(base)
-        if kind == "linear":
-            return Rotary(base, factor=scaling.take("factor", float))
-        if kind != "llama3":
-            raise ModelError(
-                f"{self.source}: rope_scaling of the type {kind!r} is not supported; supported are default, linear, llama3"
-            )
-        return Rotary(
-            base,
-            factor=scaling.take("factor", float),
-            llama3=Llama3Scaling(
-                low_frequency_factor=scaling.take("low_freq_factor", float),
-                high_frequency_factor=scaling.take("high_freq_factor", float),
-                original_max_positions=scaling.take("original_max_position_embeddings", int),
-            ),
-        )
-
-
-def _llama(fields: _Fields) -> DecoderConfig:
-    bias = fields.take("attention_bias", bool, False)
-    return _like_llama(
-        fields, qkv_bias=bias, out_bias=bias, mlp_bias=fields.take("mlp_bias", bool, False), max_positions=2048
-    )
-
-
-def _mistral(fields: _Fields) -> DecoderConfig:
-    """A LLaMA, whose tokens see as many tokens as the window has. A sequence within the window needs no mask for it."""
-    config = _like_llama(fields, qkv_bias=False, kv_heads=8, max_positions=131072)
-    window = fields.take("sliding_window", int, None) if "sliding_window" in fields.fields else 4096
-    return config if window is None else replace(config, max_positions=min(config.max_positions, window))
-
-
-def _qwen2(fields: _Fields) -> DecoderConfig:
-    _refuse_windows(fields)
-    return _like_llama(fields, qkv_bias=True, max_positions=32768)
-
-
-def _qwen3(fields: _Fields) -> DecoderConfig:
-    _refuse_windows(fields)
-    bias = fields.take("attention_bias", bool, False)
-    return _like_llama(fields, qkv_bias=bias, out_bias=bias, qk_norm=True, head_dim=128, max_positions=32768)
-
-
-def _refuse_windows(fields: _Fields) -> None:
-    fields.refuse("use_sliding_window", False)
-    layer_types = fields.fields.get("layer_types")
-    if layer_types is not None:
-        fields.refuse("layer_types", ["full_attention"] * len(layer_types))
-
-
-def _like_llama(
-    fields: _Fields,
-    *,
-    qkv_bias: bool,
-    max_positions: int,
-    out_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    head_dim: int | None = None,
-    kv_heads: int | None = None,
-) -> DecoderConfig:
-    """The configuration of the LLaMA family and its successors. The defaults are those of `transformers`."""
-    hidden, heads = fields.take("hidden_size", int), fields.take("num_attention_heads", int)
-    return DecoderConfig(
-        family=fields.take("model_type", str),
-        vocab_size=fields.take("vocab_size", int),
-        hidden_size=hidden,
-        num_layers=fields.take("num_hidden_layers", int),
-        num_heads=heads,
-        num_kv_heads=fields.take("num_key_value_heads", int, kv_heads or heads),
-        head_dim=fields.take("head_dim", int, head_dim or hidden // heads),
-        mlp_size=fields.take("intermediate_size", int),
-        max_positions=fields.take("max_position_embeddings", int, max_positions),
-        norm="rms",
-        norm_epsilon=fields.take("rms_norm_eps", float, 1e-6),
-        activation=fields.activation("hidden_act", "silu"),
-        gated=True,
-        rotary=fields.rotary(10_000.0),
-        tied=fields.take("tie_word_embeddings", bool, False),
-        qkv_bias=qkv_bias,
-        out_bias=out_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
-        dtype=fields.dtype(),
-    )
-
-
-def _gpt2(fields: _Fields) -> DecoderConfig:
-    fields.refuse("scale_attn_weights", True)
-    fields.refuse("scale_attn_by_inverse_layer_idx", False)
-    fields.refuse("add_cross_attention", False)
-    hidden, heads = fields.take("n_embd", int), fields.take("n_head", int)
-    if hidden % heads:
-        raise ModelError(f"{fields.source}: `n_embd` is {hidden}, and must be a multiple of `n_head`, {heads}")
-    return DecoderConfig(
-        family="gpt2",
-        vocab_size=fields.take("vocab_size", int),
-        hidden_size=hidden,
-        num_layers=fields.take("n_layer", int),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=hidden // heads,
-        mlp_size=fields.take("n_inner", int, 4 * hidden),
-        max_positions=fields.take("n_positions", int),
-        norm="layer",
-        norm_epsilon=fields.take("layer_norm_epsilon", float, 1e-5),
-        activation=fields.activation("activation_function", "gelu_new"),
-        gated=False,
-        rotary=None,
-        tied=fields.take("tie_word_embeddings", bool, True),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        qk_norm=False,
-        dtype=fields.dtype(),
-    )
-
-
-_FAMILIES: dict[str, Callable[[_Fields], DecoderConfig]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-}
+    def for_length(self, longest: int) -> DecoderConfig:
+        """The configuration for sequences of at most `longest` tokens: windows as long have no effect, and LongRoPE
+        chooses its divisors by this length."""
+        return replace(self, layers=tuple(kind.for_length(longest) for kind in self.layers))

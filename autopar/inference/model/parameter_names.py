@@ -1,148 +1,141 @@
-"""Map each decoder parameter to its tensor in a checkpoint: name, shape, layout.
+"""Map each decoder parameter to its tensors in a checkpoint: names, shapes, layout.
 
-In: a decoder's configuration, and the path and shape of one of its parameters. Out: a `Source`: the tensor's name and shape
-in the file, and the part of the tensor that is the parameter. A parameter is a view of its tensor, so a slice of the
-parameter is read as a slice of the tensor.
+In: a decoder's configuration, and the path and shape of one of its parameters. Out: a `Source`: the names and the shape of
+the tensors in the files, and the part of them that is the parameter. A slice of the parameter is read as slices of tensors.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from autopar.inference.model.config import DecoderConfig
+from autopar.inference.model.families import FAMILIES
+from autopar.inference.model.tensor_names import Names, Rows
 
 Path = tuple[str, ...]
-HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The stored tensor of one parameter.
+    """The stored tensors of one parameter.
 
     Args:
-        name: the tensor's name. stored_shape: the tensor's shape.
+        names: the name of the tensor; of a parameter of several experts, the name of each expert's.
+        stored_shape: the shape of each tensor.
         shape: the parameter's shape.
-        part, parts: the parameter is part number `part` of `parts` equal parts of the tensor's output dim.
-        transposed: whether the tensor is [in, out].
+        num_outs: the number of dims of the output, which lead the shape, apart from that of the experts.
+        rows: the rows of the tensors that are the parameter; None if all are.
+        transposed: whether the tensors are [in, out].
     """
 
-    name: str
+    names: tuple[str, ...]
     stored_shape: tuple[int, ...]
     shape: tuple[int, ...]
-    part: int
-    parts: int
-    transposed: bool
+    num_outs: int
+    rows: Rows | None = None
+    transposed: bool = False
 
-    def view(self, stored: NDArray[Any]) -> NDArray[Any]:
-        """The parameter as a view of its tensor, without a copy."""
-        outs_first = stored.T if self.transposed else stored
-        return outs_first.reshape(self.parts, *self.shape)[self.part]
+    @property
+    def stored(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return dict.fromkeys(self.names, self.stored_shape)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the parameter's first dim is that of the experts."""
+        return len(self.names) > 1
+
+    def view(self, tensors: Sequence[NDArray[Any]]) -> StoredParameter:
+        """The parameter as an array that is read where it is sliced."""
+        return StoredParameter(self, tensors)
 
 
 @dataclass(frozen=True, slots=True)
-class _Names:
-    """The tensor names in the checkpoints of a model family.
+class StoredParameter:
+    """A parameter in memory-mapped tensors."""
 
-    Args:
-        prefix: the prefix of all tensors but the head; checkpoints of the bare model lack it.
-        modules: the tensor name of each decoder module, with `{}` for the layer number.
-        fused: for a module whose weight is a part of a fused tensor, such as QKV: (index of the part, number of parts).
-        transposed: whether linear weights are [in, out].
-        not_weights: a pattern of other tensors that some checkpoints hold, such as attention masks.
-    """
+    source: Source
+    tensors: Sequence[NDArray[Any]]
 
-    prefix: str
-    modules: Mapping[str, str]
-    fused: Mapping[str, tuple[int, int]]
-    transposed: bool
-    not_weights: str
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape
 
+    def __getitem__(self, bounds: tuple[slice, ...]) -> NDArray[Any]:
+        """A slice of the parameter. It is a view of the tensor if it is one range of the tensor's rows."""
+        if not self.source.is_stacked:
+            return self._of_one(self.tensors[0], self.shape, bounds)
+        parts = [self._of_one(tensor, self.shape[1:], bounds[1:]) for tensor in self.tensors[bounds[0]]]
+        return np.stack(parts)
 
-_LLAMA = _Names(
-    prefix="model.",
-    modules={
-        "embed": "embed_tokens",
-        "norm": "norm",
-        "attention_norm": "layers.{}.input_layernorm",
-        "query": "layers.{}.self_attn.q_proj",
-        "key": "layers.{}.self_attn.k_proj",
-        "value": "layers.{}.self_attn.v_proj",
-        "out": "layers.{}.self_attn.o_proj",
-        "query_norm": "layers.{}.self_attn.q_norm",
-        "key_norm": "layers.{}.self_attn.k_norm",
-        "mlp_norm": "layers.{}.post_attention_layernorm",
-        "gate": "layers.{}.mlp.gate_proj",
-        "up": "layers.{}.mlp.up_proj",
-        "down": "layers.{}.mlp.down_proj",
-    },
-    fused={},
-    transposed=False,
-    not_weights=r".*rotary_emb\.inv_freq",
-)
-_GPT2 = _Names(
-    prefix="transformer.",
-    modules={
-        "embed": "wte",
-        "embed_positions": "wpe",
-        "norm": "ln_f",
-        "attention_norm": "h.{}.ln_1",
-        "query": "h.{}.attn.c_attn",
-        "key": "h.{}.attn.c_attn",
-        "value": "h.{}.attn.c_attn",
-        "out": "h.{}.attn.c_proj",
-        "mlp_norm": "h.{}.ln_2",
-        "up": "h.{}.mlp.c_fc",
-        "down": "h.{}.mlp.c_proj",
-    },
-    fused={"query": (0, 3), "key": (1, 3), "value": (2, 3)},
-    transposed=True,
-    not_weights=r".*\.attn\.(masked_)?bias",
-)
-_FAMILIES = {"llama": _LLAMA, "mistral": _LLAMA, "qwen2": _LLAMA, "qwen3": _LLAMA, "gpt2": _GPT2}
+    def _of_one(self, tensor: NDArray[Any], shape: tuple[int, ...], bounds: tuple[slice, ...]) -> NDArray[Any]:
+        num, rows = self.source.num_outs, self.source.rows
+        outs, ins = shape[:num], shape[num:]
+        outs_first = tensor.T if self.source.transposed else tensor
+        if rows is None:
+            return outs_first.reshape(*outs, *ins)[bounds]
+        numbers = np.arange(rows.num_stored).reshape(rows.groups, rows.parts, rows.size)
+        wanted = numbers[:, rows.first : rows.last].reshape(outs)[bounds[:num]]
+        columns = outs_first.reshape(rows.num_stored, *ins)[(slice(None), *bounds[num:])]
+        flat = wanted.reshape(-1)
+        is_range = flat.size and flat[-1] - flat[0] == flat.size - 1
+        found = columns[flat[0] : flat[-1] + 1] if is_range else columns[flat]
+        return found.reshape(*wanted.shape, *found.shape[1:])
 
 
 def prefix(config: DecoderConfig) -> str:
     """The prefix of tensor names, as `transformers` writes them."""
-    return _FAMILIES[config.family].prefix
+    return _names(config).prefix
+
+
+def head(config: DecoderConfig) -> str:
+    """The name of the head's tensor."""
+    return _names(config).head
 
 
 def source(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Source:
-    """Map a parameter to its stored tensor.
+    """Map a parameter to its stored tensors.
 
     Args:
         path: the path in the decoder's parameters, such as `("layers_3", "query", "weight")`.
         shape: the parameter's shape.
     """
-    *outer, module, leaf = path
-    if module == "head":
-        return Source(HEAD, shape, shape, 0, 1, False)
-    names = _FAMILIES[config.family]
-    layer = outer[0].removeprefix("layers_") if outer else ""
-    part, parts = names.fused.get(module, (0, 1))
-    transposed = names.transposed and leaf == "weight" and not module.startswith("embed")
-    flat = _flat(shape, module, leaf)
-    stored = (flat[0] * parts, *flat[1:])
-    name = f"{names.prefix}{names.modules[module].format(layer)}.{leaf}"
-    return Source(name, stored[::-1] if transposed else stored, shape, part, parts, transposed)
+    names, leaf = _names(config), path[-1]
+    if path[0] == "head":
+        return Source((names.head,), shape, shape, 1)
+    layer = path[0].removeprefix("layers_") if path[0].startswith("layers_") else ""
+    module = "/".join(path[1 if layer else 0 : -1])
+    name = f"{names.prefix}{names.modules[module].format(layer, e='{e}')}.{leaf}"
+    num_experts = shape[0] if "{e}" in name else 0
+    own = shape[1:] if num_experts else shape
+    num_outs = _num_outs(module, leaf, own)
+    flat = (math.prod(own[:num_outs]), math.prod(own[num_outs:])) if num_outs < len(own) else (math.prod(own),)
+    rows = names.fused[module](config) if module in names.fused else None
+    flat = flat if rows is None else (rows.num_stored, *flat[1:])
+    transposed = names.transposed and leaf == "weight" and len(flat) == 2 and not module.startswith("embed")
+    every = tuple(name.replace("{e}", str(expert)) for expert in range(num_experts or 1))
+    return Source(every, flat[::-1] if transposed else flat, shape, num_outs, rows, transposed)
 
 
 def is_ignored(config: DecoderConfig, name: str) -> bool:
     """Whether a checkpoint may hold this tensor without a parameter for it: a mask, or the head of a tied model."""
-    return (config.tied and name == HEAD) or bool(re.fullmatch(_FAMILIES[config.family].not_weights, name))
+    names = _names(config)
+    return (config.tied and name == names.head) or bool(re.fullmatch(names.not_weights, name))
 
 
-def _flat(shape: tuple[int, ...], module: str, leaf: str) -> tuple[int, ...]:
-    """A parameter's shape in the checkpoint, before transposition: [out, in] with the heads merged; a bias is [out]."""
-    if leaf == "bias":
-        return (math.prod(shape),)
-    if len(shape) == 1:
-        return shape
-    if module == "out":
-        return (shape[0], math.prod(shape[1:]))
-    return (math.prod(shape[:-1]), shape[-1])
+def _names(config: DecoderConfig) -> Names:
+    return FAMILIES[config.family].names(config)
+
+
+def _num_outs(module: str, leaf: str, shape: tuple[int, ...]) -> int:
+    """The number of output dims: those of a weight that are not inputs, and all of a bias or of a norm's weight."""
+    if leaf == "bias" or module.endswith("norm"):
+        return len(shape)
+    return 1 if module == "out" else len(shape) - 1

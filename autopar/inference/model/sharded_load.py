@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -11,8 +11,17 @@ from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 
+class Sliceable(Protocol):
+    """An array on the host, or what can be read like one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, bounds: tuple[slice, ...], /) -> NDArray[Any]: ...
+
+
 def load_sharded(
-    view: NDArray[Any], dtype: Any, sharding: Sharding, report: Callable[[int], None] | None = None
+    view: Sliceable, dtype: Any, sharding: Sharding, report: Callable[[int], None] | None = None
 ) -> jax.Array:
     """Read each distinct slice of a sharding once, and copy it to its devices before the next one is read.
 

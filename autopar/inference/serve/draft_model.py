@@ -105,6 +105,7 @@ class DraftModel:
             )
         self._chunk = chunk
         self._length = min(max_length, config.max_positions)
+        model = Decoder(config.for_length(self._length))
         self._cached: list[list[int]] = [[] for _ in range(num_slots)]  # the tokens in each row of the cache
 
         def empty() -> ContiguousCache:

@@ -268,7 +268,7 @@ def served_of(
         options = replace(options, num_proposals=_NUM_PROPOSALS)
     dtype = params["params"]["embed"]["weight"].dtype
     backend_named(attention)  # raises if there is none
-    return Served(Decoder(config), params, options, page_size, dtype, attention)
+    return Served(Decoder(config.for_length(options.max_length)), params, options, page_size, dtype, attention)
 
 
 def select_attention(served: Served, mesh: Any) -> BackendChoice:
@@ -289,5 +289,6 @@ def select_attention(served: Served, mesh: Any) -> BackendChoice:
         page_size=served.page_size,
         pages_per_sequence=served.pages_of_sequence,
         dtype=served.dtype,
+        scores=config.scores(0),
     )
     return choose_backend(problem, device=device)

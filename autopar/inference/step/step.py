@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from autopar.inference.kernels.paged_attention import REFERENCE, attend_paged
 from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kv_cache.device_pages import KVPages
+from autopar.inference.kv_cache.scores import PLAIN, Scores
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Shape
@@ -182,7 +183,13 @@ class _AttendParts:
         self.attention, self.tables, self.positions = attention, tables, positions
 
     def __call__(
-        self, cache: tuple[KVPages, ...], layer: int, queries: jax.Array, keys: jax.Array, values: jax.Array
+        self,
+        cache: tuple[KVPages, ...],
+        layer: int,
+        queries: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        scores: Scores = PLAIN,
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """See `Attend`; `cache` has the pages of every layer.
 
@@ -192,7 +199,7 @@ class _AttendParts:
         for part in zip(self._parts(keys), self._parts(values), self.tables, self.positions, strict=True):
             pages = kv_pages.write(pages, *part)
         for part, tables, positions in zip(self._parts(queries), self.tables, self.positions, strict=True):
-            outputs = attend_paged(self.attention, part, pages, tables, positions)
+            outputs = attend_paged(self.attention, part, pages, tables, positions, scores)
             attended.append(outputs.reshape(1, positions.size, *outputs.shape[2:]))
         return jnp.concatenate(attended, 1), (*cache[:layer], pages, *cache[layer + 1 :])
 
