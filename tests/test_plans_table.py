@@ -43,7 +43,7 @@ def row(step_s: float | None, way: str = "user", **more: Any) -> Row:
     return about | {"way": way, "step_s": step_s} | more
 
 
-OWN = row(1.0, "autopar", recipe="autopar", kind="autopar", plan_s=1.0, compile_s=2.0, budget_bytes=None)
+OWN = row(1.0, "autopar", recipe="autopar", kind="autopar", budget_bytes=None)
 HAND = [
     row(4.0),
     row(9.0, recipe="ZeRO-1"),

@@ -37,7 +37,6 @@ _COLUMNS = (
     "sent: tuned, autopar",
     "XLA's estimate: tuned, autopar",
     "plan",
-    "planned in, compiled in",
 )
 _EARLIER = ("model", "best by hand", "autopar", "ahead", "peak: best by hand, autopar", "sent: best by hand, autopar")
 _ALL = (
@@ -116,7 +115,7 @@ def ahead(case: Sequence[Row]) -> float | None:
 
 
 def _gates(cases: Sequence[Sequence[Row]]) -> str:
-    lines = [_tuned(cases), _never_behind(cases), _tight(cases), *_planning(cases)]
+    lines = [_tuned(cases), _never_behind(cases), _tight(cases)]
     return _table(("gate", "value", "wanted", "met"), [line for line in lines if line])
 
 
@@ -181,32 +180,10 @@ def _tight(cases: Sequence[Sequence[Row]]) -> list[str]:
     ]
 
 
-def _planning(cases: Sequence[Sequence[Row]]) -> list[list[str]]:
-    """Planning times. If the compile was not in the same run, an earlier compile is the baseline."""
-    found: dict[bool, list[tuple[float, str]]] = {False: [], True: []}
-    for case in cases:
-        own = next((row for row in case if row["way"] == OWN and not row["failed"]), None)
-        if own is not None:
-            ratio = own["plan_s"] / own["compile_s"]
-            found[own["budget_bytes"] is not None].append((ratio, f"{own['model']}, {own['setting']}"))
-    lines = []
-    for tight, ratios in found.items():
-        if ratios:
-            worst, where = max(ratios)
-            enough = sum(ratio <= 1 for ratio, _ in ratios)
-            cell = "planning over XLA's compile of the same step, worst" + (
-                ", of those with little memory" if tight else ""
-            )
-            lines.append([cell, f"{worst:.2f} ({where}); {enough} of {len(ratios)} at most 1", "1.0", _met(worst <= 1)])
-    return lines
-
-
 def _line(case: Sequence[Row]) -> list[str]:
     on_all = best([row for row in case if row.get("gpus_used") == row["gpus"]], "user")
     user, hand, own = best(case, "user"), best(case, *HAND), best(case, OWN)
-    planned = next((row for row in case if row["way"] == OWN), None)
     found = split(case)
-    timed = "" if planned is None or planned["failed"] else f"{planned['plan_s']:.0f} s, {planned['compile_s']:.0f} s"
     return [
         case[0]["model"],
         _named(on_all),
@@ -219,7 +196,6 @@ def _line(case: Sequence[Row]) -> list[str]:
         ", ".join("none" if row is None else _gb(row["sent_bytes"]) for row in (hand, own)),
         ", ".join("none" if row is None else _estimate(row) for row in (hand, own)),
         "" if own is None else f"{own['words']}; {own['mesh']}",
-        timed,
     ]
 
 
