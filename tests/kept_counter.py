@@ -21,7 +21,7 @@ def main(log: str, steps: str, pause_s: str) -> None:
     place = channel.place()
     count = 0
     if place.restore is not None:
-        connection = Connection(place.restore.sources[0][0], {"token": channel.token, "call": "copies"}, 5)
+        connection = Connection.to(place.restore.sources[0][0], {"token": channel.token, "call": "copies"}, 5)
         copy = [place.restore.generation, place.restore.step, 0, len(place.restore.sources)]
         connection.send({"call": "get", "copy": copy, "start": 0, "stop": 1 << 30})
         count = int(connection.receive()[1])
@@ -51,7 +51,7 @@ def main(log: str, steps: str, pause_s: str) -> None:
             data = str(count).encode()
             for address in place.partners:
                 try:
-                    connection = Connection(address, {"token": channel.token, "call": "copies"}, 1)
+                    connection = Connection.to(address, {"token": channel.token, "call": "copies"}, 1)
                     copy = [place.generation, count, place.rank, place.count]
                     connection.send({"call": "put", "copy": copy, "index": zlib.crc32(data)}, [data])
                     connection.receive()

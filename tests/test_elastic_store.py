@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ import pytest
 
 import autopar
 from autopar.errors import StoreError
-from autopar.versions.elastic import frames
+from autopar.membership.wire import Connection, WireError, split
+from autopar.versions.elastic import arrays
+from autopar.versions.elastic.members import Members
 from autopar.versions.elastic.replica_state import Entry, applied, committed, is_new, pushed
 from autopar.versions.elastic.server import Replica
 from autopar.versions.elastic.view import View, with_copy, with_replica, with_worker, without
@@ -229,8 +233,8 @@ class Job:
 
 def vanish(members: Any) -> None:
     """End a membership as the death of its process does."""
-    members._over = True
-    members._connection.close()
+    members._link.is_last = True
+    members.say()
     members.leave = lambda: None
 
 
@@ -342,7 +346,7 @@ def test_a_server_whose_replicas_all_died_is_restored() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     with autopar.StoreKeeper(shares=NUM_SHARES) as keeper:
-        with pytest.raises(StoreError, match="refuses this process: another `token` than the keeper's"):
+        with pytest.raises(StoreError, match="refuses this process: it does not give this job's token"):
             autopar.ElasticWorker(keeper.address, token="guess")
         with pytest.raises(StoreError, match="server 3: the store has servers 0 to 0"):
             autopar.serve_replica(store_of(), keeper.address, server=3, token=keeper.token)
@@ -357,36 +361,47 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_a_newcomer_does_not_lead_where_an_earlier_keeper_knew_a_chain() -> None:
-    with autopar.StoreKeeper(shares=NUM_SHARES) as keeper:
-        hello = {"server": 0, "address": "host:1", "shares": NUM_SHARES, "has_state": False}
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            assert not keeper._admitted("new", hello, ours)
-            assert keeper.view.chains == (("new",),)
-            earlier = with_replica(View.of(1, NUM_SHARES), 0, "old", "host:2", has_state=True)
-            earlier = with_worker(replace(earlier, epoch=20), "worker")
-            assert not keeper._admitted("old", {**hello, "has_state": True, "view": earlier.to_json()}, ours)
-            assert keeper.view.chains == (("old",),)
-            assert keeper.view.waiting == (("new",),)
-            assert keeper.view.epoch > 20
+    members = Members(1, NUM_SHARES, 5.0, 0.0)
+    report = {"server": 0, "address": "host:1", "shares": NUM_SHARES, "has_state": False}
+    members.heard("new", report, 0.0)
+    assert members.view.chains == (("new",),)
+    earlier = with_replica(View.of(1, NUM_SHARES), 0, "old", "host:2", has_state=True)
+    earlier = with_worker(replace(earlier, epoch=20), "worker")
+    members.heard("old", {**report, "has_state": True, "view": earlier.to_json()}, 0.1)
+    assert members.view.chains == (("old",),)
+    assert members.view.waiting == (("new",),)
+    assert members.view.epoch > 20
+    members.tick(5.0)
+    assert members.view.workers == ("worker",)
+    members.heard("new", report, 5.0)
+    members.tick(5.2)
+    assert members.view.workers == () and members.view.lost == (True,), "none came back"
 
 
-def test_frames_carry_arrays_of_any_kind() -> None:
-    arrays = [
+def test_reports_that_cannot_be_read_are_refused() -> None:
+    members = Members(1, NUM_SHARES, 5.0, 0.0)
+    for report in ({"server": "x"}, {"server": 0}, {"view": 3}, {"view": {"epoch": 1}}, {"shares": None}):
+        with pytest.raises(WireError, match="a report that cannot be read"):
+            members.heard("one", report, 0.0)
+    assert members.view.epoch == 0
+
+
+def test_messages_carry_arrays_of_any_kind() -> None:
+    sent = [
         np.arange(3_000_000, dtype=np.float32).reshape(3, -1),
         np.zeros((0, 4), np.int8),
         np.array(1.5),
         jnp.arange(5, dtype=jnp.bfloat16),
         np.asarray([True, False]),
     ]
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        thread = threading.Thread(target=frames.send, args=(ours, {"a": [1, None]}, arrays))
+    ours, theirs = map(Connection, pair_of_sockets())
+    with closing(ours), closing(theirs):
+        thread = threading.Thread(target=arrays.send, args=(ours, {"a": [1, None]}, sent))
         thread.start()
-        message, found = frames.receive(theirs)
+        message, found = arrays.receive(theirs)
         thread.join()
         assert message == {"a": [1, None]}
-        for one, other in zip(found, arrays, strict=True):
+        for one, other in zip(found, sent, strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, np.asarray(other))
 
@@ -394,22 +409,45 @@ def test_frames_carry_arrays_of_any_kind() -> None:
             raise TimeoutError("it does not read")
 
         with pytest.raises(TimeoutError, match="does not read"):
-            frames.send(ours, {}, arrays, check)
+            arrays.send(ours, {}, sent, check)
+
+
+def pair_of_sockets() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+@pytest.mark.parametrize("kinds", [3, [[[-1], "int8"]], [[[2], "object"]], [[[8], "float32"]], [[["x"], "int8"]], None])
+def test_arrays_that_are_not_what_a_message_says_are_refused(kinds: Any) -> None:
+    ours, theirs = map(Connection, pair_of_sockets())
+    with closing(ours), closing(theirs):
+        ours.send({"arrays": kinds} if kinds is not None else {}, [b"12345678"])
+        with pytest.raises(WireError, match="no arrays that can be read"):
+            arrays.receive(theirs)
 
 
 def test_hostile_bytes_end_a_connection_and_nothing_else() -> None:
     with autopar.StoreKeeper(shares=NUM_SHARES) as keeper:
         job = Job(keeper)
         job.serve(0, 1)
-        for address in (keeper.address, frames.address_of(job.replicas[0]._socket)):
-            for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\0\0\0\2[]", b'\0\0\0\4"ab"', b"\0\0\0\1"):
-                with frames.connected(address, 1.0) as connection:
+        replica = job.replicas[0]._address
+        head = struct.Struct("!4sIQ")
+        for address in (keeper.address, replica):
+            for data in (
+                b"GET / HTTP/1.1\r\n\r\n",
+                b"\xff" * 64,
+                head.pack(b"apm1", 2, 0) + b"[]",
+                head.pack(b"apm1", 60_000, 0) + b"[" * 60_000,
+                head.pack(b"apm1", 1 << 31, 1 << 60),
+                head.pack(b"apm1", 2, 1 << 40) + b"{}",
+            ):
+                with socket.create_connection(split(address)) as connection:
                     connection.sendall(data)
-        with frames.connected(frames.address_of(job.replicas[0]._socket), 1.0) as connection:
-            frames.send(connection, {"token": "guess"})
-            frames.send(connection, {"call": "hello"})
-            with pytest.raises(OSError, match=r"ended|reset"):
-                frames.receive(connection)
+        connection = Connection.to(replica, {"token": "guess"})
+        with closing(connection), pytest.raises(OSError, match=r"closed|reset|Broken pipe"):
+            arrays.send(connection, {"call": "hello"})
+            arrays.receive(connection)
         job.work()
         job.end()
         assert not job.failures

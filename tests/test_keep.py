@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -12,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from autopar.cli.main import main
+from autopar.errors import ProcessError
+from autopar.membership import link
+from autopar.membership.job_keeper import JobKeeper
+from autopar.membership.keeper import Keeper
+from autopar.membership.link import Link
+from autopar.membership.records import Terms
 from autopar.membership.state_file import Saved, StateFolder
+from autopar.membership.wire import Message, WireError, address_of, listening
 from benchmarks.faults.kept_job import KeptJob
 
 PROGRAM = str(Path(__file__).parent / "kept_counter.py")
@@ -139,9 +147,10 @@ def test_connections_without_the_token_or_with_garbage_are_closed(
         ):
             with socket.create_connection((host, int(port)), timeout=5) as connection:
                 connection.sendall(sent)
-                assert connection.recv(1) == b""
+                answer = connection.makefile("rb").read()
+                assert b"does not give this job's token" in answer if b"token" in sent else not answer
         job.at(20)
-        assert "without this job's token was refused" in job.text()
+        assert "was refused: it does not give this job's token" in job.text()
         assert len(counts(job)) == 1
 
 
@@ -151,17 +160,77 @@ def test_options_that_do_not_go_together_are_refused(capsys: pytest.CaptureFixtu
         (["keep", "--join", "a:1", "--state", str(tmp_path)], "give the command that trains"),
         (["keep", "--join", "nowhere", "--state", str(tmp_path), "--", "x"], "an address is `host:port`"),
         (["keep", "-n", "1", "--at", "127.0.0.1:x", "--state", str(tmp_path)], "cannot listen at 127.0.0.1:x"),
+        (["keep", "-n", "3", "--least", "4", "--state", str(tmp_path)], "it would never start"),
+        (["keep", "-n", "3", "--microbatches", "2", "--state", str(tmp_path)], "3 members need a microbatch each"),
     ):
         assert main(arguments) == 2
         assert text in capsys.readouterr().err
 
 
-def test_a_damaged_state_file_is_refused(tmp_path: Path) -> None:
+def test_damaged_files_of_the_keeper_are_refused(tmp_path: Path) -> None:
     folder = StateFolder(tmp_path / "state")
     assert folder.read() is None and folder.token() == folder.token()
     assert (tmp_path / "state" / "token").stat().st_mode & 0o077 == 0
     folder.write(Saved("a:1", 3, {}))
     assert folder.read() == Saved("a:1", 3, {})
-    (tmp_path / "state" / "keeper.json").write_text('{"address": 3}')
-    with pytest.raises(Exception, match=r"keeper\.json is damaged"):
-        folder.read()
+    for text in (
+        b'{"address": 3}',
+        b"",
+        b"\xff\xfe",
+        b'{"address": "a:1", "gen',
+        b"[1]",
+        b'{"address":"a:1","generation":1,"places":{"a":{}}}',
+    ):
+        (tmp_path / "state" / "keeper.json").write_bytes(text)
+        with pytest.raises(ProcessError, match=r"keeper\.json is damaged"):
+            folder.read()
+    for token in ("", "short"):
+        (tmp_path / "state" / "token").write_text(token)
+        with pytest.raises(ProcessError, match=r"the token in .* is damaged"):
+            folder.token()
+
+
+def test_two_keepers_do_not_share_a_folder_or_an_address(tmp_path: Path) -> None:
+    terms, shown = Terms(1), list[str]()
+    first = JobKeeper(terms, "127.0.0.1:0", StateFolder(tmp_path / "state"), shown.append)
+    with pytest.raises(ProcessError, match="another keeper runs with the state in"):
+        JobKeeper(terms, "127.0.0.1:0", StateFolder(tmp_path / "state"), shown.append)
+    with listening("127.0.0.1:0") as taken:
+        other = JobKeeper(terms, address_of(taken), StateFolder(tmp_path / "other"), shown.append)
+        with pytest.raises(ProcessError, match=r"cannot listen at .*: another keeper is there"):
+            asyncio.run(other.run())
+    assert first.token != other.token
+
+
+class NoRules:
+    """Rules of a keeper that nobody may reach."""
+
+    is_over = False
+
+    def heard(self, name: str, report: Message, now_s: float) -> None:
+        raise WireError("it cannot be read")
+
+    def closed(self, name: str, now_s: float) -> None: ...
+
+    def tick(self, now_s: float) -> None: ...
+
+    def answer(self, name: str) -> Message:
+        return {}
+
+
+def test_members_of_another_version_or_job_are_told_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refused(token: str, wait_s: float = 60.0) -> str:
+        rules, shown = NoRules(), list[str]()
+        server = listening("127.0.0.1:0")
+        serving = asyncio.create_task(Keeper(rules, "secret", 5.0, shown.append).serve(server, last_s=0))
+        member = Link(address_of(server), token, "a", dict, lambda answer: None, lambda: 5.0, wait_s)
+        with pytest.raises(ProcessError) as error:
+            await member.run()
+        rules.is_over = True
+        await serving
+        return str(error.value)
+
+    assert "refuses a: it does not give this job's token" in asyncio.run(refused("guess"))
+    assert "no keeper has answered at" in asyncio.run(refused("secret", 0.5)), "a report that cannot be read"
+    monkeypatch.setattr(link, "__version__", "0.0.9")
+    assert "it has version 0.0.9 of autopar, and the keeper" in asyncio.run(refused("secret"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.membership.copies import newest_complete, partners_of
+from autopar.membership.deal import Deal, better, dealt
 from autopar.membership.job import BLAME_S, CLOSED_S, Job
 from autopar.membership.records import Assignment, Place, Report, Terms
 from autopar.membership.state_file import Saved
@@ -121,7 +123,7 @@ def started(terms: Terms = TERMS, names: str = "abcd", **options: Any) -> Fleet:
 def test_the_first_generation_waits_for_all_members() -> None:
     fleet = Fleet(TERMS, "abc")
     fleet.run(100.0)
-    assert not fleet.starts
+    assert not fleet.starts and fleet.events.count("waiting for members: 3 of 4 are ready") == 1
     fleet.members["d"] = Member("d")
     fleet.run(1.0)
     assert fleet.starts == [(1, 4, 0)]
@@ -220,6 +222,41 @@ def test_a_spare_replaces_a_member_that_is_slow() -> None:
     assert [*fleet.job.places] == ["a", "b", "d", "e"]
     fleet.run(20.0)
     assert len(fleet.starts) == 2, "the slow one is not taken back while there is no other reason"
+
+
+def test_microbatches_are_dealt_by_measured_speed_and_again_when_it_changes() -> None:
+    fleet = started(replace(TERMS, microbatches=12))
+    assert {place.microbatches for place in fleet.job.places.values()} == {(3, 3, 3, 3)}
+
+    def measured(*seconds: float) -> None:
+        for name, step_s in zip("abcd", seconds, strict=True):
+            fleet.members[name].report = replace(fleet.members[name].report, step_s=step_s)
+        fleet.run(6.0)
+
+    measured(0.1, 0.1, 0.3, 0.1)
+    assert fleet.starts[1][:2] == (2, 4) and any("they compute 4, 4, 1, 3 microbatches" in one for one in fleet.events)
+    assert [place.microbatches for place in fleet.job.places.values()] == [(4, 4, 1, 3)] * 4
+    measured(0.1, 0.11, 0.3, 0.1)
+    assert len(fleet.starts) == 2, "a change that gains little is not made"
+    measured(0.1, 0.1, 0.1, 0.1)
+    assert {place.microbatches for place in fleet.job.places.values()} == {(3, 3, 3, 3)}
+    fleet.members["b"].alive = False
+    fleet.run(4.0)
+    assert [place.microbatches for place in fleet.job.places.values()] == [(4, 4, 4)] * 3
+
+
+def test_a_deal_ends_as_early_as_any() -> None:
+    rng = random.Random(0)
+    for _ in range(200):
+        seconds = [rng.choice([0.5, 1.0, 1.7, 4.0]) for _ in range(rng.randint(1, 3))]
+        total = rng.randint(len(seconds), 9)
+        every = (one for one in itertools.product(range(1, total + 1), repeat=len(seconds)) if sum(one) == total)
+        best_s = min(max(n * s for n, s in zip(one, seconds, strict=True)) for one in every)
+        found = dealt(total, seconds)
+        assert sum(found) == total and max(n * s for n, s in zip(found, seconds, strict=True)) == best_s
+    deal = [Deal((3, 1, 2), rank) for rank in range(3)]
+    assert [*itertools.chain(*(one.own for one in deal))] == [*range(6)] and len(deal[0].own) == 3
+    assert better((6, 6), [0.1, 0.0]) is None, "not measured yet"
 
 
 @pytest.mark.parametrize("step", [1, 13])

@@ -40,9 +40,18 @@ def add_command(added: Any) -> None:
     keep.add_argument("--least", type=_count, default=1, help="fewest members with which the job goes on")
     keep.add_argument("--timeout", type=_seconds, default=10.0, metavar="S", help="without a sign of life: dead")
     keep.add_argument("--step-timeout", type=_seconds, default=1800.0, metavar="S", help="without a step done: hanging")
-    keep.add_argument("--copies", type=int, default=1, help="members that have a copy of each shard, besides its own")
+    keep.add_argument(
+        "--copies", type=_count_or_0, default=1, help="members that have a copy of each shard, besides its own"
+    )
     keep.add_argument("--every", type=_count, default=10, help="steps between two copies")
-    keep.add_argument("--ahead", type=int, default=2, help="compile ahead for so many fewer members")
+    keep.add_argument("--ahead", type=_count_or_0, default=2, help="compile ahead for so many fewer members")
+    keep.add_argument(
+        "--microbatches",
+        type=_count,
+        default=0,
+        metavar="M",
+        help="divide each batch into M, dealt to members by their speed",
+    )
     keep.add_argument(
         "--slow", type=float, default=2.0, metavar="FACTOR", help="a spare replaces a slower member; 0: never"
     )
@@ -93,7 +102,7 @@ async def _agent(options: argparse.Namespace) -> int:
 
 
 async def _keeper(options: argparse.Namespace) -> int:
-    from autopar.membership.keeper import Keeper
+    from autopar.membership.job_keeper import JobKeeper
     from autopar.membership.local_agents import LocalAgents
     from autopar.membership.records import Terms
     from autopar.membership.state_file import StateFolder
@@ -102,10 +111,19 @@ async def _keeper(options: argparse.Namespace) -> int:
         *(options.members, options.least, options.timeout, options.step_timeout, options.copies, options.every),
         ahead=options.ahead,
         spares_after=options.slow,
+        microbatches=options.microbatches,
     )
+    if terms.least > terms.wanted:
+        raise ProcessError(
+            f"the job goes on with at least {terms.least} members (--least), and has {terms.wanted} (-n): it would never start"
+        )
+    if terms.microbatches and terms.microbatches < terms.wanted:
+        raise ProcessError(
+            f"{terms.wanted} members need a microbatch each, and --microbatches is {terms.microbatches}: give at least {terms.wanted}"
+        )
     show = _printer("keeper")
     folder = StateFolder(options.state)
-    keeper = Keeper(terms, options.at, folder, show, os.environ.get(_TOKEN, ""))
+    keeper = JobKeeper(terms, options.at, folder, show, os.environ.get(_TOKEN, ""))
     listening = asyncio.Event()
     keeping = asyncio.create_task(keeper.run(listening.set))
     tasks: set[asyncio.Task[int]] = {keeping}
@@ -140,6 +158,13 @@ def _count(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1; got {number}")
+    return number
+
+
+def _count_or_0(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0; got {number}")
     return number
 
 

@@ -8,7 +8,6 @@ processes; if the keeper dies, they go on, and the agent connects to the next ke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -19,14 +18,15 @@ from pathlib import Path
 
 from autopar.errors import ProcessError
 from autopar.membership import wire
+from autopar.membership.link import Link
 from autopar.membership.peer_memory import PeerMemory
 from autopar.membership.records import Assignment, Report
 from autopar.membership.worker_process import WorkerProcess
 
-#: Seconds between two looks at the processes, and between two attempts to connect.
-_LOOK_S, _RETRY_S = 0.1, 0.2
-#: Reports per timeout, and the longest time between two.
-_BEATS_PER_TIMEOUT, _LONGEST_BEAT_S = 6, 1.0
+#: Seconds between two looks at the processes.
+_LOOK_S = 0.1
+#: Seconds without an answer of the keeper after which the agent says so.
+_ALONE_S = 15.0
 #: Seconds after which the next process is started although the worker has not done a step.
 _STANDBY_S = 30.0
 #: Processes in a row that end before they join.
@@ -57,16 +57,19 @@ class Agent:
     ) -> None:
         self.name = f"{name}-{uuid.uuid4().hex[:4]}"
         self._command, self._keeper, self._token = command, keeper, token
-        self._show, self._notice, self._keeper_wait_s = show, notice, keeper_wait_s
+        self._show, self._notice = show, notice
+        self._link = Link(
+            *(keeper, token, self.name, self._report, self._take),
+            *(lambda: self._assignment.timeout_s, keeper_wait_s),
+        )
         self._memory = PeerMemory()
-        self._changed = asyncio.Event()
         self._assignment = Assignment("idle")
         self._active: WorkerProcess | None = None
         self._standby: WorkerProcess | None = None
         self._rehearsing: WorkerProcess | None = None
         self._generation, self._worker, self._why = 0, "none", ""
         self._position, self._rehearsed = 0, (0, True)
-        self._leaving, self._code = False, None
+        self._leaving, self._is_alone, self._code = False, False, None
         self._idle_ends = 0
         self._address = self._coordinator = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -81,10 +84,10 @@ class Agent:
         host, _ = wire.split(self._keeper)
         own = own_host(host)
         server = await asyncio.start_server(self._accept, own, 0, limit=1 << 22)
-        self._address = wire.address_of(own, server.sockets[0].getsockname()[1])
+        self._address = wire.host_and_port(own, server.sockets[0].getsockname()[1])
         self._coordinator = _free_address(own)
         loop.add_signal_handler(signal.SIGTERM, self._leave)
-        talk = asyncio.create_task(self._talk())
+        talk = asyncio.create_task(self._link.run())
         try:
             while self._code is None:
                 if talk.done():
@@ -101,44 +104,11 @@ class Agent:
 
     # -- the keeper --------------------------------------------------------------------------
 
-    async def _talk(self) -> None:
-        """Report to the keeper, and take its assignments; connect again when the connection breaks."""
-        last_s = time.monotonic()
-        while True:
-            try:
-                host, port = wire.split(self._keeper)
-                reader, writer = await asyncio.open_connection(host, port, limit=1 << 22)
-                wire.write(writer, {"token": self._token, "agent": self.name})
-                listening = asyncio.create_task(self._listen(reader))
-                try:
-                    while not listening.done():
-                        self._changed.clear()
-                        wire.write(writer, self._report().to_json())
-                        await asyncio.wait_for(writer.drain(), self._assignment.timeout_s)
-                        last_s = time.monotonic()
-                        beat_s = min(self._assignment.timeout_s / _BEATS_PER_TIMEOUT, _LONGEST_BEAT_S)
-                        with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(self._changed.wait(), beat_s)
-                    listening.result()
-                finally:
-                    listening.cancel()
-                    writer.close()
-            except (OSError, TimeoutError, asyncio.IncompleteReadError):
-                pass
-            if time.monotonic() - last_s > self._keeper_wait_s:
-                raise ProcessError(
-                    f"no keeper has answered at {self._keeper} for {self._keeper_wait_s:g} s: the agent ends"
-                )
-            await asyncio.sleep(_RETRY_S)
+    def _take(self, answer: wire.Message) -> None:
+        self._assignment = Assignment.from_json(answer)
+        self._apply()
 
-    async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            silence_s = 2 * self._assignment.timeout_s
-            message, _ = await asyncio.wait_for(wire.read(reader), silence_s)
-            self._assignment = Assignment.from_json(message)
-            self._apply()
-
-    def _report(self) -> Report:
+    def _report(self) -> wire.Message:
         active, worker, why = self._active, self._worker, self._why
         if active is not None and active.error:
             worker, why = "failed", active.error
@@ -152,7 +122,7 @@ class Agent:
             leaving=self._leaving,
             rehearsed=self._rehearsed,
             held=self._memory.held,
-        )
+        ).to_json()
 
     def _leave(self) -> None:
         """The host will be taken away, or the user ends the agent: leave at a step border; the second time at once."""
@@ -160,7 +130,7 @@ class Agent:
             self._code = 1
         self._leaving = True
         self._show("leaving: waiting for a step border")
-        self._changed.set()
+        self._link.changed.set()
 
     # -- the processes -----------------------------------------------------------------------
 
@@ -198,11 +168,15 @@ class Agent:
     def _new_coordinator(self) -> None:
         """Report another address for JAX's service: the last one is in use."""
         self._coordinator = _free_address(wire.split(self._address)[0])
-        self._changed.set()
+        self._link.changed.set()
 
     async def _look(self) -> None:
         """Find out which processes have ended or are frozen, and start the next one."""
         now_s = time.monotonic()
+        is_alone = self._link.silent_s > _ALONE_S
+        if is_alone and not self._is_alone:
+            self._show(f"no keeper answers at {self._keeper}; trying again")
+        self._is_alone = is_alone
         if self._notice is not None and not self._leaving and self._notice.exists():
             self._leave()
         active = self._active
@@ -249,7 +223,7 @@ class Agent:
                     " `autopar.join()`: see its output"
                 )
                 self._code = 2
-        self._changed.set()
+        self._link.changed.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection of a worker: its reports, or calls of the memory."""
@@ -258,11 +232,11 @@ class Agent:
             if greeting is None:
                 return
             if greeting.get("call") == "copies":
-                await self._memory.serve(reader, writer, self._changed)
+                await self._memory.serve(reader, writer, self._link.changed)
                 return
             for process in (self._standby, self._rehearsing):
                 if process is not None and process.name == greeting.get("worker"):
-                    await process.listen(reader, writer, self._changed.set)
+                    await process.listen(reader, writer, self._link.changed.set)
         except (OSError, TimeoutError, asyncio.IncompleteReadError, wire.WireError):
             pass
         finally:
@@ -284,4 +258,4 @@ def own_host(other: str) -> str:
 def _free_address(host: str) -> str:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
         free.bind((host, 0))
-        return wire.address_of(host, free.getsockname()[1])
+        return wire.host_and_port(host, free.getsockname()[1])

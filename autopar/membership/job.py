@@ -14,6 +14,7 @@ from typing import Literal
 
 from autopar.membership.blame import cause
 from autopar.membership.copies import newest_complete
+from autopar.membership.deal import better
 from autopar.membership.places import chosen, placed
 from autopar.membership.records import Assignment, Place, Report, Seen, Terms
 from autopar.membership.rehearsal import Rehearsals
@@ -24,6 +25,8 @@ from autopar.membership.stragglers import slowest
 CLOSED_S = 1.0
 #: Seconds in which the other reports of one failure arrive, so that its cause is named and not one of its effects.
 BLAME_S = 0.3
+#: Seconds after which the keeper says that it waits for members.
+WAITS_S = 15.0
 #: Seconds to wait for agents that are there but not ready, and for the first members.
 PATIENCE_S, FIRST_PATIENCE_S = 60.0, 600.0
 
@@ -51,6 +54,9 @@ class Job:
         self._rehearsals = Rehearsals(terms, self.events)
         self._order: list[str] = list(self.places)
         self._slow = ""
+        self._has_said = False  # that the keeper waits for members
+        self._seconds: dict[str, float] = {}  # of each agent, for one microbatch
+        self._floor = (0, 0)  # the oldest copies to keep
         # How long to wait for members that have not come yet: at first, and after a keeper that ended between two generations.
         self._patience_s = FIRST_PATIENCE_S if saved is None else terms.timeout_s
         self._missing = set(self.places)  # members of an earlier keeper that have not reported yet
@@ -64,6 +70,8 @@ class Job:
     def heard(self, report: Report, now_s: float) -> None:
         """An agent reports."""
         known = self.seen.get(report.agent)
+        if report.step_s > 0:
+            self._seconds[report.agent] = report.step_s
         if known is None:
             self._missing.discard(report.agent)
             self.events.append(f"{report} is here")
@@ -83,6 +91,8 @@ class Job:
         if self.code is not None:
             return
         self._drop(now_s)
+        restore = newest_complete(one.report for one in self.seen.values())
+        self._floor = (0, 0) if restore is None else (restore.generation, restore.step)
         if self.places:
             self._watch(now_s)
         if self.code is None and not self.places:
@@ -94,8 +104,7 @@ class Job:
 
     def assignment(self, agent: str) -> Assignment:
         """What an agent is to do."""
-        restore = newest_complete(one.report for one in self.seen.values())
-        floor = (0, 0) if restore is None else (restore.generation, restore.step)
+        floor = self._floor
         timeout_s = self.terms.timeout_s
         if self.code is not None:
             return Assignment("over", code=self.code, timeout_s=timeout_s)
@@ -175,6 +184,9 @@ class Job:
         staying = [one for one in self.seen.values() if not one.report.leaving]
         ready = [one.report for one in staying if one.closed_s is None and is_ready(one.report)]
         waited_s = now_s - self._since_s
+        if waited_s > WAITS_S and not self._has_said:
+            self._has_said = True
+            self.events.append(f"waiting for members: {len(ready)} of {self.terms.wanted} are ready")
         if len(ready) < self.terms.wanted and waited_s < self._patience_s:
             return
         former = [one.report for one in staying if one.report.agent in self._order]
@@ -187,9 +199,9 @@ class Job:
             (one.report for one in self.seen.values()), key=lambda one: one.leaving
         )  # members that leave are the last sources
         restore = newest_complete(seen)
-        self.generation += 1
+        self.generation, self._has_said = self.generation + 1, False
         self._patience_s = 0.0
-        self.places = placed(members, self.generation, restore, self.terms)
+        self.places = placed(members, self.generation, restore, self.terms, self._seconds)
         self._began = self._done = 0 if restore is None else restore.step
         self._since_s = self._done_s = now_s
         source = (
@@ -220,16 +232,21 @@ class Job:
             return True
         others = [one.report for one in self.seen.values() if one.report.agent not in self.places]
         spares = [one for one in others if is_ready(one) and not one.leaving and one.agent != self._slow]
-        if not spares or self._done <= self._began or not all(one.standby for one in members):
+        if self._done <= self._began or not all(one.standby for one in members):
             return False
-        if len(members) < self.terms.wanted:
+        if spares and len(members) < self.terms.wanted:
             return True
         slow = slowest(members, self.terms.spares_after)
-        if slow is None:
-            return False
-        self._slow = slow.agent
-        self.events.append(f"{slow} is slow, and {spares[0]} takes its place")
-        return True
+        if spares and slow is not None:
+            self._slow = slow.agent
+            self.events.append(f"{slow} is slow, and {spares[0]} takes its place")
+            return True
+        counts = self.places[members[0].agent].microbatches
+        deal = better(counts, [one.step_s for one in members]) if counts else None
+        if deal is not None:
+            now, then = (", ".join(map(str, one)) for one in (counts, deal))
+            self.events.append(f"members differ in speed: they compute {then} microbatches in place of {now}")
+        return deal is not None
 
     def _may_leave(self, agent: str) -> bool:
         """Whether an agent that leaves may end: the others have all of the state."""

@@ -1,141 +1,134 @@
-"""Run the keeper: hear agents, decide by the rules of `Job`, and send assignments.
+"""Hear members, decide by rules, and send each what it is to know: the loop of every keeper.
 
-In: a `Job`, an address, a state folder. Out: the job's exit code. The state is on disk before an assignment leaves, so that a new
-keeper at the same address takes over while the workers run.
+In: `Rules`, a listening socket. Out: answers to members. All messages are whole states, so a lost message, a broken connection or a new
+keeper needs no protocol of its own. The rules have no sockets, clock or threads.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from autopar.errors import ProcessError
 from autopar.membership import wire
-from autopar.membership.job import Job
-from autopar.membership.records import Assignment, Report, Terms
-from autopar.membership.state_file import Saved, StateFolder
+from autopar.version import __version__
 
 _TICK_S = 0.05
-#: Seconds that the keeper waits for agents to take their last assignment.
+#: Seconds that a keeper waits for members to take their last answer.
 _LAST_S = 3.0
+#: Seconds for which a refused connection stays open, so that it can read why.
+_REFUSED_S = 1.0
+
+
+class Rules(Protocol):
+    """What a keeper decides."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the keeper is to end."""
+        ...
+
+    def heard(self, name: str, report: wire.Message, now_s: float) -> None:
+        """A member reports.
+
+        Raises:
+            WireError: the report cannot be read.
+        """
+        ...
+
+    def closed(self, name: str, now_s: float) -> None:
+        """The connection of a member broke."""
+        ...
+
+    def tick(self, now_s: float) -> None:
+        """Decide what follows. What must outlive the keeper is on disk when this returns."""
+        ...
+
+    def answer(self, name: str) -> wire.Message:
+        """What a member is to know."""
+        ...
 
 
 class Keeper:
     """The keeper of one job.
 
     Args:
-        address: `host:port` at which agents reach it; port 0 for a free one.
-        token: what every connection has to give; by default the one in the folder.
-        show: shows what happened, a text.
+        token: what every connection has to give.
+        timeout_s: seconds for a greeting.
+        show: shows what is refused, a text.
     """
 
-    def __init__(
-        self, terms: Terms, address: str, folder: StateFolder, show: Callable[[str], None], token: str = ""
-    ) -> None:
-        self._folder, self._show = folder, show
-        self.token = token or folder.token()
-        saved = folder.read()
-        self.job = Job(terms, saved, time.monotonic())
-        self.address = address
-        self.is_successor = saved is not None
+    def __init__(self, rules: Rules, token: str, timeout_s: float, show: Callable[[str], None]) -> None:
+        self._rules, self._token, self._timeout_s, self._show = rules, token, timeout_s, show
         self._writers: dict[str, asyncio.StreamWriter] = {}
-        self._sent: dict[str, Assignment] = {}
-        self._local: dict[str, int] = {}
-        self._written: tuple[int, tuple[str, ...]] | None = None
+        self._sent: dict[str, wire.Message] = {}
 
-    async def run(self, listening: Callable[[], None] = lambda: None) -> int:
-        """Keep the job until it ends, and return its exit code.
+    async def serve(self, server: socket.socket, last_s: float = _LAST_S) -> None:
+        """Serve until the rules say that all is over.
 
         Args:
-            listening: called when agents can connect.
-
-        Raises:
-            ProcessError: the address cannot be listened at.
+            last_s: seconds to wait then for members to take their last answer.
         """
-        host, port = self.address.rsplit(":", 1)
+        serving = await asyncio.start_server(self._accept, sock=server, limit=1 << 22)
         try:
-            server = await asyncio.start_server(self._accept, host.strip("[]"), int(port), limit=1 << 22)
-        except (OSError, ValueError) as error:
-            raise ProcessError(
-                f"the keeper cannot listen at {self.address} ({error}): another keeper is there, or the address is not this host's"
-            ) from error
-        self.address = wire.address_of(host.strip("[]"), server.sockets[0].getsockname()[1])
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, self._stop)
-        listening()
-        try:
-            while self.job.code is None:
+            while not self._rules.is_over:
                 self._decide()
                 await asyncio.sleep(_TICK_S)
             self._decide()
-            end_s = time.monotonic() + _LAST_S
+            end_s = time.monotonic() + last_s
             while self._writers and time.monotonic() < end_s:
                 await asyncio.sleep(_TICK_S)
-            self._folder.clear()
-            return self.job.code
         finally:
-            server.close()
-
-    def local_agents(self) -> dict[int, bool]:
-        """The process numbers of the agents of this host that have reported, and whether the job still knows them."""
-        return {pid: agent in self.job.seen for agent, pid in self._local.items()}
-
-    def _stop(self) -> None:
-        """End the job at the next step border; the second time at once."""
-        if self.job.stopping:
-            self.job.code = 130
-        self.job.stopping = True
-        self._show("stopping at the next step border; once more stops at once")
+            serving.close()
+            for writer in self._writers.values():
+                writer.close()
 
     def _decide(self) -> None:
-        """Let the rules decide, write the state down, and send what changed."""
-        job = self.job
-        job.tick(time.monotonic())
-        for event in job.events:
-            self._show(event)
-        job.events.clear()
-        state = job.generation, tuple(job.places)
-        if state != self._written:
-            self._folder.write(Saved(self.address, job.generation, job.places))
-            self._written = state
-        for agent in list(self._writers):
-            if job.assignment(agent) != self._sent.get(agent):
-                self._send(agent)
+        self._rules.tick(time.monotonic())
+        for name in list(self._writers):
+            if self._rules.answer(name) != self._sent.get(name):
+                self._send(name)
 
-    def _send(self, agent: str) -> None:
-        self._sent[agent] = self.job.assignment(agent)
+    def _send(self, name: str) -> None:
+        self._sent[name] = self._rules.answer(name)
         with contextlib.suppress(OSError, RuntimeError):
-            wire.write(self._writers[agent], self._sent[agent].to_json())
+            wire.write(self._writers[name], self._sent[name])
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hear one agent until its connection closes."""
-        agent = ""
+        """Hear one member until its connection closes."""
+        name = ""
         try:
-            greeting = await asyncio.wait_for(wire.greeted(reader, self.token), self.job.terms.timeout_s)
-            if greeting is None:
-                self._show(
-                    f"a connection from {writer.get_extra_info('peername')} without this job's token was refused"
-                )
+            greeting = await asyncio.wait_for(wire.greeted(reader, self._token), self._timeout_s)
+            refusal = _refusal(greeting)
+            if greeting is None or refusal:
+                self._show(f"a connection from {writer.get_extra_info('peername')} was refused: {refusal}")
+                wire.write(writer, {"refused": refusal})
+                await asyncio.wait_for(reader.read(), _REFUSED_S)  # closing with unread data would drop the answer
                 return
             while True:
-                message, _ = await wire.read(reader)
-                report = Report.from_json(message)
-                agent = report.agent
-                self._writers[agent] = writer
-                if report.host == socket.gethostname():
-                    self._local[agent] = report.pid
-                self.job.heard(report, time.monotonic())
-                self._send(agent)
+                report, _ = await wire.read(reader)
+                self._rules.heard(str(greeting["name"]), report, time.monotonic())
+                name = str(greeting["name"])
+                self._writers[name] = writer
+                self._send(name)
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass
         except wire.WireError as error:
             self._show(str(error))
         finally:
-            if agent and self._writers.get(agent) is writer:
-                del self._writers[agent]
-                self.job.closed(agent, time.monotonic())
+            if name and self._writers.get(name) is writer:
+                del self._writers[name]
+                self._rules.closed(name, time.monotonic())
             writer.close()
+
+
+def _refusal(greeting: wire.Message | None) -> str:
+    """Why a connection is refused; empty if it is not."""
+    if greeting is None:
+        return "it does not give this job's token"
+    if greeting.get("version") != __version__:
+        return f"it has version {greeting.get('version')} of autopar, and the keeper {__version__}: all need the same"
+    return "" if isinstance(greeting.get("name"), str) and greeting["name"] else "it gives no name"

@@ -28,7 +28,8 @@ class Report:
         why: how the worker failed.
         position: the steps that the worker has done.
         stops_at: the step at whose border the worker stops, once a border is requested.
-        step_s: seconds that the worker's devices took for a fixed small program, the same on each.
+        step_s: seconds that the worker's devices took for the same work as those of others: one microbatch where these are dealt, else a
+            small program.
         standby: whether the next process waits for its place.
         leaving: whether the agent is to leave.
         rehearsed: the rehearsal it took part in last, and whether it succeeded.
@@ -106,6 +107,7 @@ class Place:
         every: steps between copies.
         timeout_s: seconds without a sign of life after which a process counts as dead.
         rehearsal: whether to compile only.
+        microbatches: how many each worker computes, by rank; empty where all run one program on equal parts of the batch.
     """
 
     generation: int
@@ -117,6 +119,7 @@ class Place:
     every: int
     timeout_s: float
     rehearsal: bool = False
+    microbatches: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -127,7 +130,8 @@ class Place:
         found = fields["restore"]
         if found is not None:
             found = Restore(found["generation"], found["step"], tuple(map(tuple, found["sources"])))
-        return cls(**{**fields, "restore": found, "partners": tuple(fields["partners"])})
+        lists = {name: tuple(fields[name]) for name in ("partners", "microbatches")}
+        return cls(**{**fields, "restore": found, **lists})
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +161,18 @@ class Assignment:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Assignment:
-        fields = dict(data)
-        for name in ("place", "rehearsal"):
-            fields[name] = None if fields[name] is None else Place.from_json(fields[name])
-        return cls(**{**fields, "floor": tuple(fields["floor"])})
+        """The inverse of `to_json`.
+
+        Raises:
+            WireError: the data is no assignment.
+        """
+        try:
+            fields = dict(data)
+            for name in ("place", "rehearsal"):
+                fields[name] = None if fields[name] is None else Place.from_json(fields[name])
+            return cls(**{**fields, "floor": tuple(fields["floor"])})
+        except (KeyError, TypeError, ValueError) as error:
+            raise WireError(f"the keeper sent an assignment that cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +189,7 @@ class Terms:
         ahead: for how many fewer members the program is compiled ahead.
         attempts: generations in a row that may fail without getting further than those before.
         spares_after: how much slower than the others a member may be before a spare replaces it; 0 for never.
+        microbatches: into how many the batch is divided, which are dealt to members by their speed; 0 for equal parts in one program.
     """
 
     wanted: int
@@ -188,6 +201,7 @@ class Terms:
     ahead: int = 2
     attempts: int = 5
     spares_after: float = 2.0
+    microbatches: int = 0
 
 
 @dataclass(slots=True)

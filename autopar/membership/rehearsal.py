@@ -4,7 +4,9 @@ program are in the caches when a member fails."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from autopar.membership.places import placed
 from autopar.membership.records import Place, Report, Terms
 
 
@@ -46,13 +48,8 @@ class Rehearsals:
 
     def _start(self, members: Sequence[Report]) -> None:
         self._number += 1
-        coordinator, timeout_s = members[0].coordinator, self._terms.timeout_s
-        self._places = {
-            one.agent: Place(
-                *(self._number, rank, len(members), coordinator, None, (), self._terms.every, timeout_s), rehearsal=True
-            )
-            for rank, one in enumerate(members)
-        }
+        places = placed(members, self._number, None, self._terms, {})
+        self._places = {agent: replace(place, partners=(), rehearsal=True) for agent, place in places.items()}
 
     def _note(self, members: Sequence[Report]) -> None:
         reports = {one.agent: one.rehearsed for one in members}

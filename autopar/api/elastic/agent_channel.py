@@ -29,7 +29,7 @@ class AgentChannel:
     def __init__(self, address: str) -> None:
         self.token = os.environ.get(TOKEN, "")
         greeting = {"token": self.token, "call": "worker", "worker": os.environ.get(NAME, "")}
-        self._connection = Connection(address, greeting, None)
+        self._connection = Connection.to(address, greeting, None)
         self._changed = threading.Condition()
         self._position, self._step_s = 0, 0.0
         self._stops_at: int | None = None

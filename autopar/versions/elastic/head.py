@@ -6,8 +6,6 @@ a repeated one is known.
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import StoreError
-from autopar.versions.elastic.frames import receive, send
+from autopar.membership.wire import Connection, WireError
+from autopar.versions.elastic.arrays import receive, send
 from autopar.versions.elastic.membership import Membership
 from autopar.versions.remote.wire import packed_update
 from autopar.versions.server_update import Update
@@ -38,7 +37,7 @@ class Head:
 
     def __init__(self, members: Membership, server: int, worker: str) -> None:
         self._members, self._server, self._worker = members, server, worker
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._connected_to = ""
         #: what this worker pushed and the server has not applied, by share and clock
         self._kept: dict[tuple[int, int], tuple[dict[str, Any], Sequence[Any]]] = {}
@@ -69,8 +68,7 @@ class Head:
     def close(self) -> None:
         """End the connection."""
         if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.close()
+            self._connection.close()
         self._connection = None
 
     # -- helpers -----------------------------------------------------------------------------
@@ -90,7 +88,7 @@ class Head:
                     answer, values = self._sent(request, arrays)
                     if "moved" not in answer:
                         return answer, values
-                except OSError:
+                except (OSError, WireError):
                     pass
                 self.close()
             elif time.monotonic() - lost_s > LOST_S:

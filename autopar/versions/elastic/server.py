@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import socket
 import threading
 import time
@@ -22,9 +21,10 @@ import jax
 import numpy as np
 
 from autopar.errors import AutoparError, StoreError
+from autopar.membership import wire
 from autopar.runtime.distributed.cpu_transport import own_address
 from autopar.versions.checked_update import checked
-from autopar.versions.elastic.frames import address_of, listening, receive, send
+from autopar.versions.elastic.arrays import receive, send
 from autopar.versions.elastic.membership import Membership
 from autopar.versions.elastic.replica_state import Entry, applied, committed, is_new, pushed
 from autopar.versions.elastic.successor import FencedError, Successor
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from autopar.versions.layout.layout import Layout
     from autopar.versions.store import VersionedStore
 
-#: Seconds for which a pull waits before it is answered that it has to, and a replica for the newest view.
-_WAIT_S, _VIEW_S = 0.1, 1.0
+#: Seconds for which a pull waits before it is answered that it has to, a replica for the newest view, and for a greeting.
+_WAIT_S, _VIEW_S, _GREETING_S = 0.1, 1.0, 5.0
 
 
 class Replica:
@@ -65,8 +65,9 @@ class Replica:
         #: of the clock before the last one, for shares whose updates did not reach all servers
         self._before: tuple[int, Weights] | None = None
         self._has_state = store._state.board.clocks.version > 0
-        self._socket = listening(own_address(keeper))
-        self.members = Membership(keeper, token, self._hello)
+        self._socket = wire.listening(wire.host_and_port(own_address(keeper), 0))
+        self._address, self._has_copied = wire.address_of(self._socket), False
+        self.members = Membership(keeper, token, self.name, self._report)
         self._successor = Successor(self)
         threading.Thread(target=self._accept, name="autopar store replica", daemon=True).start()
 
@@ -80,7 +81,7 @@ class Replica:
             while not self.members.view.over:
                 self.members.check()
                 if self.name in self.members.view.waiting[self.server]:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(OSError, wire.WireError):
                         self._copy()
                 self.members.wait_until(lambda view: view.over or self.name in view.waiting[self.server], 0.2)
         finally:
@@ -96,9 +97,9 @@ class Replica:
 
     # -- requests ----------------------------------------------------------------------------
 
-    def _hello(self) -> dict[str, Any]:
-        about = {"name": self.name, "server": self.server, "address": address_of(self._socket)}
-        members: Membership | None = getattr(self, "members", None)  # None in the first greeting
+    def _report(self) -> dict[str, Any]:
+        about = {"server": self.server, "address": self._address, "copied": self._has_copied}
+        members: Membership | None = getattr(self, "members", None)  # None in the first report
         was_in_chain = members is not None and self.name in members.view.chains[self.server]
         return about | {"shares": self.store.num_workers, "has_state": self._has_state or was_in_chain}
 
@@ -110,12 +111,10 @@ class Replica:
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, accepted: socket.socket) -> None:
         """Answer the requests of one process."""
-        with contextlib.suppress(OSError), connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            greeting, _ = receive(connection)
-            if not secrets.compare_digest(str(greeting.get("token", "")), self.members.token):
+        with contextlib.suppress(OSError, wire.WireError), contextlib.closing(wire.Connection(accepted)) as connection:
+            if connection.greeted(self.members.token, _GREETING_S) is None:
                 return
             while True:
                 request, arrays = receive(connection)
@@ -255,7 +254,7 @@ class Replica:
         chain = view.chains[self.server]
         if not chain:
             return
-        with self.members.connected(chain[-1]) as connection, self._lock:
+        with contextlib.closing(self.members.connected(chain[-1])) as connection, self._lock:
             send(connection, {"call": "copy", "name": self.name})
 
             def check() -> None:
@@ -268,8 +267,10 @@ class Replica:
             snapshot, self._before = unpacked_snapshot(message, arrays, self.store)
             self.store.load(snapshot)
             self.position, self._has_state = int(message["position"]), True
-        self.members.report({"copied": self.name, "server": self.server})
+        self._has_copied = True
+        self.members.say()
         self.members.wait_until(lambda view: self.name not in view.waiting[self.server], _VIEW_S)
+        self._has_copied = False  # what comes after it is not in this copy
 
 
 def serve_replica(

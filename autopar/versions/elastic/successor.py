@@ -5,13 +5,12 @@ In: entries, in order. Out: nothing; when `send` returns, every replica after th
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import StoreError
-from autopar.versions.elastic.frames import receive, send
+from autopar.membership.wire import Connection, WireError
+from autopar.versions.elastic.arrays import receive, send
 
 if TYPE_CHECKING:
     from autopar.versions.elastic.replica_state import Entry
@@ -31,7 +30,7 @@ class Successor:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._connected_to = ""
         self._copied, self._copied_s = "", 0.0
         self._last: Entry | None = None
@@ -59,7 +58,7 @@ class Successor:
                 if "behind" in answer and self._last is not None and int(answer["behind"]) == self._last.position:
                     self._sent(name, self._last)
                     answer = self._sent(name, entry)
-            except OSError:
+            except (OSError, WireError):
                 self._close()
                 if name == self._copied:
                     self._copied = ""  # it is in no chain: it copies again
@@ -102,6 +101,5 @@ class Successor:
 
     def _close(self) -> None:
         if self._connection is not None:
-            with contextlib.suppress(OSError):
-                self._connection.close()
+            self._connection.close()
         self._connection = None

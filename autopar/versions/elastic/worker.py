@@ -65,7 +65,7 @@ class ElasticWorker:
 
     def __init__(self, keeper: str, *, token: str) -> None:
         self.name = f"worker {os.getpid()}-{uuid.uuid4().hex[:6]}"
-        self._members = Membership(keeper, token, lambda: {"name": self.name})
+        self._members = Membership(keeper, token, self.name, dict)
         self._heads = [Head(self._members, server, self.name) for server in range(len(self._members.view.chains))]
         self._division = Division({}, {}, {})
         with contextlib.suppress(OverError):  # there is nothing left to compute
@@ -92,7 +92,7 @@ class ElasticWorker:
         while not self._members.view.over:
             self._members.check()
             if min(min(head.clocks) for head in self._heads) >= num_clocks and self._is_done(num_clocks):
-                self._members.report({"over": True})
+                self._members.say(over=True)
                 return
             waiting = [(self._clock(share), share) for share in self.shares]
             mine = min((one for one in waiting if one[0] < num_clocks), default=None)
