@@ -10,7 +10,9 @@ import pytest
 from several_processes import run
 
 from benchmarks.faults import kept_job
+from benchmarks.faults.fsdp import layers_as_written
 from benchmarks.faults.kept_job import KeptJob, losses, segments
+from benchmarks.faults.survival import worst_difference
 
 PROGRAM = Path(kept_job.__file__).parent / "fsdp.py"
 
@@ -60,3 +62,27 @@ def test_nothing_is_compiled_for_fewer_members_if_it_was_compiled_ahead(tmp_path
         compiled = {one["count"]: one["compiled"] for one in reversed(job.events("step"))}
     print(f"compilations up to the first step, by the number of members: {compiled}")
     assert compiled[2] == 0
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_the_stages_of_the_members_that_remain(tmp_path: Path) -> None:
+    """Six scanned layers in stages of four processes, then of three and two: unequal parts of one stack; and again of three."""
+    log = str(tmp_path / "log")
+    options = ["--timeout", "5", "--every", "7", "--ahead", "0", "--return-after", "1000"]
+    with KeptJob(tmp_path, [str(PROGRAM), "kept_in_stages", log, "1000000", "0.1"], *options) as job:
+        job.at(20)
+        assert [one["strategy"] for one in job.events("start")] and "4 stages" in job.events("start")[0]["strategy"]
+        os.kill(job.worker(2)["agent"], signal.SIGKILL)
+        job.wait(lambda: any(one["count"] == 3 for one in job.events("step")))
+        job.at(job.events("step")[-1]["step"] + 20)
+        os.kill(job.worker(0)["agent"], signal.SIGKILL)
+        job.wait(lambda: any(one["count"] == 2 for one in job.events("step")))
+        job.join_another()
+        job.wait(lambda: job.events("step")[-1]["count"] == 3)
+        job.at(job.events("step")[-1]["step"] + 10)
+        job.keeper.send_signal(signal.SIGTERM)
+        assert job.ended() == 0, job.text()
+        history = losses(job.events("step"))
+    assert sorted(history) == list(range(1, max(history) + 1))
+    assert [count for count, _, _ in segments(history)] == [4, 3, 2, 3]
+    assert worst_difference(history, layers_as_written()) < 1e-5

@@ -1,7 +1,8 @@
-"""Programs that `autopar keep` keeps alive: FSDP of a small network, and the same by hand from checkpoints.
+"""Programs that `autopar keep` keeps alive: FSDP of a small network, a pipeline of another one, and the same by hand from checkpoints.
 
-python elastic_programs.py kept LOG STEPS        under `autopar keep`
-python elastic_programs.py by_hand LOG START STOP FOLDER      in COUNT processes, from a checkpoint to the next
+python fsdp.py kept LOG STEPS        under `autopar keep`
+python fsdp.py kept_in_stages LOG STEPS
+python fsdp.py by_hand LOG START STOP FOLDER      in COUNT processes, from a checkpoint to the next
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,48 @@ def as_written() -> tuple[Any, Any]:
     return train_step, create_state
 
 
-def batches(start: int, stop: int, rows: slice) -> Iterator[Any]:
+#: The layers of the pipeline: 4 and 3 stages have unequal numbers of them.
+LAYERS = 6
+
+
+def in_stages(count: int) -> tuple[Any, Any, Any]:
+    """The same for a pipeline with a stage in each process, of scanned layers, so that stages hold unequal parts of one stack."""
+    import jax
+
+    import autopar
+
+    train_step, create_state = layers_as_written()
+    step = autopar.parallelize(train_step, stages=count, num_microbatches=4)
+    whole = jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")
+    return step, create_state, {"x": whole, "y": whole}
+
+
+def layers_as_written() -> tuple[Any, Any]:
+    """The step of the pipeline for one device, and the function that makes the state."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    optimizer = optax.adam(1e-3)
+
+    def create_state(rng: jax.Array) -> Any:
+        layers = jax.random.normal(rng, (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5
+        params = {"layers": layers, "last": jnp.ones((WIDTH,))}
+        return {"params": params, "moments": optimizer.init(params)}
+
+    def train_step(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+        def loss_fn(params: dict[str, jax.Array]) -> jax.Array:
+            hidden, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params["layers"])
+            return jnp.mean((hidden * params["last"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, moments = optimizer.update(grads, state["moments"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
+
+    return train_step, create_state
+
+
+def batches(start: int, stop: int, rows: Any) -> Iterator[Any]:
     import numpy as np
 
     for number in range(start, stop):
@@ -77,7 +119,13 @@ def tell(log: str, **what: Any) -> None:
         file.write(json.dumps({"at_s": time.time(), "pid": os.getpid(), "agent": os.getppid(), **what}) + "\n")
 
 
-def kept(log: str, steps: str, pause_s: str = "0.05") -> None:
+def kept_in_stages(log: str, steps: str, pause_s: str = "0.05") -> None:
+    kept(log, steps, pause_s, in_stages)
+
+
+def kept(
+    log: str, steps: str, pause_s: str = "0.05", made: Callable[[int], tuple[Any, Any, Any]] = lambda _: model()
+) -> None:
     import jax
     import optax  # noqa: F401  before the place, as all imports
 
@@ -85,7 +133,7 @@ def kept(log: str, steps: str, pause_s: str = "0.05") -> None:
 
     tell(log, event="imported")
     run = autopar.join()
-    step, create_state, shapes = model()
+    step, create_state, shapes = made(1 if run.place is None else run.place.count)
     state = run.restore_or_init(step, create_state, jax.random.key(0), batch=shapes)
     count, rank = jax.process_count(), jax.process_index()
     if not run.is_rehearsal:
@@ -101,8 +149,9 @@ def kept(log: str, steps: str, pause_s: str = "0.05") -> None:
     for batch in run.batches(lambda start: batches(start, int(steps), run.rows(BATCH))):
         at_s = time.time()
         state, loss = step(state, batch)
-        if rank == 0:
-            tell(log, event="step", step=run.position + 1, count=count, loss=float(loss), began_s=at_s)
+        if rank == min(device.process_index for device in loss.sharding.device_set):
+            value = float(loss.addressable_data(0))
+            tell(log, event="step", step=run.position + 1, count=count, loss=value, began_s=at_s, **_deal(run))
         time.sleep(float(pause_s))
     shards = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     tell(log, event="end", step=run.position, rank=rank, bytes=run.copied_bytes, state_bytes=shards)
@@ -110,6 +159,11 @@ def kept(log: str, steps: str, pause_s: str = "0.05") -> None:
 
 def _strategy(step: Any) -> str:
     return step.latest_plan.strategy
+
+
+def _deal(run: Any) -> dict[str, Any]:
+    """The microbatches of each member, where they are dealt."""
+    return {"microbatches": run.place.microbatches} if run.place is not None and run.place.microbatches else {}
 
 
 def by_hand(log: str, start: str, stop: str, folder: str) -> None:
@@ -135,4 +189,4 @@ def by_hand(log: str, start: str, stop: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    {"kept": kept, "by_hand": by_hand}[sys.argv[1]](*sys.argv[2:])
+    {"kept": kept, "kept_in_stages": kept_in_stages, "by_hand": by_hand}[sys.argv[1]](*sys.argv[2:])

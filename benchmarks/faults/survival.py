@@ -82,7 +82,7 @@ def _at_random_moments(
 
 def _row(job: KeptJob, times: list[tuple[float, float, float]], **more: Any) -> Row:
     steps = job.events("step")
-    worst = _worst_difference(losses(steps))
+    worst = worst_difference(losses(steps))
     counts = sorted({one["count"] for one in steps})
     row: Row = {"moments": MOMENTS, "steps": max(one["step"] for one in steps), "workers": counts, **more}
     if times:
@@ -97,8 +97,11 @@ def _row(job: KeptJob, times: list[tuple[float, float, float]], **more: Any) -> 
 _FIGURES: dict[str, Any] = {"least": min, "median": statistics.median, "greatest": max}
 
 
-def _worst_difference(history: dict[int, tuple[int, float]]) -> float:
+def worst_difference(history: dict[int, tuple[int, float]], written: tuple[Any, Any] | None = None) -> float:
     """The largest relative difference of a loss to that of one device without faults.
+
+    Args:
+        written: the step, and the function that makes the state; by default those of FSDP.
 
     Raises:
         AssertionError: a step is missing.
@@ -107,7 +110,7 @@ def _worst_difference(history: dict[int, tuple[int, float]]) -> float:
 
     last = max(history)
     assert sorted(history) == list(range(1, last + 1)), "every step was done"
-    step, create_state = as_written()
+    step, create_state = written or as_written()
     compiled, state, worst = jax.jit(step), create_state(jax.random.key(0)), 0.0
     for number, batch in enumerate(batches(0, last, slice(0, BATCH)), 1):
         state, loss = compiled(state, batch)
@@ -117,8 +120,12 @@ def _worst_difference(history: dict[int, tuple[int, float]]) -> float:
 
 def _target(job: KeptJob, rng: random.Random) -> int:
     """A worker of the newest generation, or the member that started it."""
-    count = job.events("step")[-1]["count"]
-    return job.worker(rng.randrange(count))[rng.choice(["pid", "agent"])]
+    while True:
+        count = job.events("step")[-1]["count"]
+        target = job.worker(rng.randrange(count))[rng.choice(["pid", "agent"])]
+        if job.exists(target):
+            return target
+        time.sleep(0.05)  # it has just ended by the last fault
 
 
 def _kills(rng: random.Random) -> Row:

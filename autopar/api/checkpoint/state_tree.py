@@ -22,6 +22,7 @@ from autopar.errors import CheckpointError
 from autopar.frontend.pytree_paths import leaf_keys
 from autopar.frontend.pytrees import shape_and_dtype
 from autopar.jax_interop import compat as jax_compat
+from autopar.pipeline.run.stacked_leaves import StackedLeaf
 from autopar.pipeline.run.transfers import devices_of, without_shards
 from autopar.plans.records import Placement, type_text
 
@@ -93,6 +94,11 @@ def stored(state: Any) -> dict[str, Any]:
                 f"`{leaf.path}` was donated to the step, which reuses its memory: save the state that the step returned"
             )
     return _nested(leaves, [_plain(value) for value in values])
+
+
+def named(state: Any, values: Sequence[Any]) -> dict[str, Any]:
+    """The nested dicts of a state with other values in place of its leaves."""
+    return _nested(leaves_of(state), values)
 
 
 def wanted(state: Any) -> dict[str, Any]:
@@ -276,6 +282,10 @@ def _nested(leaves: Sequence[Leaf], values: Sequence[Any]) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     """An array that orbax can write."""
+    if isinstance(value, StackedLeaf):
+        return (
+            value if not _is_key(value.dtype) else StackedLeaf({n: _key_data(part) for n, part in value.parts.items()})
+        )
     if isinstance(value, jax.Array):
         return _key_data(value) if _is_key(value.dtype) else value
     return np.asarray(value, shape_and_dtype(value)[1])

@@ -1,6 +1,7 @@
 """Find the state of a planned step among its results, under the same paths in every generation.
 
-In: a step, its abstract state. Out: arrays by path, from what a call of the step returned; the state again, from arrays by path.
+In: a step, its abstract state. Out: arrays by path, from what a call of the step returned; the state again, from arrays by path. A
+pipeline may have a stack of layers in unequal parts on several stages: then the parts are made one by one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from autopar.api.checkpoint import state_tree
 from autopar.api.parallel_step import ParallelStep
 from autopar.errors import StepSignatureError
 from autopar.frontend.state import state_apart
-from autopar.pipeline.plan import PipelinePlan
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.stacked_leaves import StackedLeaf
 from autopar.runtime.own_arrays import make_own
+
+#: Makes an array, or some layers of it, for its path: of the shape and dtype of the whole array, and a sharding.
+ArrayOf = Callable[[str, Any, Rows | None], Any]
 
 
 class CarriedState:
@@ -26,22 +31,19 @@ class CarriedState:
         target: the state as `jax.ShapeDtypeStruct`s with the plan's shardings.
 
     Raises:
-        StepSignatureError: the plan is a pipeline, or the step does not return all of its state.
+        StepSignatureError: the step does not return all of its state.
     """
 
     def __init__(self, step: ParallelStep[Any], target: Any) -> None:
         self._target = target
         with state_apart(target) as (arrays, _):
-            self._leaves, self._tree = jax.tree.flatten(arrays)
-            plan, names = next(
-                (plan, names)
-                for plan in reversed(step.plans)
-                if (names := state_tree.arguments_of(plan, arrays)) is not None
+            leaves, self._tree = jax.tree.flatten(arrays)
+            prepared, names = next(
+                (prepared, names)
+                for prepared in reversed(step.prepared)
+                if (names := state_tree.arguments_of(prepared.plan, arrays)) is not None
             )
-        if isinstance(plan, PipelinePlan):
-            raise StepSignatureError(
-                f"`{step.name}` is planned as a pipeline, and `restore_or_init` of a run under `autopar keep` takes steps of one program"
-            )
+        plan = prepared.plan
         roots = [tensor.path.split("/", 1)[0] for tensor in plan.inputs]
         inputs = [i for name in names for i, root in enumerate(roots) if root == name]
         outputs = dict(plan.carried)
@@ -51,6 +53,9 @@ class CarriedState:
                 f"`{step.name}` does not return `{lost[0]}` of its state, so peers cannot have a copy of it: return the whole state"
             )
         self._outputs = [outputs[i] for i in inputs]
+        paths = flat(state_tree.named(arrays, range(len(leaves))))
+        in_parts = {n: prepared.uneven[i] for n, i in enumerate(inputs) if i in prepared.uneven}
+        self._in_parts = {path: in_parts[n] for path, n in paths.items() if n in in_parts}
 
     def arrays(self, returned: Any) -> dict[str, Any]:
         """The state's arrays by path, from the arrays that the planned program returned."""
@@ -58,22 +63,35 @@ class CarriedState:
         state = jax.tree.unflatten(self._tree, [leaves[i] for i in self._outputs])
         return flat(state_tree.stored(state))
 
-    def made(self, make: Callable[[str, Any], Any]) -> Any:
-        """The state, of arrays that `make` returns for a path and a struct."""
+    def made(self, make: ArrayOf) -> Any:
+        """The state, of arrays that `make` returns."""
         with state_apart(self._target) as (arrays, rebuild):
             wanted = flat(state_tree.wanted(arrays))
-            read = _nested({path: make(path, struct) for path, struct in wanted.items()})
+            read = _nested({path: self._made(make, path, struct) for path, struct in wanted.items()})
             values = state_tree.restored(read, arrays)
             make_own(values)
             return rebuild(jax.tree.unflatten(self._tree, values))
 
     def zeros(self) -> Any:
         """A state of zeros."""
-        return self.made(
-            lambda _, one: jax.make_array_from_callback(
-                one.shape, one.sharding, lambda index: np.zeros(one.sharding.shard_shape(one.shape), one.dtype)
+
+        def zeros(_: str, one: Any, rows: Rows | None) -> Any:
+            shape = one.shape if rows is None else rows.shape_of(one.shape)
+            local = one.sharding.shard_shape(shape)
+            return jax.make_array_from_callback(
+                shape, one.sharding, lambda index: np.zeros(local, one.dtype), dtype=one.dtype
             )
-        )
+
+        return self.made(zeros)
+
+    def _made(self, make: ArrayOf, path: str, struct: Any) -> Any:
+        parts = self._in_parts.get(path)
+        if parts is None:
+            return make(path, struct, None)
+        of_parts = {
+            rows: jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=place) for rows, place in parts.items()
+        }
+        return StackedLeaf({rows: make(path, one, rows) for rows, one in of_parts.items()})
 
 
 _SEPARATOR = "\0"

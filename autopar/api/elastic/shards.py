@@ -1,7 +1,8 @@
-"""Copy a state's shards into bytes, and make arrays in any other sharding of them.
+"""Find a state's shards, and make arrays in any other sharding of their copies.
 
-In: arrays by path. Out: this process's shards, each once among all processes, with an index of where they are in the bytes. The
-inverse reads the shards of all processes, from whichever agents have them, and only those that a device needs.
+In: arrays by path. Out: this process's shards, each once among all processes, with an index of where they are in the bytes of all. The
+inverse reads the shards of all processes, from whichever agents have them, and only those that a device needs. Where the boxes of
+shards are is all that counts: stages of a pipeline are found by it, as parts of an array that one program shards.
 """
 
 from __future__ import annotations
@@ -18,42 +19,74 @@ import numpy as np
 from autopar.errors import CheckpointError, ProcessError
 from autopar.membership.records import Restore
 from autopar.membership.wire import Connection
+from autopar.pipeline.cut.unroll_layers import Rows
+from autopar.pipeline.run.stacked_leaves import StackedLeaf
 
 #: A range of each dim.
 Box = tuple[tuple[int, int], ...]
 _TIMEOUT_S = 30.0
 
 
-def shards_of(arrays: Mapping[str, Any], is_first: bool) -> tuple[list[Any], list[np.ndarray]]:
-    """Copies of this process's shards, and their index.
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A shard of this process.
 
     Args:
-        is_first: whether this is process 0, which copies what every process has.
+        path, shape, dtype: of the whole array.
+        box: where the shard is in it.
+        data: on one device, or on the host.
     """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+    data: Any
+
+
+def shards_of(arrays: Mapping[str, Any], is_first: bool) -> list[Shard]:
+    """This process's shards, each of which no other process has in its list.
+
+    Args:
+        is_first: whether this is process 0, which has what every process has.
+    """
+    return [
+        Shard(path, tuple(array.shape), str(array.dtype), box, data)
+        for path, array in arrays.items()
+        for box, data in _parts(array, is_first)
+    ]
+
+
+def in_bytes(shards: Sequence[Shard]) -> tuple[list[Any], list[np.ndarray]]:
+    """The index of shards, and their bytes on the host. It waits for the devices."""
     index, data, start = [], [], 0
-    for path, array in arrays.items():
-        for box, part in _parts(array, is_first):
-            copied = np.array(part, order="C")  # the step reuses the memory of the array
-            size = copied.nbytes
-            index.append([path, list(array.shape), str(array.dtype), box, start, size, zlib.crc32(_bytes(copied))])
-            data.append(_bytes(copied))
-            start += size
+    for one in shards:
+        own = np.ascontiguousarray(one.data).reshape(-1).view(np.uint8)
+        index.append([one.path, list(one.shape), one.dtype, one.box, start, own.nbytes, zlib.crc32(own)])
+        data.append(own)
+        start += own.nbytes
     return index, data
 
 
 def _parts(array: Any, is_first: bool) -> list[tuple[Box, Any]]:
+    if isinstance(array, StackedLeaf):
+        return [(_moved(box, rows), data) for rows, part in array.parts.items() for box, data in _parts(part, is_first)]
     if not isinstance(array, jax.Array):
         return [(_box((), array.shape), array)] if is_first else []
     return [(_box(shard.index, array.shape), shard.data) for shard in array.addressable_shards if shard.replica_id == 0]
 
 
+def _moved(box: Box, rows: Rows) -> Box:
+    """A box of some layers of an array, in the whole array."""
+    return tuple(
+        (start + rows.start, stop + rows.start) if dim == rows.dim else (start, stop)
+        for dim, (start, stop) in enumerate(box)
+    )
+
+
 def _box(index: Sequence[slice], shape: Sequence[int]) -> Box:
     slices = [*index, *[slice(None)] * (len(shape) - len(index))]
     return tuple(one.indices(size)[:2] for one, size in zip(slices, shape, strict=True))
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +126,12 @@ class PeerCopies:
                 self.kinds[path] = tuple(shape), dtype
                 self.pieces.setdefault(path, []).append(Piece(owner, tuple(map(tuple, box)), start, size, crc))
 
-    def array(self, path: str, wanted: Any) -> Any:
+    def array(self, path: str, wanted: Any, rows: Rows | None = None) -> Any:
         """An array of these shards.
 
         Args:
-            wanted: its shape, dtype and sharding.
+            wanted: the shape and dtype of the whole array, and the sharding.
+            rows: the layers of which the array is to be; None for all.
 
         Raises:
             CheckpointError: the copies have no such array, or another kind.
@@ -112,20 +146,23 @@ class PeerCopies:
             )
         read: dict[Piece, np.ndarray] = {}
 
+        shape = wanted.shape if rows is None else rows.shape_of(wanted.shape)
+
         def at(index: Sequence[slice] | None) -> np.ndarray:
-            box = _box(index or (), wanted.shape)
+            box = _box(index or (), shape)
+            box = box if rows is None else _moved(box, rows)
             made = np.empty([stop - start for start, stop in box], jnp.dtype(wanted.dtype))
             for piece in self.pieces[path]:
                 common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
                 if any(start >= stop for start, stop in common):
                     continue
                 if piece not in read:
-                    shape = [stop - start for start, stop in piece.box]
-                    read[piece] = self._data(path, piece).view(made.dtype).reshape(shape)
+                    of_piece = [stop - start for start, stop in piece.box]
+                    read[piece] = self._data(path, piece).view(made.dtype).reshape(of_piece)
                 made[_within(common, box)] = read[piece][_within(common, piece.box)]
             return made
 
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, at)
+        return jax.make_array_from_callback(shape, wanted.sharding, at, dtype=wanted.dtype)
 
     def close(self) -> None:
         """Close the connections."""
@@ -149,7 +186,7 @@ class PeerCopies:
         for address in sources[owner]:
             try:
                 if address not in self._connections:
-                    self._connections[address] = Connection(
+                    self._connections[address] = Connection.to(
                         address, {"token": self.token, "call": "copies"}, _TIMEOUT_S
                     )
                 connection = self._connections[address]

@@ -43,6 +43,10 @@ class Rows:
     start: int
     stop: int
 
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of these layers of an array."""
+        return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
+
 
 @dataclass(frozen=True, slots=True)
 class Leaf:

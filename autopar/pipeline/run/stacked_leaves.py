@@ -63,6 +63,10 @@ class StackedLeaf:
     def dtype(self) -> Any:
         return next(iter(self.parts.values())).dtype
 
+    @property
+    def weak_type(self) -> bool:
+        return bool(next(iter(self.parts.values())).weak_type)
+
     def assembled(self) -> jax.Array:
         """The whole array: where its parts are, if they are equal but for replicas; else on the devices of the first part.
 
