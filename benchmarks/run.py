@@ -149,7 +149,7 @@ BENCHMARKS = {
     ),
     "dispatch_overhead": Benchmark(("gpt2_small_one_device", "gpt2_small"), VIRTUAL_DEVICES),
     "faults": Benchmark(
-        ("templates", *_SURVIVED, "copies", *_DISTURBED),
+        ("templates", *_SURVIVED, "copies", "stragglers", *_DISTURBED),
         VIRTUAL_DEVICES,
         sources=(),
         sources_of={
@@ -159,6 +159,7 @@ BENCHMARKS = {
                 _SURVIVED, ("faults/survival.py", "faults/fsdp.py", "faults/kept_job.py", "faults/proxy.py")
             ),
             "copies": ("faults/copies.py", "faults/fsdp.py", "faults/kept_job.py"),
+            "stragglers": ("faults/stragglers.py", "faults/survival.py", "faults/fsdp.py", "faults/kept_job.py"),
         },
         summary="benchmarks.faults.page",
         module="faults.parts",

@@ -14,7 +14,7 @@ import jax
 
 from autopar.api.call_clock import Calls
 from autopar.api.measure_step import wait
-from autopar.api.prepared_step import Prepared, prepared_of
+from autopar.api.prepared_step import Prepared, RunBy, prepared_of
 from autopar.api.step_plans import StepPlans
 from autopar.errors import StepSignatureError
 from autopar.frontend.call import Call, opened
@@ -34,6 +34,7 @@ class Dispatcher:
         known: the prepared programs by the key of a call; the last used one comes last.
         last: the program that ran the last call. calls: the times of its calls.
         fast: `last`, if it takes the arguments unchanged.
+        run_by: see `prepared_of`.
     """
 
     def __init__(self, plans: StepPlans) -> None:
@@ -43,6 +44,7 @@ class Dispatcher:
         self.calls = Calls()
         self.fast: Prepared | None = None
         self._fast_key: Any = None
+        self.run_by: RunBy | None = None
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Any]:
         """Run the step: its result, and the arrays that the planned program returned."""
@@ -117,7 +119,8 @@ class Dispatcher:
             planned = self.plans.of(call, to_run=True)
             plan, program = planned.plan, planned.program
             devices = self.plans.devices() if isinstance(plan, PipelinePlan) else self.plans.mesh(plan)
-            prepared = prepared_of(self.called.name, plan, program, planned.results, devices, may_take=self._may_take)
+            name, own = self.called.name, {"may_take": self._may_take, "run_by": self.run_by}
+            prepared = prepared_of(name, plan, program, planned.results, devices, **own)
         else:
             self.plans.latest = prepared.plan
         self.known[call.key] = prepared

@@ -15,10 +15,11 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api.dispatch import Dispatcher, as_written
+from autopar.api.elastic.dealt_step import DealtStep
 from autopar.api.everything import check_no_plan, with_everything
 from autopar.api.measure_stages import measure_stages
 from autopar.api.measure_step import FEWEST_STEPS, measure
-from autopar.api.prepared_step import built
+from autopar.api.prepared_step import Prepared, RunBy, built
 from autopar.api.step_plans import StepPlans
 from autopar.api.step_report import StepReport
 from autopar.errors import StepSignatureError
@@ -90,6 +91,20 @@ class ParallelStep(Generic[P]):
     def plans(self) -> tuple[P, ...]:
         """The plans of this step, one for each set of argument shapes, the least recently used first."""
         return tuple(cast("P", prepared.plan) for prepared in self._dispatch.known.values())
+
+    @property
+    def prepared(self) -> tuple[Prepared, ...]:
+        """The plans of this step ready to run, the least recently used first."""
+        return tuple(self._dispatch.known.values())
+
+    @property
+    def run_by(self) -> RunBy | None:
+        """Makes what runs a plan in place of a jitted step, from now on; set by a run under `autopar keep`."""
+        return self._dispatch.run_by
+
+    @run_by.setter
+    def run_by(self, run_by: RunBy) -> None:
+        self._dispatch.run_by = run_by
 
     def planning_options(self) -> dict[str, Any]:
         """The options for `plan_program`: without those of tracing, and with `like` as a plan.
@@ -255,6 +270,11 @@ class ParallelStep(Generic[P]):
             raise StepSignatureError(
                 f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
                 f" arguments of the same shapes; the first compiles, and {calls.num_steps} have been timed since"
+            )
+        if isinstance(last.run, DealtStep):
+            raise StepSignatureError(
+                f"the microbatches of `{self.name}` are dealt to members by their speed, and the plan predicts equal parts: there is nothing"
+                " to compare. `autopar keep` says which member computes how many"
             )
         if isinstance(last.run, PipelinedStep):
             plan, devices = last.run.plan, self._plans.devices()

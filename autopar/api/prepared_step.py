@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from autopar.api.elastic.dealt_step import DealtStep
 from autopar.frontend.call import Results
 from autopar.jax_interop.compat import shape_struct
 from autopar.jax_interop.compilation import compiled_to_draw, compiling
@@ -26,12 +27,15 @@ from autopar.pipeline.run.stacked_leaves import assembled, rows_of
 from autopar.pipeline.run.step import PipelinedStep
 from autopar.pipeline.run.transfers import is_mine, without_shards
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.distributed.argument_layout import Arguments
 from autopar.runtime.jitted_step import JittedStep
 from autopar.runtime.own_arrays import make_own
 from autopar.transforms.program import Program
 
+#: Makes what runs a plan of one program: from the plan, its program, the mesh, and whether it may overwrite arrays of the user.
+RunBy = Callable[[Plan, Program, Mesh, bool], DealtStep]
 #: The sharding of an array; or the sharding of each part of an array that several stages hold.
 Place = NamedSharding | dict[Rows, NamedSharding]
 
@@ -55,7 +59,7 @@ class Prepared:
     plan: AnyPlan
     program: Program
     results: Results
-    run: JittedStep | PipelinedStep
+    run: JittedStep | PipelinedStep | DealtStep
     in_shardings: list[NamedSharding]
     mesh: Mesh
     arguments: Arguments
@@ -79,13 +83,13 @@ class Prepared:
         """Start to compile the program in a thread, for arguments of these shapes.
 
         Returns:
-            A function that waits for the compilation. Nothing is compiled for a pipeline; with several processes, which
+            A function that waits for the compilation. Nothing is compiled for several programs; with several processes, which
             must compile in the same order because XLA lets them exchange autotuning results; or with JAX's NaN checks,
             which only a jitted function can attribute.
         """
         checks_nans = jax.config.jax_debug_nans or jax.config.jax_debug_infs
         run = self.run
-        if self.is_compiled or isinstance(run, PipelinedStep) or jax.process_count() > 1 or checks_nans:
+        if self.is_compiled or not isinstance(run, JittedStep) or jax.process_count() > 1 or checks_nans:
             return lambda: None
         wait = compiling(run.lower(jax.tree.map(shape_struct, tuple(trees))))
 
@@ -115,6 +119,7 @@ def prepared_of(
     devices: Mesh | Sequence[Any],
     *,
     may_take: bool = False,
+    run_by: RunBy | None = None,
 ) -> Prepared:
     """Prepare a plan to run.
 
@@ -122,14 +127,20 @@ def prepared_of(
         name: the step's name.
         devices: the mesh of one program, or all devices of a pipeline in order.
         may_take: whether arrays that the user made may be donated.
+        run_by: makes what runs a plan of one program, in place of a jitted step.
     """
+    run: JittedStep | PipelinedStep | DealtStep
     if isinstance(plan, PipelinePlan):
         assert not isinstance(devices, Mesh)
         run = PipelinedStep(plan, program, devices, may_take=may_take)
         shardings, mesh = run.in_shardings, run.meshes[0]
     else:
         assert isinstance(devices, Mesh)
-        run, mesh = JittedStep(plan, program.trace, devices, may_take=may_take), devices
+        mesh = devices
+        if run_by is None:
+            run = JittedStep(plan, program.trace, devices, may_take=may_take)
+        else:
+            run = run_by(plan, program, devices, may_take)
         shardings = named_shardings([tensor.sharding for tensor in plan.inputs], devices)
     uneven = run.uneven if isinstance(run, PipelinedStep) else {}
     gathers = Gathering if isinstance(run, PipelinedStep) and jax.process_count() > 1 else None
@@ -142,7 +153,7 @@ def prepared_of(
         run=run,
         in_shardings=list(shardings),
         mesh=mesh,
-        arguments=Arguments(name, plan, shardings, gathers),
+        arguments=Arguments(name, plan, shardings, gathers, run.rows if isinstance(run, DealtStep) else None),
         probe=min(free)[1] if free else None,
         uneven=uneven,
     )

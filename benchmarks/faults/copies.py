@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.faults.kept_job import KeptJob
 
-RUNS, STEPS, EVERY, MEMBERS = 5, 40, 10, 4
+RUNS, STEPS, EVERY, MEMBERS = 5, 200, 10, 4
 PROGRAM = Path(__file__).parent / "fsdp.py"
 
 

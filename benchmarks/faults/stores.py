@@ -130,7 +130,7 @@ class Run:
                 "weights": str(self.folder / f"{server}-{self.number}.npz"),
             }
         command = [sys.executable, "-m", "benchmarks.faults.store_process", "work" if role == "worker" else "serve"]
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
         with (self.folder / f"{self.number}.out").open("wb") as out:
             process = subprocess.Popen(
                 [*command, json.dumps(options)], cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT
@@ -150,7 +150,8 @@ class Run:
 
     def kill(self) -> subprocess.Popen[bytes]:
         """Kill or freeze a process, and start its replacement."""
-        process = self.rng.choice(sorted(self.processes, key=lambda one: one.pid))
+        running = [one for one in self.processes if one.poll() is None]
+        process = self.rng.choice(sorted(running, key=lambda one: one.pid))
         role = self.processes[process]
         is_head = any(f"-{process.pid}-" in chain[0] for chain in self.keeper.view.chains if chain)
         os.kill(process.pid, signal.SIGSTOP if self.freezes else signal.SIGKILL)

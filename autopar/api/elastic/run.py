@@ -7,31 +7,39 @@ memory of peers, and the batches from the position that belongs to it.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from autopar.api.checkpoint.checkpoints import Checkpoints
 from autopar.api.elastic.agent_channel import AgentChannel, agent_address
 from autopar.api.elastic.background_copies import BackgroundCopies
 from autopar.api.elastic.carried_state import CarriedState
+from autopar.api.elastic.dealt_step import DealtStep
 from autopar.api.elastic.device_probe import DeviceProbe
+from autopar.api.elastic.own_rows import rows_of
 from autopar.api.elastic.shards import PeerCopies
 from autopar.api.parallel_step import ParallelStep
-from autopar.errors import ProcessError
+from autopar.errors import ProcessError, StepSignatureError
 from autopar.jax_interop.processes import backends_are_initialized
 from autopar.membership.blame import is_effect
+from autopar.membership.deal import Deal
 from autopar.membership.records import Place
 from autopar.membership.wire import split
+from autopar.plans.plan import Plan
 from autopar.runtime.distributed.exchange import among_processes
+from autopar.transforms.program import Program
 
 _RETRY_S = 0.02
 #: Seconds for which worker 0 of a rehearsal, which runs JAX's service, outlives the others.
@@ -55,7 +63,9 @@ class ElasticRun:
         self._step: ParallelStep[Any] | None = None
         self._state: CarriedState | None = None
         self._returned: Any = None
-        self._probe, self._probed_s = DeviceProbe(), 0.0
+        self._probe = DeviceProbe()
+        self._deal = Deal(place.microbatches, place.rank) if place is not None and place.microbatches else None
+        self._dealt: DealtStep | None = None
         is_trained = place is not None and channel is not None and not place.rehearsal
         self._copies = BackgroundCopies(place, channel.token) if is_trained and place and channel else None
 
@@ -69,8 +79,15 @@ class ElasticRun:
         """Bytes that this worker has sent to the memory of peers, its own host's included."""
         return 0 if self._copies is None else self._copies.num_bytes
 
-    def rows(self, batch_size: int) -> slice:
-        """The rows of a global batch that this process gives to the step: an equal part, or all where they do not divide."""
+    def rows(self, batch_size: int) -> slice | np.ndarray:
+        """The rows of a global batch that this process gives to the step: an equal part, or all where they do not divide. Where
+        microbatches are dealt, the rows of this process's, which are not side by side: an array of their numbers.
+
+        Raises:
+            BatchError: the number of microbatches does not divide the batch.
+        """
+        if self._deal is not None:
+            return rows_of(self._deal, batch_size)
         count, index = jax.process_count(), jax.process_index()
         if batch_size % count:
             return slice(0, batch_size)
@@ -93,8 +110,10 @@ class ElasticRun:
         Raises:
             ProcessError: the copies have been lost meanwhile; the job starts again from older ones.
             CheckpointError: the copies are of another program.
-            StepSignatureError: the step does not return its whole state.
+            StepSignatureError: the step does not return its whole state; or microbatches are dealt, and it is a pipeline.
         """
+        if self._deal is not None:
+            step.run_by = functools.partial(self._dealt_step, step.options)
         restore = None if self.place is None else self.place.restore
         saved = None if checkpoints is None or self.is_rehearsal else _agreed(checkpoints)
         if restore is not None and (saved is None or saved <= restore.step):
@@ -107,8 +126,14 @@ class ElasticRun:
             self.restored_from = "init"
         else:
             state = None
+        target = step.abstract_state(create_state, *create_args, **step_args)
+        if self._deal is not None and self._dealt is None:
+            raise StepSignatureError(
+                f"`{step.name}` is planned as a pipeline, whose microbatches go through all stages: leave --microbatches out of"
+                " `autopar keep`, or give `stages=1`"
+            )
         if self._channel is not None:
-            carried = CarriedState(step, step.abstract_state(create_state, *create_args, **step_args))
+            carried = CarriedState(step, target)
             state = carried.zeros() if state is None else state
             self._state = carried
             step.observer = self._observe
@@ -140,6 +165,19 @@ class ElasticRun:
 
     # -- helpers -----------------------------------------------------------------------------
 
+    def _dealt_step(
+        self, options: Mapping[str, Any], plan: Plan, program: Program, mesh: Mesh, may_take: bool
+    ) -> DealtStep:
+        assert self._deal is not None
+        self._dealt = DealtStep(plan, program, mesh, self._deal, options, may_take=may_take)
+        return self._dealt
+
+    def _seconds(self) -> float:
+        """Seconds that this worker's devices need for the same work as those of others; 0 if that is not known."""
+        if self._dealt is not None:
+            return self._dealt.seconds
+        return 0.0 if self.place is None or self.place.count < 3 else self._probe.seconds(self._returned)
+
     def _from_peers(self, step: ParallelStep[Any], target: Any) -> Any:
         assert self.place is not None and self.place.restore is not None and self._channel is not None
         copies = PeerCopies(self.place.restore, self._channel.token)
@@ -166,10 +204,9 @@ class ElasticRun:
         channel, place, copies, state = self._channel, self.place, self._copies, self._state
         if channel is None or place is None or copies is None or state is None:
             return
-        ends = channel.at(self.position, self._probed_s) == self.position
+        ends = channel.at(self.position, self._seconds()) == self.position
         if ends or self.position % place.every == 0:
             copies.take(self.position, state.arrays(self._returned))
-            self._probed_s = 0.0 if ends or place.count < 3 else self._probe.seconds(self._returned)
         if ends:
             copies.wait()
             self._finish("yielded")

@@ -8,16 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import NamedSharding
 
 from autopar.errors import BatchError
 from autopar.frontend.pytree_paths import leaf_paths
-from autopar.plans.records import Placement
+from autopar.plans.records import Placement, TensorPlan
 from autopar.runtime.distributed.exchange import among_processes
 from autopar.runtime.distributed.local_batch import Gather, Place, is_global, lay_out, on_host
+
+
+class OwnRows(Protocol):
+    """What a process gives of each argument, where that is no equal part."""
+
+    def problem(self, position: int, tensor: TensorPlan, array: Any) -> str | None:
+        """Why an array does not fit an input of the step; None if it fits."""
+        ...
+
+    def taken(self, position: int, tensor: TensorPlan, array: Any) -> Any:
+        """The argument of the step."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +49,14 @@ class Arguments:
     Args:
         shardings: the sharding of each array.
         gathers: a function that makes `Place.gather` from a sharding, for a pipelined step over several processes.
+        own_rows: for a step whose microbatches are dealt to processes.
     """
 
     step: str
     plan: Placement
     shardings: Sequence[NamedSharding]
     gathers: Callable[[NamedSharding], Gather] | None = None
+    own_rows: OwnRows | None = None
     _places: dict[str, tuple[Place, ...]] = field(default_factory=dict)
     _checked: set[str] = field(default_factory=set)
 
@@ -54,7 +68,7 @@ class Arguments:
         """
         leaves, tree = jax.tree.flatten(tuple(args))
         exchange = among_processes()
-        if exchange is None or all(map(is_global, leaves)):
+        if exchange is None or self.own_rows is not None or all(map(is_global, leaves)):
             return tuple(args)
         places = [place for argument in self._arguments() for place in self._places_of(argument)]
         what = f"the arguments of `{self.step}`"
@@ -80,17 +94,36 @@ class Arguments:
             arrays = [on_host(leaf, argument.name) for leaf in leaves]
         except BatchError:
             return False
+        if self.own_rows is not None:
+            return not self._problems(argument, arrays)
         pairs = zip(self._places_of(argument), arrays, strict=True)
         return all(is_global(array) or place.problem(array, shares=True) is None for place, array in pairs)
 
     def laid_out(self, argument: Argument, leaves: Sequence[Any]) -> Any:
         """An argument from this process's share or from the whole; its first use is compared between processes."""
+        if self.own_rows is not None:
+            given = [on_host(leaf, argument.name) for leaf in leaves]
+            problems = self._problems(argument, given)
+            if problems:
+                raise BatchError(f"a `{argument.name}` of `{self.step}`: {'; '.join(problems)}")
+            taken = [self.own_rows.taken(*one) for one in self._numbered(argument, given)]
+            return jax.tree.unflatten(argument.tree, taken)
         exchange, places = among_processes(), self._places_of(argument)
         what = f"the first `{argument.name}` of `{self.step}`"
         first = argument.name not in self._checked
         arrays = lay_out(places, leaves, exchange, what, shares=True, check=first)
         self._checked.add(argument.name)
         return jax.tree.unflatten(argument.tree, arrays)
+
+    def _numbered(self, argument: Argument, arrays: Sequence[Any]) -> Iterator[tuple[int, TensorPlan, Any]]:
+        """Each array of an argument, with its position and its tensor."""
+        positions = range(argument.start, argument.stop)
+        return zip(positions, self.plan.inputs[argument.start : argument.stop], arrays, strict=True)
+
+    def _problems(self, argument: Argument, arrays: Sequence[Any]) -> list[str]:
+        assert self.own_rows is not None
+        found = [self.own_rows.problem(*one) for one in self._numbered(argument, arrays)]
+        return [problem for problem in found if problem is not None]
 
     def names(self) -> list[str]:
         return [argument.name for argument in self._arguments()]

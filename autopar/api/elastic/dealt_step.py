@@ -1,0 +1,286 @@
+"""Run a step whose microbatches are dealt to processes by their speed.
+
+In: the plan of a step, a `Deal`. Out: `DealtStep`, which stands where a jitted step stands. A call
+
+1. gathers what microbatches read of the state in each process (one program over all devices),
+2. computes this process's microbatches one after another on its own devices, and adds up their terms: gradients and losses,
+3. adds up the terms of all processes and updates the state, in the plan's shardings (one program over all devices).
+
+There is no collective during 2, so a process with more microbatches delays nobody else before the end. The cut is that of gradient
+accumulation (`transforms/microbatch/worker_programs.py`), so results are those of as many microbatches, summed in another order.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.api.elastic.own_rows import Rows
+from autopar.api.workers.division import PASSED
+from autopar.api.workers.planned_part import PlannedPart
+from autopar.errors import MeshError, MicrobatchError
+from autopar.jax_interop.partition_spec import named_shardings
+from autopar.membership.deal import Deal
+from autopar.plans.plan import Plan
+from autopar.runtime import jit as execute
+from autopar.runtime.distributed.exchange import Exchange, Given, among_processes
+from autopar.runtime.own_arrays import OwnArguments
+from autopar.runtime.replay import Replay
+from autopar.transforms.microbatch.slices import COMBINE
+from autopar.transforms.microbatch.worker_programs import Term, cut_for_workers
+from autopar.transforms.program import Program
+
+#: The mesh axis that spans processes.
+_AXIS = "process"
+#: Measured steps: the first few after compilation, and then one of so many. The median of the last ones counts.
+_FIRST, _SELDOM, _KEPT = 6, 8, 5
+
+
+class DealtStep:
+    """A step whose microbatches are dealt.
+
+    Args:
+        plan, program, mesh: of the whole step, whose shardings the state keeps.
+        options: of `parallelize`.
+        may_take: whether donated arrays that the user made may be overwritten.
+
+    Raises:
+        MicrobatchError: the batch cannot be divided so.
+        MeshError: processes have unequal numbers of devices.
+    """
+
+    def __init__(
+        self, plan: Plan, program: Program, mesh: Mesh, deal: Deal, options: Mapping[str, Any], *, may_take: bool
+    ) -> None:
+        _check_same(among_processes(), deal)
+        self._deal = deal
+        own_statistics = bool(options.get("per_microbatch_statistics"))
+        self._cut = cut_for_workers(program, deal.num_microbatches, own_statistics=own_statistics, wide=True)
+        _check_terms(self._cut.terms, program.signature.name)
+        groups = _by_process(mesh, len(deal.counts))
+        self._worker = _planned(self._cut.worker.program, options, len(groups[0]), among_processes())
+        meshes = [execute.make_mesh(self._worker.plan.mesh, group) for group in groups]
+        names = (_AXIS, *self._worker.plan.mesh.axis_names)
+        grid = np.stack([np.asarray(one.devices) for one in meshes])
+        if [*grid.flat] != [*mesh.devices.flat]:
+            raise MeshError(
+                f"the mesh of `{program.signature.name}` does not have the devices of each process side by side, as microbatches that"
+                " are dealt need: leave `mesh` out, or give its sizes"
+            )
+        axes = (AxisType.Auto,) * len(names)
+        self._everywhere, self._own_mesh = Mesh(grid, names, axis_types=axes), meshes[deal.rank]
+        self._own_part = Mesh(grid[deal.rank : deal.rank + 1], names, axis_types=axes)
+
+        trace = program.as_traced.trace
+        self.in_tree, self.out_tree = trace.in_tree, trace.out_tree
+        structs = jax.tree.leaves(trace.arguments)
+        self.own_arguments = OwnArguments(self.in_tree, structs, plan.donated, dict(plan.carried), may_take=may_take)
+        in_shardings = named_shardings([tensor.sharding for tensor in plan.inputs], mesh)
+        out_shardings = named_shardings([tensor.sharding for tensor in plan.outputs], mesh)
+        self.rows = Rows(deal, self._cut, program)
+        self._gathered = [
+            (n, one.index)
+            for n, one in enumerate(self._cut.worker.inputs)
+            if one.cut is None and one.source in ("state", "argument")
+        ]
+        self._on = self._worker.on(groups[deal.rank])
+        self._gather = jax.jit(
+            lambda values: values,
+            in_shardings=([in_shardings[i] for _, i in self._gathered],),
+            out_shardings=[NamedSharding(self._everywhere, self._on.in_shardings[n].spec) for n, _ in self._gathered],
+        )
+        self._whole = self._whole_program(options, groups[deal.rank])
+        kinds = [one.kind for one in self._cut.terms]
+        self._add = jax.jit(
+            lambda one, other: tuple(
+                a if kind == "same" else COMBINE[kind](a, b) for kind, a, b in zip(kinds, one, other, strict=True)
+            ),
+            donate_argnums=(0,),
+        )
+        self._apart = jax.jit(
+            lambda terms: tuple(term[None] for term in terms),
+            out_shardings=tuple(
+                NamedSharding(self._own_part, PartitionSpec(_AXIS, *one.spec)) for one in self._on.out_shardings
+            ),
+        )
+        self._read = [one.index for one in self._cut.update.inputs if one.source == "state"]
+        donated = [i in set(plan.donated) for i in self._read]
+        self._donated, self._kept = (
+            [i for i, is_donated in zip(self._read, donated, strict=True) if is_donated is wanted]
+            for wanted in (True, False)
+        )
+        # without constraints: the shardings of state and results are the plan's, XLA chooses those between
+        bare = replace(plan, constraints=(), early_reductions=(), regions=(), unfused_reductions=())
+        self._replay = Replay(bare, self._cut.update.program.as_written.trace, mesh)
+        self._update = jax.jit(
+            self._updated,
+            in_shardings=(
+                [in_shardings[i] for i in self._donated],
+                [in_shardings[i] for i in self._kept],
+                tuple(
+                    NamedSharding(self._everywhere, PartitionSpec(_AXIS, *one.spec)) for one in self._on.out_shardings
+                ),
+            ),
+            out_shardings=tuple(out_shardings),
+            donate_argnums=(0,),
+        )
+        self._num_steps = 0
+        self._seconds: deque[float] = deque(maxlen=_KEPT)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that this process needs for one microbatch, the median of the last measured steps; 0 if there were too few."""
+        return statistics.median(self._seconds) if len(self._seconds) == _KEPT else 0.0
+
+    def __call__(self, *trees: Any) -> Any:
+        """Run the step on pytrees with the structure that it was planned for."""
+        return self.dispatch(execute.flat(self.in_tree, trees))
+
+    def dispatch(self, leaves: Sequence[Any]) -> Any:
+        """Run the step on the leaves of its arguments. Later calls may reuse the memory of the returned state."""
+        gathered = self._gather([leaves[i] for _, i in self._gathered])
+        inputs: list[Any] = [None] * len(self._cut.worker.inputs)
+        for (n, _), array in zip(self._gathered, gathered, strict=True):
+            inputs[n] = self._here(array, self._on.in_shardings[n])
+        whole = () if self._whole is None else self._whole(self.rows.whole_inputs(leaves))
+        terms = self._computed(inputs, leaves, whole)
+        stacked = tuple(
+            jax.make_array_from_single_device_arrays(
+                (len(self._deal.counts), *term.shape[1:]),
+                NamedSharding(self._everywhere, term.sharding.spec),
+                [shard.data for shard in term.addressable_shards],
+                dtype=term.dtype,
+            )
+            for term in self._apart(terms)
+        )
+        results = self._update([leaves[i] for i in self._donated], [leaves[i] for i in self._kept], stacked)
+        self.own_arguments.returned(results)
+        return self.out_tree.unflatten(results)
+
+    # -- helpers -----------------------------------------------------------------------------
+
+    def _computed(self, inputs: list[Any], leaves: Sequence[Any], whole: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """The terms of this process's microbatches, added up."""
+        number = self._num_steps
+        self._num_steps += 1
+        is_measured = 0 < number < _FIRST or number % _SELDOM == _SELDOM - 1
+        if is_measured:
+            jax.block_until_ready(inputs)
+        start_s = time.monotonic()
+        total: tuple[jax.Array, ...] | None = None
+        for microbatch in self._deal.own:
+            for n, one in enumerate(self._cut.worker.inputs):
+                if one.source == "number":
+                    inputs[n] = np.uint32(microbatch)
+                elif one.source == "whole" or one.cut is not None:
+                    inputs[n] = self.rows.part(one, leaves, whole, microbatch)
+            terms = self._on(inputs)
+            total = terms if total is None else self._add(total, terms)
+        assert total is not None, "a member has at least one microbatch"
+        if is_measured:
+            jax.block_until_ready(total)
+            self._seconds.append((time.monotonic() - start_s) / len(self._deal.own))
+        return total
+
+    def _here(self, array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        """This process's replica of an array that every process has."""
+        shards = [shard.data for shard in array.addressable_shards]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
+
+    def _updated(self, donated: Sequence[Any], kept: Sequence[Any], terms: Sequence[Any]) -> tuple[Any, ...]:
+        """The step's results, from the state and the terms of each process; traced."""
+        state = dict(zip([*self._donated, *self._kept], [*donated, *kept], strict=True))
+        values = [_combined(term, given) for term, given in zip(self._cut.terms, terms, strict=True)]
+        inputs = [state[one.index] if one.source == "state" else values[one.index] for one in self._cut.update.inputs]
+        return tuple(self._replay.run(inputs))
+
+    def _whole_program(self, options: Mapping[str, Any], group: Sequence[Any]) -> Any:
+        """What microbatches read of the whole batch, such as a number of marked examples, computed by each process."""
+        if self._cut.whole is None:
+            return None
+        return _planned(self._cut.whole.program, options, len(group), among_processes()).on(group)
+
+
+def _combined(term: Term, given: jax.Array) -> jax.Array:
+    """A term of the whole batch from those of all processes, on the first dim."""
+    if term.kind == "same":
+        return given[0]
+    if term.kind == "sum":
+        return jnp.sum(given, 0, dtype=given.dtype).astype(term.dtype)
+    whole = given[0]
+    for n in range(1, given.shape[0]):
+        whole = COMBINE[term.kind](whole, given[n])
+    return whole
+
+
+def _planned(program: Program, options: Mapping[str, Any], num_devices: int, exchange: Exchange | None) -> PlannedPart:
+    """A part of the step, planned for the devices of one process; the plan of process 0."""
+    passed = {name: options[name] for name in PASSED if name in options}
+    passed = {"cache": True, "all_devices": True, **passed, "num_devices": num_devices}
+    if exchange is None:
+        return PlannedPart.of(program, passed)
+    name = program.signature.name
+    made = exchange.made_once(f"the plan of `{name}`", lambda: PlannedPart.of(program, passed).plan.to_json())
+    trees = {"in_tree": program.trace.in_tree, "out_tree": program.trace.out_tree}
+    plan = replace(Plan.from_json(made), **trees)
+    return PlannedPart(plan, program.of(plan))
+
+
+def _by_process(mesh: Mesh, count: int) -> list[list[Any]]:
+    """The devices of each process.
+
+    Raises:
+        MeshError: they are unequally many.
+    """
+    groups: dict[int, list[Any]] = {}
+    for device in mesh.devices.flat:
+        groups.setdefault(device.process_index, []).append(device)
+    sizes = {len(group) for group in groups.values()}
+    if len(groups) != count or len(sizes) > 1:
+        numbers = ", ".join(str(len(group)) for group in groups.values())
+        raise MeshError(
+            f"microbatches are dealt to processes with equally many devices, and the {count} have {numbers}: give each member as many, or"
+            " leave --microbatches out"
+        )
+    return [groups[process] for process in sorted(groups)]
+
+
+def _check_terms(terms: Sequence[Term], name: str) -> None:
+    """Refuse results that have a value for each example.
+
+    Raises:
+        MicrobatchError: there is one.
+    """
+    for term in terms:
+        if term.kind == "rows":
+            raise MicrobatchError(
+                f"`{name}` returns a value for each example ({term.where}), and no process has those of the microbatches of others: return"
+                " their sum or mean, or leave --microbatches out"
+            )
+
+
+def _check_same(exchange: Exchange | None, deal: Deal) -> None:
+    """Refuse deals that differ between processes.
+
+    Raises:
+        ProcessError: they do.
+    """
+
+    def judge(given: Sequence[Given]) -> None:
+        for one in given:
+            if one.value != [list(deal.counts), one.by.index]:
+                raise MicrobatchError(
+                    f"{one.by} has the deal {one.value[0]} as number {one.value[1]}, and process 0 {list(deal.counts)}: are there two keepers?"
+                )
+
+    if exchange is not None:
+        exchange.judged("dealing microbatches", [list(deal.counts), deal.rank], judge)
