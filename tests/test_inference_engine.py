@@ -172,6 +172,37 @@ def test_penalties_and_biases_depend_on_the_requests_own_tokens(engine: Engine, 
         engine.submit([1], sampling=SamplingOptions(logit_bias={300: 1.0}))
 
 
+def test_prompts_are_scored_and_their_last_states_are_those_of_the_model(
+    folder: Path, engine: Engine, oracle: Any
+) -> None:
+    """Whatever is in the cache, however long the chunks, beside other requests, and after a preemption."""
+    given = prompts(5, seed=41, longest=100)
+    given[0] = given[0][:1] * 2
+    model: Any = Checkpoint.open(folder).model
+    params = Checkpoint.open(folder).load()
+    small = Engine(engine.runner, num_pages=12)
+    for _ in range(2):
+        starts = [1, 3, len(given[2]) - 1, 1, len(given[4]) // 2]
+        scored = [
+            small.submit(prompt, max_tokens=3, scored_from=start, wants_state=True)
+            for prompt, start in zip(given, starts, strict=True)
+        ]
+        small.generate(prompts(3, seed=42), max_tokens=20)
+        for prompt, start, generation in zip(given, starts, scored, strict=True):
+            generation.result()
+            logprobs = jax.nn.log_softmax(model.apply(params, jnp.array([prompt]))[0][0])
+            assert sorted(generation.prompt_scores) == list(range(start, len(prompt)))
+            for at, (logprob, best, best_logprob) in generation.prompt_scores.items():
+                np.testing.assert_allclose(logprob, logprobs[at - 1, prompt[at]], atol=1e-4)
+                assert best == int(jnp.argmax(logprobs[at - 1]))
+                np.testing.assert_allclose(best_logprob, logprobs[at - 1, best], atol=1e-4)
+            states = model.apply(params, jnp.array([prompt]), method="states")[0][0]
+            np.testing.assert_allclose(generation.state, states[-1], atol=1e-4)
+    assert is_idle(small)
+    with pytest.raises(InferenceError, match="scored_from is 2, but the prompt has 2 tokens"):
+        engine.submit([1, 2], scored_from=2)
+
+
 # -- compilation -------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from tiny_models import LENGTH, is_idle, opened, write_model
 
@@ -222,6 +223,80 @@ def test_tools_reach_the_template(client: Any, engine: Engine) -> None:
     alone = engine.submit(prompt, max_tokens=3).result()
     found = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3, temperature=0, tools=[TOOL])
     assert (found.choices[0].message.content, found.usage.prompt_tokens) == (alone.text, len(prompt))
+
+
+# -- texts ---------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_the_last_states_of_length_1(client: Any, engine: Engine, post: Callable[..., Any]) -> None:
+    found = client.embeddings.create(model="tiny", input=["a text", "another one"])  # in base64
+    assert [each.index for each in found.data] == [0, 1] and found.usage.prompt_tokens == len("a textanother one")
+    state = engine.submit("another one", max_tokens=1, wants_state=True).result().state
+    assert state is not None
+    np.testing.assert_allclose(found.data[1].embedding, state / np.linalg.norm(state), atol=1e-5)
+    short = post("/v1/embeddings", {"input": [7, 8, 9], "dimensions": 16, "encoding_format": "float"}).json()
+    (vector,) = (each["embedding"] for each in short["data"])
+    assert len(vector) == 16 and np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+    for body, why in [
+        ({"input": ""}, "a prompt has at least one"),
+        ({"input": ["a", 1]}, "'input' must be"),
+        ({"input": "a", "dimensions": 65}, "from 1 to 64"),
+        ({"input": "a", "encoding_format": "hex"}, "'encoding_format' is 'hex'"),
+        ({"input": "a", "n": 2}, "'n' is not supported"),
+        ({"input": "a" * LENGTH}, f"at most {LENGTH} tokens"),
+    ]:
+        refused = post("/v1/embeddings", body)
+        assert refused.status_code == 400 and why in refused.json()["error"]["message"]
+
+
+def test_embeddings_of_another_pooling_are_refused(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "1_Pooling").mkdir()
+    file = tmp_path / "1_Pooling" / "config.json"
+    with served(engine, folder=tmp_path) as server:
+        for text, status in [
+            ('{"pooling_mode_lasttoken": true, "word_embedding_dimension": 64}', 200),
+            ('{"pooling_mode_mean_tokens": true}', 400),
+            ("{", 400),
+        ]:
+            file.write_text(text)
+            assert httpx.post(f"{server.url}/v1/embeddings", json={"input": "a"}).status_code == status
+
+
+def test_texts_are_scored_after_texts(engine: Engine, post: Callable[..., Any]) -> None:
+    pairs = [("The sky is", " blue"), ("The sky is", " a long answer"), ("The sky is", "x")]
+    found = post("/v1/score", {"text_1": "The sky is", "text_2": [each for _, each in pairs], "logprobs": True}).json()
+    for (before, after), one in zip(pairs, found["data"], strict=True):
+        scores = engine.submit(before + after, max_tokens=1, scored_from=len(before)).result().prompt_scores
+        logprobs = [scores[at][0] for at in sorted(scores)]
+        assert len(logprobs) == len(after)
+        assert one["token_logprobs"] == pytest.approx(logprobs, abs=1e-5)
+        assert one["score"] == pytest.approx(sum(logprobs) / len(logprobs), abs=1e-5)
+    for body, why in [
+        ({"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "'text_1' has 2 texts and 'text_2' 3"),
+        ({"text_1": "a", "text_2": ""}, "a text has no tokens"),
+        ({"text_1": "a"}, "'text_2' must be"),
+    ]:
+        refused = post("/v1/score", body)
+        assert refused.status_code == 400 and why in refused.json()["error"]["message"]
+
+
+def test_an_echo_has_the_logprobs_of_the_prompt(client: Any, engine: Engine) -> None:
+    """As evaluation harnesses ask for."""
+    found = client.completions.create(
+        model="tiny", prompt=["some words", [70]], max_tokens=2, temperature=0, logprobs=1, echo=True, n=2
+    )
+    scores = engine.submit("some words", max_tokens=1, scored_from=1).result().prompt_scores
+    for number in range(2):
+        logprobs = found.choices[number].logprobs
+        assert logprobs.tokens[:10] == list("some words") and len(logprobs.tokens) == 12
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None
+        assert logprobs.token_logprobs[1:10] == pytest.approx([scores[at][0] for at in range(1, 10)], abs=1e-5)
+        assert [max(each.values()) for each in logprobs.top_logprobs[1:10]] == pytest.approx(
+            [scores[at][2] for at in range(1, 10)], abs=1e-5
+        )
+    assert found.choices[2].logprobs.token_logprobs[0] is None and len(found.choices[2].logprobs.tokens) == 3
+    with pytest.raises(openai.BadRequestError, match="with 'echo', 'logprobs' is at most 1"):
+        client.completions.create(model="tiny", prompt="x", logprobs=2, echo=True)
 
 
 # -- JSON schemas -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from autopar.inference.serve.best_of import asking as asking
 from autopar.inference.serve.best_of import best_of as best_of
 from autopar.inference.serve.engine import Engine as Engine
 from autopar.inference.serve.engine import Serving as Serving
-from autopar.inference.serve.engine import Stats as Stats
 from autopar.inference.serve.generation import Generation as Generation
 from autopar.inference.serve.generation import Piece as Piece
+from autopar.inference.serve.stats import Stats as Stats
 from autopar.inference.step.sampling_params import SamplingOptions as SamplingOptions

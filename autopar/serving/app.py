@@ -28,16 +28,17 @@ from autopar.serving import fields
 from autopar.serving.access import Access, error_response, json_of
 from autopar.serving.generate_reply import reply_to
 from autopar.serving.grammar import schema_of, schema_of_tools
+from autopar.serving.inputs import model_of, only_or_named, prompts_of
 from autopar.serving.limits import RequestError
 from autopar.serving.metrics import exposition
 from autopar.serving.models import Models, ServedModel
 from autopar.serving.replies import Chat, Completion, Reply
+from autopar.serving.score_texts import embeddings, score
 
 _COMPLETION = fields.COMMON | {"prompt", "max_tokens", "echo"}
 _CHAT = fields.COMMON | {"messages", "max_tokens", "max_completion_tokens", "top_logprobs", "tools", "tool_choice"}
 _CHAT |= {"chat_template_kwargs"}
 _MOST_LOGPROBS, _MOST_TOP_LOGPROBS = 5, 20
-_MOST_PROMPTS = 256
 
 _Handler = Callable[[Models, Request], Awaitable[Response]]
 
@@ -61,6 +62,8 @@ def make_app(models: Models, environment: Mapping[str, str] | None = None) -> AS
         ("GET", "/v1/models/{name:path}"): _describe,
         ("POST", "/v1/completions"): _body_to(complete),
         ("POST", "/v1/chat/completions"): _body_to(chat),
+        ("POST", "/v1/embeddings"): _body_to(embeddings),
+        ("POST", "/v1/score"): _body_to(score),
         ("POST", "/invocations"): _body_to(_invoke),
         ("POST", "/admin/load"): _load,
         ("POST", "/admin/unload"): _unload,
@@ -98,22 +101,14 @@ def _body_to(handler: Callable[[Models, Request, dict[str, Any]], Awaitable[Resp
     return with_body
 
 
-def _model_of(models: Models, body: Mapping[str, Any]) -> ServedModel:
-    """The model that a request names; the only one if it names none."""
-    if body.get("model") is None and len(models.by_name) == 1:
-        return next(iter(models.by_name.values()))
-    return models.find(fields.text(body, "model"))
-
-
 # -- generation ----------------------------------------------------------------------------------
 
 
 async def complete(models: Models, request: Request, body: dict[str, Any]) -> Response:
     """`/v1/completions`."""
     fields.check_known(body, _COMPLETION)
-    model = _model_of(models, body)
-    model.check_ready()
-    prompts = [model.tokens_of(each) for each in _prompts(body.get("prompt"))]
+    model = model_of(models, body)
+    prompts = [model.tokens_of(each) for each in prompts_of(body, "prompt")]
     num_best = None if body.get("logprobs") is None else fields.whole(body, "logprobs", 0, 0, _MOST_LOGPROBS)
     max_tokens = fields.whole(body, "max_tokens", 16, 1, 2**31)
     wanted = fields.generate(body, models.limits, max_tokens=max_tokens, num_best=num_best)
@@ -123,34 +118,24 @@ async def complete(models: Models, request: Request, body: dict[str, Any]) -> Re
         raise RequestError(
             400, "the model has no tokenizer, so there is no text: ask for return_token_ids, without stop strings"
         )
-    echo = None
+    echo, details = None, []
     if fields.flag(body, "echo"):
         echo = ["" if tokenizer is None else tokenizer.decode(list(each)) for each in prompts]
-    form = Completion(tokenizer, echo=echo, has_tokens=wanted.return_token_ids)
+        if num_best is not None:
+            if wanted.stream or num_best > 1:
+                raise RequestError(
+                    400, "with 'echo', 'logprobs' is at most 1, and the reply is not streamed", "logprobs"
+                )
+            details = [{"scored_from": 1} if len(each) > 1 else {} for each in prompts]
+    form = Completion(tokenizer, echo=echo, has_tokens=wanted.return_token_ids, scored=prompts if details else None)
     reply = Reply(f"cmpl-{secrets.token_hex(12)}", form.kind, model.name)
-    return await reply_to(request, model, prompts, wanted, form, reply)
-
-
-def _prompts(value: Any) -> list[Any]:
-    """The prompts of a request: a text, tokens, or several of them."""
-    several = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
-    is_valid = all(
-        isinstance(each, str)
-        or (isinstance(each, list) and each and all(isinstance(one, int) and not isinstance(one, bool) for one in each))
-        for each in several
-    )
-    if not is_valid or len(several) > _MOST_PROMPTS:
-        raise RequestError(
-            400, f"'prompt' must be a text, a list of tokens, or at most {_MOST_PROMPTS} of either", "prompt"
-        )
-    return several
+    return await reply_to(request, model, prompts, wanted, form, reply, details)
 
 
 async def chat(models: Models, request: Request, body: dict[str, Any]) -> Response:
     """`/v1/chat/completions`."""
     fields.check_known(body, _CHAT)
-    model = _model_of(models, body)
-    model.check_ready()
+    model = model_of(models, body)
     if model.template is None:
         raise RequestError(
             400,
@@ -197,8 +182,8 @@ def _tools(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 async def _invoke(models: Models, request: Request, body: dict[str, Any]) -> Response:
-    """SageMaker's `/invocations`: a chat if there are messages, else a completion."""
-    return await (chat if "messages" in body else complete)(models, request, body)
+    """SageMaker's `/invocations`: a chat if there are messages, embeddings if there is an input, else a completion."""
+    return await (chat if "messages" in body else embeddings if "input" in body else complete)(models, request, body)
 
 
 async def _predict(models: Models, request: Request) -> Response:
@@ -297,7 +282,7 @@ async def _load(models: Models, request: Request) -> Response:
 async def _named(models: Models, request: Request) -> ServedModel:
     body = await json_of(request, models.limits)
     fields.check_known(body, frozenset({"model"}))
-    return _model_of(models, body)
+    return only_or_named(models, body)
 
 
 async def _unload(models: Models, request: Request) -> Response:

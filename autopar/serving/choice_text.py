@@ -19,10 +19,10 @@ from autopar.serving.engine_thread import NewTokens
 
 
 class TokenLogprob(NamedTuple):
-    """A token with its logprob, and the most probable tokens in its place."""
+    """A token with its logprob, and the most probable tokens in its place. The first token of a prompt has no logprob."""
 
     token: int
-    logprob: float
+    logprob: float | None
     best: tuple[tuple[int, float], ...] = ()
 
 

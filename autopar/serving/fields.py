@@ -143,10 +143,20 @@ def generate(body: Mapping[str, Any], limits: Limits, *, max_tokens: int | None,
         num_best=num_best,
         stream=flag(body, "stream"),
         include_usage=flag(options, "include_usage"),
-        priority=whole(body, "priority", 0, -(2**20), 2**20),
-        timeout_s=min(limits.timeout_s, real(body, "timeout", limits.timeout_s, 0.001, 1e6)),
+        priority=priority(body),
+        timeout_s=timeout_s(body, limits),
         return_token_ids=flag(body, "return_token_ids"),
     )
+
+
+def priority(body: Mapping[str, Any]) -> int:
+    """The priority of a request; lower goes first."""
+    return whole(body, "priority", 0, -(2**20), 2**20)
+
+
+def timeout_s(body: Mapping[str, Any], limits: Limits) -> float:
+    """The seconds to the end of the reply."""
+    return min(limits.timeout_s, real(body, "timeout", limits.timeout_s, 0.001, 1e6))
 
 
 def _biases(value: Any) -> dict[int, float]:

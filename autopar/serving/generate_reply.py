@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -24,7 +25,7 @@ from autopar.serving.limits import RequestError
 from autopar.serving.models import Running, ServedModel
 from autopar.serving.replies import Form, Reply, usage
 
-_DISCONNECTED = 499  # as nginx logs it; nobody reads the reply
+DISCONNECTED = 499  # as nginx logs it; nobody reads the reply
 _ENDS = {
     "failed": (500, "the engine has failed: load the model again"),
     "unsound": (500, "the model's logits were NaN or infinite: its weights are damaged, or their dtype is too narrow"),
@@ -33,31 +34,51 @@ _ENDS = {
 
 
 async def reply_to(
-    request: Request, model: ServedModel, prompts: list[tuple[int, ...]], wanted: Generate, form: Form, reply: Reply
+    request: Request,
+    model: ServedModel,
+    prompts: list[tuple[int, ...]],
+    wanted: Generate,
+    form: Form,
+    reply: Reply,
+    details: Sequence[Mapping[str, Any]] = (),
 ) -> Response:
     """Generate the reply to an HTTP request.
+
+    Args:
+        details: as for `ServedModel.submit`.
 
     Raises:
         RequestError: it cannot be served, now or ever.
     """
-    running = await model.submit(prompts, wanted, str(reply.head["id"]))
+    running = await model.submit(prompts, wanted, str(reply.head["id"]), details)
     if wanted.stream:
         events = _events(running, wanted, form, reply)
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+    if not await is_complete(request, running, wanted):
+        return Response(status_code=DISCONNECTED)
+    body = {**reply.head, "choices": form.whole(running.choices), "usage": usage(prompts, running.choices)}
+    return JSONResponse(body)
+
+
+async def is_complete(request: Request, running: Running, wanted: Generate) -> bool:
+    """Wait for the end of all choices; False if the client goes away before.
+
+    Raises:
+        RequestError: the deadline has passed, or a request has failed.
+    """
     whole = asyncio.ensure_future(_whole(running, wanted))
     gone = asyncio.ensure_future(_until_disconnect(request))
     try:
         await asyncio.wait((whole, gone), return_when=asyncio.FIRST_COMPLETED)
         if not whole.done():
-            return Response(status_code=_DISCONNECTED)
+            return False
         whole.result()
     finally:
         for task in (whole, gone):
             task.cancel()
         running.abort()
-    body = {**reply.head, "choices": form.whole(running.choices), "usage": usage(prompts, running.choices)}
-    return JSONResponse(body)
+    return True
 
 
 async def _until_disconnect(request: Request) -> None:

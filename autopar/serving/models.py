@@ -6,12 +6,13 @@ In: models' folders, requests. Out: `Models`, by name; `ServedModel`, which boun
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.errors import AutoparError, InferenceError
 from autopar.inference import Engine, Generation
@@ -26,8 +27,20 @@ from autopar.serving.metrics import ModelMetrics
 
 #: (folder) -> engine; opened in a thread.
 OpenEngine = Callable[[Path], Engine]
-#: The prompt of each choice, the largest number of new tokens, and its number among the choices of the prompt.
-Jobs = list[tuple[tuple[int, ...], int, int]]
+
+
+class Job(NamedTuple):
+    """One choice.
+
+    Args:
+        num_new: the largest number of new tokens. number: among the choices of the prompt.
+        details: further arguments of `Engine.submit`.
+    """
+
+    prompt: tuple[int, ...]
+    num_new: int
+    number: int
+    details: Mapping[str, Any]
 
 
 @dataclass(eq=False)
@@ -111,21 +124,29 @@ class ServedModel:
         except (InferenceError, TypeError, ValueError) as error:
             raise RequestError(400, str(error), "prompt") from None
 
-    async def submit(self, prompts: list[tuple[int, ...]], wanted: Generate, name: str) -> Running:
+    async def submit(
+        self,
+        prompts: list[tuple[int, ...]],
+        wanted: Generate,
+        name: str,
+        details: Sequence[Mapping[str, Any]] = (),
+    ) -> Running:
         """Submit the choices of the prompts of one HTTP request.
 
         Args:
             name: the request's, unique.
+            details: further arguments of `Engine.submit`, for the first choice of each prompt; by default none.
 
         Raises:
             RequestError: the queue is full, or the request can never be served.
         """
         self.check_ready()
-        num_new = [self._num_new(len(prompt), wanted.max_tokens) for prompt in prompts]
         jobs = [
-            (prompt, num, number) for prompt, num in zip(prompts, num_new, strict=True) for number in range(wanted.n)
+            Job(prompt, self._num_new(len(prompt), wanted.max_tokens), number, {} if number else more)
+            for prompt, more in zip(prompts, details or [{}] * len(prompts), strict=True)
+            for number in range(wanted.n)
         ]
-        num_tokens = [len(prompt) + num for prompt, num, _ in jobs]
+        num_tokens = [len(job.prompt) + job.num_new for job in jobs]
         self._check_queue(sum(num_tokens))
         names = [f"{name}-{number}" for number in range(len(jobs))]
         running = Running(self, prompts, names, num_tokens, waiting=set(range(len(jobs))))
@@ -165,15 +186,15 @@ class ServedModel:
             return [None] * num
         return [self.grammars.of_schema(wanted.schema, wanted.schema_field) for _ in range(num)]
 
-    def _submit(self, jobs: Jobs, wanted: Generate, names: list[str], constraints: list[Any]) -> list[Generation]:
+    def _submit(self, jobs: list[Job], wanted: Generate, names: list[str], constraints: list[Any]) -> list[Generation]:
         """Submit the requests; in the engine's thread. Choices of one prompt share its pages."""
         generations: list[Generation] = []
         try:
-            for name, (prompt, num_new, number), constraint in zip(names, jobs, constraints, strict=True):
-                sampling = replace(wanted.sampling, seed=(wanted.sampling.seed + number) % 2**32)
+            for name, job, constraint in zip(names, jobs, constraints, strict=True):
+                sampling = replace(wanted.sampling, seed=(wanted.sampling.seed + job.number) % 2**32)
                 options: dict[str, Any] = {"num_best": wanted.num_best or 0, "name": name, "priority": wanted.priority}
-                options["constraint"] = constraint
-                generations.append(self.engine.submit(prompt, max_tokens=num_new, sampling=sampling, **options))
+                options |= {"constraint": constraint, **job.details}
+                generations.append(self.engine.submit(job.prompt, max_tokens=job.num_new, sampling=sampling, **options))
         except BaseException:
             for each in generations:
                 each.abort()
@@ -202,6 +223,22 @@ class ServedModel:
         if self.state == "failed":
             raise RequestError(
                 500, f"the engine of {self.name!r} has failed: {self.failure}. Load it again", code="failed"
+            )
+
+    def check_pooling(self) -> None:
+        """Refuse embeddings of a model that was trained for other ones than the last token's state."""
+        file = None if self.folder is None else self.folder / "1_Pooling" / "config.json"
+        if file is None or not file.is_file():
+            return
+        try:
+            modes = json.loads(file.read_text(encoding="utf-8"))
+            used = [mode for mode, is_used in modes.items() if mode.startswith("pooling_mode_") and is_used is True]
+        except (OSError, ValueError, AttributeError) as error:
+            raise RequestError(400, f"{file.name} of the model's pooling cannot be read: {error}") from None
+        if used != ["pooling_mode_lasttoken"]:
+            raise RequestError(
+                400,
+                f"the model {self.name!r} has {', '.join(used) or 'no pooling'}: only pooling_mode_lasttoken is supported",
             )
 
     def _fail(self, error: BaseException) -> None:

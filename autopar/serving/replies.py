@@ -65,12 +65,23 @@ def usage(prompts: Sequence[Sequence[int]], choices: Sequence[ChoiceText]) -> di
 
 
 class Completion:
-    """Replies of `/v1/completions`."""
+    """Replies of `/v1/completions`.
+
+    Args:
+        echo: the prompts' texts, to begin each choice with. scored: the prompts' tokens, if their logprobs are in the reply.
+    """
 
     kind = ("text_completion", "text_completion")
 
-    def __init__(self, tokenizer: Any, *, echo: Sequence[str] | None, has_tokens: bool) -> None:
-        self._tokenizer, self._echo, self._has_tokens = tokenizer, echo, has_tokens
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        echo: Sequence[str] | None,
+        has_tokens: bool,
+        scored: Sequence[tuple[int, ...]] | None = None,
+    ) -> None:
+        self._tokenizer, self._echo, self._has_tokens, self._scored = tokenizer, echo, has_tokens, scored
         self._offsets: dict[int, int] = {}
 
     def opening(self, num_choices: int) -> list[str]:
@@ -98,10 +109,14 @@ class Completion:
         """The choices."""
         echo = self._echo or [""]
         each = max(1, len(choices) // len(echo))
-        return [
-            self._choice(number, echo[number // each] + one.text, one.tokens, one.logprobs, one.finish)
-            for number, one in enumerate(choices)
-        ]
+        made: list[dict[str, Any]] = []
+        for number, one in enumerate(choices):
+            prompt = number // each
+            logprobs = one.logprobs
+            if self._scored is not None:
+                logprobs = [*_of_prompt(self._scored[prompt], choices[prompt * each]), *logprobs]
+            made.append(self._choice(number, echo[prompt] + one.text, one.tokens, logprobs, one.finish))
+        return made
 
     def _choice(
         self, number: int, text: str, tokens: list[int], logprobs: list[TokenLogprob], finish: str | None
@@ -122,9 +137,22 @@ class Completion:
         return {
             "tokens": texts,
             "token_logprobs": [each.logprob for each in logprobs],
-            "top_logprobs": [{_text_of(self._tokenizer, token): p for token, p in each.best} for each in logprobs],
+            "top_logprobs": [
+                None if each.logprob is None else {_text_of(self._tokenizer, token): p for token, p in each.best}
+                for each in logprobs
+            ],
             "text_offset": offsets,
         }
+
+
+def _of_prompt(prompt: tuple[int, ...], choice: ChoiceText) -> list[TokenLogprob]:
+    """The logprobs of a prompt's tokens, with the most probable token in the place of each. The first follows none."""
+    scores = choice.generation.prompt_scores
+    made = [TokenLogprob(prompt[0], None)]
+    for at, token in enumerate(prompt[1:], 1):
+        logprob, best, best_logprob = scores[at]
+        made.append(TokenLogprob(token, logprob, tuple({best: best_logprob, token: logprob}.items())))
+    return made
 
 
 class Chat:

@@ -35,12 +35,14 @@ class Waiting:
     Args:
         rank: its place in the order of admission.
         tokens: the prompt, and the tokens generated before a preemption.
-        keys: the keys of its full pages without the last token. hashes: those of their prefixes.
+        num_shareable: the number of tokens that may come from the cache: at most all but the last.
+        keys: the keys of the full pages of these tokens. hashes: those of their prefixes.
     """
 
     request: Request
     rank: int
     tokens: NDArray[np.int32]
+    num_shareable: int
     keys: list[bytes]
     hashes: list[int]
 
@@ -74,8 +76,9 @@ class Admission:
         self._queue(request, priority * _ARRIVALS + self._arrivals, np.array(request.prompt, np.int32))
 
     def _queue(self, request: Request, rank: int, tokens: NDArray[np.int32]) -> None:
-        keys = page_keys(tokens[:-1], self._cache.page_size) if self._cache.shares_prefixes else []
-        waiting = Waiting(request, rank, tokens, keys, prefix_hashes(keys))
+        most = tokens.size - 1 if request.scored_from is None else request.num_shareable
+        keys = page_keys(tokens[:most], self._cache.page_size) if self._cache.shares_prefixes else []
+        waiting = Waiting(request, rank, tokens, most, keys, prefix_hashes(keys))
         bisect.insort(self.waiting, waiting, key=lambda each: each.rank)
 
     def admit(self) -> list[Started]:
@@ -129,11 +132,11 @@ class Admission:
         return self._cache.fork(table, num)
 
     def _shareable(self, waiting: Waiting) -> tuple[int, NDArray[np.intp]]:
-        """The longest prefix that running sequences have, and their slots: all tokens but the last, or whole pages."""
+        """The longest prefix that running sequences have, and their slots: all shareable tokens, or whole pages."""
         slots, tokens, size = self.slots, waiting.tokens, self._cache.page_size
         num_pages, found = self._prefixes.longest(waiting.hashes)
         sources = np.array(found, np.intp) if num_pages else np.flatnonzero(slots.attempts)
-        num, most = num_pages * size, tokens.size - 1
+        num, most = num_pages * size, waiting.num_shareable
         if num_pages:  # two prefixes may have one hash
             sources = sources[(slots.tokens[sources, :num] == tokens[:num]).all(1)]
         if num_pages == len(waiting.hashes) and sources.size:

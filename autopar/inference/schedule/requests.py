@@ -26,6 +26,8 @@ class Request:
         priority: requests with a lower number are admitted first and preempted last; those with equal ones in the order of
             arrival.
         is_constrained: whether the host decides by all earlier tokens which one may come next. Then it is not decoded ahead.
+        scored_from: the position of the first token of the prompt whose logprob is wanted; None if none is. The tokens before it
+            may come from the cache, but not their last one.
     """
 
     name: str
@@ -34,6 +36,13 @@ class Request:
     stop_tokens: frozenset[int] = frozenset()
     priority: int = 0
     is_constrained: bool = False
+    scored_from: int | None = None
+
+    @property
+    def num_shareable(self) -> int:
+        """The number of the prompt's tokens that may come from the cache."""
+        most = len(self.prompt) - 1
+        return most if self.scored_from is None else min(most, self.scored_from - 1)
 
 
 class Shape(NamedTuple):
@@ -75,6 +84,7 @@ class Run:
         tokens: the tokens; empty if the only one is the last token of the slot, which is on the device alone.
         pages: the sequence's pages, with room for all tokens of the run.
         samples: whether a token is sampled after the last one; False for all but the last chunk of a prompt.
+        next_token: the token after the last one, if the logprobs of the next tokens are wanted; else -1.
     """
 
     name: str
@@ -85,6 +95,7 @@ class Run:
     tokens: tuple[int, ...]
     pages: tuple[int, ...]
     samples: bool = True
+    next_token: int = -1
 
 
 class Decodes(NamedTuple):

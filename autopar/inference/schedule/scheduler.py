@@ -270,8 +270,16 @@ class Scheduler:
             tokens = tuple(slots.tokens[slot, at : min(at + length, end)].tolist())
             is_last = at + length >= end
             name, attempt = slots.names[slot], int(slots.attempts[slot])
-            runs.append(Run(name, attempt, slot, at, len(tokens), tokens, pages, bool(samples and is_last)))
+            following = self._next_token(slot, at + len(tokens))
+            runs.append(Run(name, attempt, slot, at, len(tokens), tokens, pages, bool(samples and is_last), following))
         self.num_prompt_tokens += max(0, min(end, int(slots.num_prompt[slot])) - start)
         slots.num_dispatched[slot] = end
         slots.num_pending[slot] += samples
         return runs
+
+    def _next_token(self, slot: int, end: int) -> int:
+        """The token after a chunk that ends at a position, if logprobs of the chunk's next tokens are wanted; else -1."""
+        scored_from = self._admission.requests[slot].scored_from
+        if scored_from is None or end < scored_from:
+            return -1
+        return int(self._slots.tokens[slot, end]) if end < self._slots.num_known[slot] else 0

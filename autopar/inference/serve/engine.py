@@ -11,7 +11,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -42,6 +41,7 @@ from autopar.inference.serve.setup import (
     stop_tokens_of,
 )
 from autopar.inference.serve.slot_outputs import SlotOutputs
+from autopar.inference.serve.stats import Counts, Stats, stats_of
 from autopar.inference.serve.token_masks import Constraint, TokenMasks
 from autopar.inference.step.sampling import NUM_CANDIDATES, num_words
 from autopar.inference.step.sampling_params import SamplingOptions
@@ -52,43 +52,6 @@ from autopar.jax_interop.compat import shape_struct
 Listener = Callable[[Update, Out], None]
 #: The number of iterations in flight while the next one is dispatched.
 _AHEAD = 1
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """The counters of an engine, and its current state.
-
-    Args:
-        num_waiting, num_running: requests in the queue, and in slots.
-        free_pages, evictable_pages, held_pages: pages of the cache by state; they add up to all pages.
-        num_iterations: calls of a program. num_steps: model steps; a call can have several.
-        num_prompt_tokens: prompt tokens computed. num_cached_tokens: prompt tokens found in the cache.
-        num_tokens: tokens generated. num_preempted: preemptions of requests.
-        num_compiled: compiled programs.
-    """
-
-    num_waiting: int
-    num_running: int
-    free_pages: int
-    evictable_pages: int
-    held_pages: int
-    num_iterations: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_tokens: int
-    num_preempted: int
-    num_compiled: int
-
-
-@dataclass(slots=True)
-class _Counts:
-    """The counters among the `Stats`."""
-
-    num_iterations: int = 0
-    num_steps: int = 0
-    num_cached_tokens: int = 0
-    num_tokens: int = 0
 
 
 class Serving(TypedDict, total=False):
@@ -165,7 +128,7 @@ class Engine:
         self._engines.append(self)
         self._names = itertools.count()
         self._broken: BaseException | None = None
-        self._counts = _Counts()
+        self._counts = Counts()
         self.listener: Listener | None = None
         self.options: dict[str, Any] = {"shares_prefixes": shares_prefixes, "proposer": proposer, "policy": policy}
 
@@ -227,6 +190,8 @@ class Engine:
         name: str | None = None,
         priority: int = 0,
         constraint: Constraint | None = None,
+        scored_from: int | None = None,
+        wants_state: bool = False,
     ) -> Generation:
         """Queue a request.
 
@@ -237,6 +202,8 @@ class Engine:
             num_best: the number of most probable tokens to record for each token, at most `NUM_CANDIDATES`.
             name: the request's name; by default a new one. priority: as in `Request`.
             constraint: decides which tokens may follow; by default all may.
+            scored_from: the position, from 1 on, of the first token of the prompt whose logprob is wanted; by default none.
+            wants_state: whether to keep the hidden state after the prompt.
 
         Raises:
             InferenceError: the request can never be served.
@@ -244,11 +211,7 @@ class Engine:
         tokens = self.tokens_of(prompt)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         sampling = sampling or SamplingOptions()
-        if not 0 <= num_best <= NUM_CANDIDATES:
-            raise InferenceError(f"num_best is {num_best}: give 0 to {NUM_CANDIDATES}")
-        vocabulary = self.runner.served.model.config.vocab_size
-        if (largest := max(sampling.logit_bias, default=0)) >= vocabulary:
-            raise InferenceError(f"logit_bias has token {largest}, but the model's tokens are 0 to {vocabulary - 1}")
+        _check_options(sampling, num_best, scored_from, len(tokens), self.runner.served.model.config.vocab_size)
         stops = TextUntilStop(stop)
         if stop and self.tokenizer is None:
             raise InferenceError("stop strings need a tokenizer, but the model's folder has none: give stop_tokens")
@@ -256,10 +219,10 @@ class Engine:
         with self.lock:
             self._check()
             name = name or next(new for n in self._names if (new := f"request-{n}") not in self._generations)
-            request = Request(name, tokens, max_tokens, ends, priority, constraint is not None)
+            request = Request(name, tokens, max_tokens, ends, priority, constraint is not None, scored_from)
             self._scheduler.submit(request)
             decode = None if self.tokenizer is None else text_stream(self.tokenizer)
-            generation = Generation(request, sampling, num_best, decode, self, stops, constraint)
+            generation = Generation(request, sampling, num_best, decode, self, stops, constraint, wants_state)
             self._generations[name] = generation
             return generation
 
@@ -342,7 +305,8 @@ class Engine:
         return True
 
     def _process(self, dispatched: DispatchedIteration) -> None:
-        out = dispatched.fetch(needs_best=self._outputs.needs_best)
+        out = dispatched.fetch(needs_best=self._outputs.needs_best, needs_states=self._outputs.needs_states)
+        self._outputs.score_prompts(dispatched.iteration, out)
         results = Results(*map(np.asarray, (out.tokens, out.num, out.is_sound)))
         update = self._scheduler.update(dispatched.iteration, results)
         self._counts.num_tokens += int(update.num_new.sum())
@@ -369,21 +333,22 @@ class Engine:
     def stats(self) -> Stats:
         """The counters and the current state."""
         with self.lock:
-            return _stats_of(self._scheduler, self.pool, self.runner.num_compiled, self._counts)
+            return stats_of(self._scheduler, self.pool, self.runner.num_compiled, self._counts)
 
 
-def _stats_of(scheduler: Scheduler, pool: PagePool, num_compiled: int, counts: _Counts) -> Stats:
-    return Stats(
-        num_waiting=scheduler.num_waiting,
-        num_running=scheduler.num_running,
-        free_pages=pool.num_free,
-        evictable_pages=pool.num_evictable,
-        held_pages=pool.num_held,
-        num_compiled=num_compiled,
-        num_prompt_tokens=scheduler.num_prompt_tokens,
-        num_preempted=scheduler.num_preempted,
-        **asdict(counts),
-    )
+def _check_options(
+    sampling: SamplingOptions, num_best: int, scored_from: int | None, num_prompt: int, vocabulary: int
+) -> None:
+    """Refuse options that are out of range for a model or a prompt."""
+    if not 0 <= num_best <= NUM_CANDIDATES:
+        raise InferenceError(f"num_best is {num_best}: give 0 to {NUM_CANDIDATES}")
+    if (largest := max(sampling.logit_bias, default=0)) >= vocabulary:
+        raise InferenceError(f"logit_bias has token {largest}, but the model's tokens are 0 to {vocabulary - 1}")
+    if scored_from is not None and not 1 <= scored_from < num_prompt:
+        raise InferenceError(
+            f"scored_from is {scored_from}, but the prompt has {num_prompt} tokens: give 1 to {num_prompt - 1}; the first token"
+            " follows none"
+        )
 
 
 def renewed(engine: Engine) -> Engine:

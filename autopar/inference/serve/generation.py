@@ -10,11 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.errors import InferenceError
 from autopar.inference.schedule.requests import Request
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.schedule.take_results import UNSOUND
 from autopar.inference.serve.token_masks import Constraint
+from autopar.inference.step.prompt_logprobs import PromptLogprobs
 from autopar.inference.step.sampling_params import SamplingOptions
 
 
@@ -68,6 +72,7 @@ class Generation:
         decode: a function from a token to its text, which is "" until a character is complete; None without a tokenizer.
         source: the engine.
         stops: the strings that end the text. constraint: decides which tokens may follow; None allows all.
+        wants_state: whether to keep the hidden state after the prompt.
 
     Attributes:
         best: for each token the most probable ones, as in `Piece`.
@@ -75,6 +80,8 @@ class Generation:
             before.
         num_cached: the number of prompt tokens that were found in the cache.
         slot: the slot that the engine collects its tokens from; None before the start and after the end.
+        state: f32 `[hidden]`, the last hidden state of the prompt's last token; None if it is not wanted.
+        prompt_scores: for each scored token of the prompt its logprob, and the most probable token in its place with its logprob.
     """
 
     request: Request
@@ -84,6 +91,9 @@ class Generation:
     source: Source
     stops: TextUntilStop = field(default_factory=TextUntilStop)
     constraint: Constraint | None = None
+    wants_state: bool = False
+    state: NDArray[np.float32] | None = None
+    prompt_scores: dict[int, tuple[float, int, float]] = field(default_factory=dict)
     best: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
     ended: str | None = None
     num_cached: int = 0
@@ -171,6 +181,14 @@ class Generation:
             return 0
         self.is_started, self.num_cached = True, num_cached
         return num_cached
+
+    def score_prompt(self, start: int, prompt: PromptLogprobs | None, row: int) -> None:
+        """Record the logprobs of the tokens after those of a chunk that starts at a position. The engine calls this."""
+        first = max(self.request.scored_from or 1, start + 1)
+        chosen, tokens, best = (np.asarray(each)[row].tolist() for each in prompt or ())
+        for at in range(first, min(start + 1 + len(chosen), len(self.request.prompt))):
+            number = at - start - 1
+            self.prompt_scores[at] = chosen[number], tokens[number], best[number]
 
     def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append new tokens. The engine calls this."""

@@ -33,13 +33,20 @@ class DispatchedIteration:
     iteration: Iteration
     out: Out
 
-    def fetch(self, *, needs_best: bool) -> Out:
+    def fetch(self, *, needs_best: bool, needs_states: bool) -> Out:
         """Wait for the devices, and copy the results to the host.
 
         Args:
-            needs_best: whether to fetch the most probable tokens, too.
+            needs_best: whether to fetch the most probable tokens, too. needs_states: whether to fetch hidden states, too.
         """
-        return jax.device_get(self.out if needs_best else self.out._replace(best_tokens=None, best_logprobs=None))
+        out = self.out
+        if not needs_best:
+            out = out._replace(best_tokens=None, best_logprobs=None)
+        if not needs_states:
+            out = out._replace(states=None)
+        if out.prompt is not None and all(run.next_token < 0 for run in self.iteration.chunks):
+            out = out._replace(prompt=None)
+        return jax.device_get(out)
 
 
 @dataclass(eq=False, slots=True)
@@ -176,6 +183,7 @@ class Runner:
             rows.tokens[row, : run.num_tokens] = run.tokens
             rows.start[row], rows.num_tokens[row] = run.start, run.num_tokens
             rows.slots[row] = run.slot if run.samples else self._num_slots
+            rows.next_token[row] = run.next_token
             rows.tables[row, : len(run.pages)] = run.pages
         sampling_block(packed, shape.length)[: len(runs)] = self._sampling[[run.slot for run in runs]]
         return packed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.inference.schedule.requests import Update
+from autopar.inference.schedule.requests import Iteration, Update
 from autopar.inference.serve.generation import Generation
 from autopar.inference.step.step import Out
 
@@ -30,6 +30,12 @@ class SlotOutputs:
         self._generations: list[Generation | None] = [None] * num_slots
         self._with_best: set[int] = set()
         self._with_stops: set[int] = set()
+        self._with_states: set[int] = set()
+
+    @property
+    def needs_states(self) -> bool:
+        """Whether a running request wants hidden states."""
+        return bool(self._with_states)
 
     @property
     def needs_best(self) -> bool:
@@ -48,6 +54,8 @@ class SlotOutputs:
             self._with_best.add(slot)
         if generation.stops.stop_strings:
             self._with_stops.add(slot)
+        if generation.wants_state:
+            self._with_states.add(slot)
 
     def release(self, generation: Generation) -> None:
         """Pass the remaining tokens to a generation, and forget it."""
@@ -58,6 +66,7 @@ class SlotOutputs:
         self._generations[slot] = generation.slot = None
         self._with_best.discard(slot)
         self._with_stops.discard(slot)
+        self._with_states.discard(slot)
 
     def collect(self, generation: Generation) -> None:
         """Pass new tokens to a generation."""
@@ -67,6 +76,13 @@ class SlotOutputs:
         num = int(self._num[slot])
         generation.append(self._tokens[slot, :num].tolist(), self._logprobs[slot, :num].tolist())
         self._num[slot] = 0
+
+    def score_prompts(self, iteration: Iteration, out: Out) -> None:
+        """Pass the logprobs of prompts' tokens to the generations that asked for them, before `record`."""
+        for row, run in enumerate(iteration.chunks if out.prompt is not None else ()):
+            generation = self._generations[run.slot]
+            if run.next_token >= 0 and generation is not None and generation.name == run.name:
+                generation.score_prompt(run.start, out.prompt, row)
 
     def record(self, update: Update, out: Out) -> list[Generation]:
         """Record the new tokens of an iteration.
@@ -83,6 +99,10 @@ class SlotOutputs:
         self._num[slots] += update.num_new
         if self._with_best:
             self._record_best(update, out)
+        if self._with_states and out.states is not None:
+            for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+                if slot in self._with_states and self._at(slot).state is None:
+                    self._at(slot).state = np.asarray(out.states)[row]
         ended: list[Generation] = []
         for slot, why in update.ended.items():
             generation = self._at(slot)

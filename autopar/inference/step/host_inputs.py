@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from autopar.inference.step.sampling_params import NEUTRAL, NUM_PARAMS, SamplingParams
 
-_NUM_FIELDS = 3  # per row, without its tokens, its sampling parameters and its pages
+_NUM_FIELDS = 4  # per row, without its tokens, its sampling parameters and its pages
 
 
 class Rows(NamedTuple):
@@ -24,6 +24,7 @@ class Rows(NamedTuple):
         start: int32 `[rows]`, the position of the first token.
         num_tokens: int32 `[rows]`, the number of valid tokens, or of decode steps if there are several; 0 in an idle row.
         slots: int32 `[rows]`, the slot whose last token the row sets; the number of slots if it sets none.
+        next_token: int32 `[rows]`, the token after the row's last one, if the logprobs of the row's next tokens are wanted; else -1.
         sampling: the sampling parameters of each row.
         tables: int32 `[rows, pages of a sequence]`, padded with the scratch page.
     """
@@ -32,6 +33,7 @@ class Rows(NamedTuple):
     start: Any
     num_tokens: Any
     slots: Any
+    next_token: Any
     sampling: SamplingParams
     tables: Any
 
@@ -43,18 +45,17 @@ class Rows(NamedTuple):
         packed = np.zeros((num, width + _NUM_FIELDS + NUM_PARAMS + pages_of_sequence), np.int32)
         block = sampling_block(packed, width)
         block[:] = NEUTRAL
-        start, num_tokens, slots = (packed[:, width + field] for field in range(_NUM_FIELDS))
+        start, num_tokens, slots, next_token = (packed[:, width + field] for field in range(_NUM_FIELDS))
         tables = packed[:, width + _NUM_FIELDS + NUM_PARAMS :]
-        slots[:], tables[:] = no_slot, scratch_page
-        return packed, cls(packed[:, :width], start, num_tokens, slots, SamplingParams.views(block), tables)
+        slots[:], next_token[:], tables[:] = no_slot, -1, scratch_page
+        return packed, cls(packed[:, :width], start, num_tokens, slots, next_token, SamplingParams.views(block), tables)
 
     @classmethod
     def unpacked(cls, packed: jax.Array, width: int) -> Rows:
         """The rows of a packed array, inside a program."""
-        start, num_tokens, slots = (packed[:, width + field] for field in range(_NUM_FIELDS))
+        fields = (packed[:, width + field] for field in range(_NUM_FIELDS))
         sampling = SamplingParams.unpacked(sampling_block(packed, width))
-        tables = packed[:, width + _NUM_FIELDS + NUM_PARAMS :]
-        return cls(packed[:, :width], start, num_tokens, slots, sampling, tables)
+        return cls(packed[:, :width], *fields, sampling, packed[:, width + _NUM_FIELDS + NUM_PARAMS :])
 
 
 def sampling_block(packed: Any, width: int) -> Any:

@@ -10,6 +10,7 @@ for both, and only attention treats them separately.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.penalties import adjusted, adjusted_after_drafts, counted, started
+from autopar.inference.step.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from autopar.inference.step.sampling import Sampled, only_allowed, sample
 from autopar.inference.step.sampling_params import TokenCounts
 from autopar.inference.step.verify_draft import verify
@@ -54,6 +56,8 @@ class Out(NamedTuple):
         logprobs: f32, the logprobs of the tokens.
         is_sound: bool `[rows]`; False if logits were NaN or infinite.
         best_tokens, best_logprobs: `[rows, steps, candidates]`, the most probable tokens; None after verification.
+        states: f32 `[rows, hidden]`, the last hidden states that the row's first logits come from.
+        prompt: of the chunks; None without chunks.
     """
 
     tokens: jax.Array
@@ -62,6 +66,8 @@ class Out(NamedTuple):
     is_sound: jax.Array
     best_tokens: jax.Array | None = None
     best_logprobs: jax.Array | None = None
+    states: jax.Array | None = None
+    prompt: PromptLogprobs | None = None
 
 
 Step = Callable[..., tuple[Resident, Out]]
@@ -77,14 +83,17 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         attention: a backend of `paged_attention`.
     """
 
-    def logits_of(params: Any, pages: Any, parts: list[Rows], tokens: list[jax.Array], only: Any) -> Any:
-        """The logits of several parts, whose tokens are one row of the decoder's input."""
+    def logits_of(params: Any, states: jax.Array) -> Any:
+        return model.apply(params, states, method="logits")
+
+    def states_of(params: Any, pages: Any, parts: list[Rows], tokens: list[jax.Array], only: Any) -> Any:
+        """The last hidden states of several parts, whose tokens are one row of the decoder's input."""
         positions = [_positions(part) for part in parts]
         attend_parts = _AttendParts(attention, [part.tables for part in parts], positions)
         flat, at = (jnp.concatenate([each.reshape(1, -1) for each in arrays], 1) for arrays in (tokens, positions))
-        applied: Any = model.apply(params, flat, jnp.maximum(at, 0), attend_parts, pages, only)
-        logits, pages = applied
-        return logits[0], pages
+        applied: Any = model.apply(params, flat, jnp.maximum(at, 0), attend_parts, pages, only, method="states")
+        states, pages = applied
+        return states[0], pages
 
     def single_step(params: Any, resident: Resident, allowed: jax.Array, *parts: Rows) -> tuple[Resident, Out]:
         """One decode step of each slot, and prefill chunks if there are any."""
@@ -95,14 +104,22 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             rows, width = part.tokens.shape
             ends.append(start + jnp.arange(rows) * width + jnp.maximum(part.num_tokens - 1, 0))
             start += rows * width
-        logits, pages = logits_of(params, resident.pages, list(parts), tokens, jnp.concatenate(ends)[None])
+        chunks = parts[1:]
+        only = jnp.concatenate(ends)
+        states, pages = states_of(params, resident.pages, list(parts), tokens, None if chunks else only[None])
+        prompt = None
+        if chunks:
+            prompt = prompt_logprobs(functools.partial(logits_of, params), states[slots.tokens.size :], chunks[0])
+            states = states[only]
+        logits = logits_of(params, states)
         sampling = jax.tree.map(lambda *each: jnp.concatenate(each), *(part.sampling for part in parts))
         new_positions = jnp.concatenate([part.start + part.num_tokens for part in parts])
         owners = jnp.concatenate([part.slots for part in parts])
         logits = adjusted(logits, resident.state, owners[slots.slots.size :], sampling)
         sampled = sample(only_allowed(logits, allowed), sampling, new_positions)
         last = resident.last.at[owners].set(sampled.tokens, mode="drop")
-        return Resident(pages, last, counted(resident.state, owners, sampled.tokens)), _out(sampled)
+        out = _out(sampled)._replace(states=states.astype(jnp.float32), prompt=prompt)
+        return Resident(pages, last, counted(resident.state, owners, sampled.tokens)), out
 
     def multi_step(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """Several decode steps of each slot: as many as it has `num_tokens`. Then the slot is idle."""
@@ -125,19 +142,22 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             is_sound=outs.is_sound.all(0),
             best_tokens=outs.best_tokens[:, :, 0].swapaxes(0, 1),
             best_logprobs=outs.best_logprobs[:, :, 0].swapaxes(0, 1),
+            states=outs.states[0],
         )
 
     def verify_drafts(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """One step that verifies the draft tokens of each slot."""
         tokens = _with_last(slots.tokens, resident.last)
-        logits, pages = logits_of(params, resident.pages, [slots], [tokens], None)
-        logits = adjusted_after_drafts(logits.reshape(*tokens.shape, -1), resident.state, tokens[:, 1:], slots.sampling)
+        states, pages = states_of(params, resident.pages, [slots], [tokens], None)
+        states = states.reshape(*tokens.shape, -1)
+        logits = adjusted_after_drafts(logits_of(params, states), resident.state, tokens[:, 1:], slots.sampling)
         logits = only_allowed(logits, allowed[:, None])
         num_draft = jnp.maximum(slots.num_tokens - 1, 0)
         result = verify(logits, tokens[:, 1:], num_draft, slots.sampling, slots.start + 1)
         newest = jnp.take_along_axis(result.tokens, result.num_accepted[:, None], 1)[:, 0]
         last = resident.last.at[slots.slots].set(newest, mode="drop")
         out = Out(result.tokens, result.num_accepted + 1, result.logprobs, result.is_sound)
+        out = out._replace(states=states[:, 0].astype(jnp.float32))
         is_new = jnp.arange(tokens.shape[1]) <= result.num_accepted[:, None]
         owners = jnp.where(is_new, slots.slots[:, None], last.size)
         return Resident(pages, last, counted(resident.state, owners.reshape(-1), result.tokens.reshape(-1))), out

@@ -1,0 +1,63 @@
+"""Count what an engine does.
+
+In: the scheduler, the pool of pages, counters. Out: `Stats`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.schedule.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """The counters of an engine, and its current state.
+
+    Args:
+        num_waiting, num_running: requests in the queue, and in slots.
+        free_pages, evictable_pages, held_pages: pages of the cache by state; they add up to all pages.
+        num_iterations: calls of a program. num_steps: model steps; a call can have several.
+        num_prompt_tokens: prompt tokens computed. num_cached_tokens: prompt tokens found in the cache.
+        num_tokens: tokens generated. num_preempted: preemptions of requests.
+        num_compiled: compiled programs.
+    """
+
+    num_waiting: int
+    num_running: int
+    free_pages: int
+    evictable_pages: int
+    held_pages: int
+    num_iterations: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_tokens: int
+    num_preempted: int
+    num_compiled: int
+
+
+@dataclass(slots=True)
+class Counts:
+    """The counters among the `Stats`."""
+
+    num_iterations: int = 0
+    num_steps: int = 0
+    num_cached_tokens: int = 0
+    num_tokens: int = 0
+
+
+def stats_of(scheduler: Scheduler, pool: PagePool, num_compiled: int, counts: Counts) -> Stats:
+    """The counters and the current state."""
+    return Stats(
+        num_waiting=scheduler.num_waiting,
+        num_running=scheduler.num_running,
+        free_pages=pool.num_free,
+        evictable_pages=pool.num_evictable,
+        held_pages=pool.num_held,
+        num_compiled=num_compiled,
+        num_prompt_tokens=scheduler.num_prompt_tokens,
+        num_preempted=scheduler.num_preempted,
+        **asdict(counts),
+    )
