@@ -26,10 +26,11 @@ TEMPLATE = (
 )
 
 
-def _copied(engine: Engine) -> Engine:
+def copied(engine: Engine) -> Engine:
     """An engine with the same programs and weights, and pages of its own."""
     runner = Runner(engine.runner.served, engine.runner.layout, engine.runner._params)
-    return Engine(runner, engine.tokenizer, engine.stop_tokens, num_pages=engine.pool.num_pages)
+    proposer = engine.options["proposer"]
+    return Engine(runner, engine.tokenizer, engine.stop_tokens, num_pages=engine.pool.num_pages, proposer=proposer)
 
 
 class Server:
@@ -59,7 +60,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
 
     async def _start(self, engine: Engine, limits: Limits, environment: dict[str, str], folder: Path | None) -> Any:
-        models = Models(lambda _: _copied(engine), limits)
+        models = Models(lambda _: copied(engine), limits)
         models.add(ServedModel("tiny", engine, limits, folder=folder, template=ChatTemplate(TEMPLATE, {})))
         config = uvicorn.Config(make_app(models, environment), port=0, log_level="error", lifespan="off")
         server = uvicorn.Server(config)
@@ -90,7 +91,7 @@ def served(
     engine: Engine, limits: Limits | None = None, environment: dict[str, str] | None = None, folder: Path | None = None
 ) -> Iterator[Server]:
     """Serve with the programs and the weights of an engine, on pages of its own."""
-    server = Server(_copied(engine), limits or Limits(), environment or {}, folder)
+    server = Server(copied(engine), limits or Limits(), environment or {}, folder)
     try:
         yield server
     finally:

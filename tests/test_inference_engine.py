@@ -197,6 +197,7 @@ def test_prompts_are_scored_and_their_last_states_are_those_of_the_model(
                 assert best == int(jnp.argmax(logprobs[at - 1]))
                 np.testing.assert_allclose(best_logprob, logprobs[at - 1, best], atol=1e-4)
             states = model.apply(params, jnp.array([prompt]), method="states")[0][0]
+            assert generation.state is not None
             np.testing.assert_allclose(generation.state, states[-1], atol=1e-4)
     assert is_idle(small)
     with pytest.raises(InferenceError, match="scored_from is 2, but the prompt has 2 tokens"):

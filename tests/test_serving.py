@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from served_models import Server, served  # noqa: E402
 
 from autopar.cli.main import main  # noqa: E402
-from autopar.inference import Engine, SamplingOptions  # noqa: E402
+from autopar.inference import Engine, Options, SamplingOptions  # noqa: E402
 from autopar.serving import Limits  # noqa: E402
 from autopar.serving.chat import ToolCalls  # noqa: E402
 
@@ -412,6 +412,40 @@ def test_a_tool_call_that_is_required_is_one(with_end: Engine) -> None:
         ]:
             with pytest.raises(openai.BadRequestError, match=why):
                 client.chat.completions.create(model="tiny", messages=MESSAGES, **options)
+
+
+@pytest.mark.slow
+def test_grammars_and_speculative_decoding_go_together(with_end: Engine, folder: Path) -> None:
+    """Greedy text is the same with and without draft tokens, and takes fewer steps, because the grammar forces many."""
+    schema = {
+        "type": "object",
+        "properties": {"a_long_name": {"enum": ["yes", "no"]}, "another_name": {"type": "string", "maxLength": 8}},
+        "required": ["a_long_name", "another_name"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    body: dict[str, Any] = {"prompt": "x", "max_tokens": 100, "response_format": form, "logprobs": 0}
+    options = Options(num_slots=4, max_length=LENGTH, chunks=((4, 32),), steps=4, num_proposals=3)
+    proposing = opened(folder, options=options, propose="n-gram")
+    always = Engine(proposing.runner, proposing.tokenizer, [257], proposer=proposing.proposer)
+    replies: list[Any] = []
+    for engine in (with_end, always):
+        with served(engine) as server, ThreadPoolExecutor(4) as pool:
+            url = f"{server.url}/v1/completions"
+            greedy = httpx.post(url, json=body | {"temperature": 0}, timeout=60).json()["choices"][0]
+            steps = server.engine.stats.num_steps
+            seeded = [pool.submit(httpx.post, url, json=body | {"seed": seed}, timeout=60) for seed in range(24)]
+            beside = httpx.post(url, json={"prompt": "beside", "max_tokens": 60, "temperature": 0}).json()
+            for each in seeded:
+                (choice,) = each.result().json()["choices"]
+                assert choice["finish_reason"] == "stop"
+                jsonschema.validate(json.loads(choice["text"]), schema)
+            replies.append((greedy, beside["choices"][0]["text"], steps))
+            assert is_quiet(server)
+    (plain, beside, num), (drafted, beside_drafts, num_drafted) = replies
+    assert (drafted["text"], beside_drafts) == (plain["text"], beside)
+    assert drafted["logprobs"]["token_logprobs"] == pytest.approx(plain["logprobs"]["token_logprobs"], abs=1e-4)
+    assert num_drafted < 0.6 * num
 
 
 def test_a_model_without_an_end_is_not_constrained(client: Any) -> None:

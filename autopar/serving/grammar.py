@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,23 @@ class JsonConstraint:
         if self._matcher.is_error():
             self.error = self._matcher.get_error()
             mask[:] = 0
+
+    def fill_after(self, draft: Sequence[int], masks: NDArray[np.int32]) -> None:
+        """See `Constraint`."""
+        num = self.num_allowed(draft)
+        for number, token in enumerate(draft[:num]):
+            self._matcher.consume_token(token)
+            self.fill(masks[number])
+        if num:
+            self._matcher.rollback(num)
+
+    def num_allowed(self, draft: Sequence[int]) -> int:
+        """See `Constraint`."""
+        return self._matcher.validate_tokens(list(draft)) if draft else 0
+
+    def forced(self) -> list[int]:
+        """See `Constraint`."""
+        return self._matcher.compute_ff_tokens()
 
     def accept(self, tokens: list[int]) -> None:
         """See `Constraint`."""

@@ -220,7 +220,7 @@ class Chat:
             for each in logprobs
         ]
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = b"" if self._tokenizer is None else token_bytes(self._tokenizer, token)
         return {"token": _text_of(self._tokenizer, token), "logprob": logprob, "bytes": list(data)}
 

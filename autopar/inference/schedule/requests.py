@@ -25,7 +25,7 @@ class Request:
         stop_tokens: tokens that end the request when they are generated.
         priority: requests with a lower number are admitted first and preempted last; those with equal ones in the order of
             arrival.
-        is_constrained: whether the host decides by all earlier tokens which one may come next. Then it is not decoded ahead.
+        is_constrained: whether the host decides by all earlier tokens which one may come next. Then a call has one step.
         scored_from: the position of the first token of the prompt whose logprob is wanted; None if none is. The tokens before it
             may come from the cache, but not their last one.
     """

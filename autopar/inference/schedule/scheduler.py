@@ -136,8 +136,6 @@ class Scheduler:
         slots = self._slots
         if self._is_speculating and slots.num_pending[self._decoding()].any():
             return None
-        if (slots.is_constrained & (slots.num_pending > 0)).any():
-            return None  # its next token depends on results in flight
         copies: list[Copy] = []
         drafts = self._draft_tokens()
         shape = Shape(width=1 + self.options.num_proposals) if any(drafts.values()) else self._decode_shape()
@@ -179,7 +177,7 @@ class Scheduler:
 
     def _draft_tokens(self) -> dict[int, tuple[int, ...]]:
         """Draft tokens of each slot; none while prompts remain to be computed."""
-        if self._proposer is None or not self._is_speculating or self._slots.is_constrained.any():
+        if self._proposer is None or not self._is_speculating:
             return {}
         slots, decoding = self._slots, self._slots.oldest_first(self._decoding())
         limits = {slot: min(self.options.num_proposals, int(slots.num_to_generate[slot]) - 1) for slot in decoding}

@@ -42,7 +42,7 @@ from autopar.inference.serve.setup import (
 )
 from autopar.inference.serve.slot_outputs import SlotOutputs
 from autopar.inference.serve.stats import Counts, Stats, stats_of
-from autopar.inference.serve.token_masks import Constraint, TokenMasks
+from autopar.inference.serve.token_masks import AllowedDrafts, Constraint, TokenMasks
 from autopar.inference.step.sampling import NUM_CANDIDATES, num_words
 from autopar.inference.step.sampling_params import SamplingOptions
 from autopar.inference.step.step import Out
@@ -118,9 +118,10 @@ class Engine:
         served = runner.served
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
         options = served.options
-        self._scheduler = Scheduler(cache, options, proposer, policy, runner.layout.num_pages)
-        self._outputs = SlotOutputs(options.num_slots, max(options.steps, 1 + options.num_proposals))
         self._masks = TokenMasks(options.num_slots, num_words(served.model.config.vocab_size))
+        drafts = None if proposer is None else AllowedDrafts(proposer, self._masks)
+        self._scheduler = Scheduler(cache, options, drafts, policy, runner.layout.num_pages)
+        self._outputs = SlotOutputs(options.num_slots, max(options.steps, 1 + options.num_proposals))
         self._generations: dict[str, Generation] = {}
         self._in_flight: deque[DispatchedIteration] = deque()
         self.lock = pages_of.lock if pages_of is not None else threading.RLock()
@@ -254,11 +255,7 @@ class Engine:
         return tokens_of(prompt, self.tokenizer, self.runner.served.model.config.vocab_size, special=special)
 
     def step(self) -> bool:
-        """Dispatch the next iteration to the devices, and process the results of an earlier one.
-
-        Returns:
-            Whether there was anything to do.
-        """
+        """Dispatch the next iteration, and process the results of an earlier one. Returns whether there was anything to do."""
         with self.lock:
             if self._did_step():
                 return True
@@ -295,6 +292,9 @@ class Engine:
                     self.runner.start(slot, generation.sampling, generation.request.prompt, generation.tokens)
                     self._masks.assign(slot, generation.constraint)
                     self._counts.num_cached_tokens += generation.start(num_shared)
+            if self._masks.needs_results(iteration):  # the iteration was decided while the devices worked
+                while self._in_flight:
+                    self._process(self._in_flight.popleft())
             self._in_flight.append(self.runner.dispatch(iteration, self._masks.of(iteration)))
             self._counts.num_iterations += 1
             self._counts.num_steps += iteration.shape.steps

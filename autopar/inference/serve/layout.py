@@ -106,9 +106,10 @@ class Served:
         return step_of(self.model, key, self.attention), (self.params, resident, *rows)
 
     def all_allowed(self, shape: Shape) -> NDArray[np.int32]:
-        """The mask of tokens for all rows of an iteration, with all of them allowed."""
-        words = num_words(self.model.config.vocab_size)
-        return np.full((self.options.num_slots + shape.rows, words), -1, np.int32)
+        """The mask of tokens for all rows of an iteration, and after each draft token, with all of them allowed."""
+        words, slots = num_words(self.model.config.vocab_size), self.options.num_slots
+        rows = (slots, shape.width) if shape.width > 1 else (slots + shape.rows,)
+        return np.full((*rows, words), -1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)

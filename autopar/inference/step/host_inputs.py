@@ -53,9 +53,10 @@ class Rows(NamedTuple):
     @classmethod
     def unpacked(cls, packed: jax.Array, width: int) -> Rows:
         """The rows of a packed array, inside a program."""
-        fields = (packed[:, width + field] for field in range(_NUM_FIELDS))
+        start, num_tokens, slots, next_token = (packed[:, width + field] for field in range(_NUM_FIELDS))
         sampling = SamplingParams.unpacked(sampling_block(packed, width))
-        return cls(packed[:, :width], *fields, sampling, packed[:, width + _NUM_FIELDS + NUM_PARAMS :])
+        tables = packed[:, width + _NUM_FIELDS + NUM_PARAMS :]
+        return cls(packed[:, :width], start, num_tokens, slots, next_token, sampling, tables)
 
 
 def sampling_block(packed: Any, width: int) -> Any:

@@ -1,4 +1,4 @@
-"""Compute the logprobs of the tokens of a prompt, where a request asks for them.
+"""Compute the logprobs of the tokens of a prompt, where a request needs them.
 
 In: the last hidden states of prefill chunks, and the tokens after each. Out: `PromptLogprobs`. The logits of all tokens of a chunk are
 large, so they are computed only if one of the chunks asks for them, and are not kept.

@@ -76,7 +76,8 @@ Step = Callable[..., tuple[Resident, Out]]
 def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
     """Return the function `(params, resident, allowed, slots[, chunks]) -> (resident, out)` of a shape, on packed rows.
 
-    `allowed` has a bit for each token, as in `only_allowed`, for all rows: first the slots, then the chunks.
+    `allowed` has a bit for each token, as in `only_allowed`, for all rows: first the slots, then the chunks. If draft tokens are
+    verified, each slot has several masks: for the next token, and after each draft token.
 
     Args:
         shape: the static sizes of the iteration.
@@ -151,7 +152,7 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         states, pages = states_of(params, resident.pages, [slots], [tokens], None)
         states = states.reshape(*tokens.shape, -1)
         logits = adjusted_after_drafts(logits_of(params, states), resident.state, tokens[:, 1:], slots.sampling)
-        logits = only_allowed(logits, allowed[:, None])
+        logits = only_allowed(logits, allowed)
         num_draft = jnp.maximum(slots.num_tokens - 1, 0)
         result = verify(logits, tokens[:, 1:], num_draft, slots.sampling, slots.start + 1)
         newest = jnp.take_along_axis(result.tokens, result.num_accepted[:, None], 1)[:, 0]
