@@ -61,7 +61,7 @@ def in_memory(index: vector_search.DiskIndex, corpus: np.ndarray) -> Any:
     """The same lists in memory, and the centre of their vectors."""
     lists = index._lists
     assigned = np.full((len(corpus), lists.copies), NO_ID, np.int32)
-    for entries in index._reads.entries(np.arange(lists.num_lists)):
+    for entries in index.searches.reads.entries(np.arange(lists.num_lists)):
         for which, members in zip(
             entries.lists, np.split(entries.positions, np.cumsum(entries.counts)[:-1]), strict=True
         ):

@@ -1,6 +1,6 @@
-"""`autopar serve`: serve models over HTTP, with the endpoints of OpenAI's API.
+"""`autopar serve`: serve models over HTTP, with the endpoints of OpenAI's API; or an index for vector search.
 
-In: models' folders, an address, limits. Out: a server, until a signal ends it. The address is printed once it is ready.
+In: models' folders or an index, an address, limits. Out: a server, until a signal ends it. The address is printed once it is ready.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import os
 import sys
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,23 @@ _EXAMPLES = """
 serve Qwen3-0.6B
 serve chat=Qwen3-0.6B judge=Qwen3-1.7B --slots 32 --port 9000
 serve Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt
+serve --index corpus.index
 """
 
 
 def add_command(added: Any) -> None:
     """Add the command to a parser's commands."""
-    about = "serve models over HTTP, with the endpoints of OpenAI's API"
+    about = "serve models over HTTP, with the endpoints of OpenAI's API; or an index for vector search"
     serve = add_with_examples(added, "serve", about, _EXAMPLES)
     about = "a model as Hugging Face writes it, served under its folder's name or under NAME"
-    serve.add_argument("models", nargs="+", metavar="[NAME=]MODEL_DIR", help=about)
+    serve.add_argument("models", nargs="*", metavar="[NAME=]MODEL_DIR", help=about)
+    group = serve.add_argument_group("vector search")
+    about = "serve an index on disk, or a part of one that `divide` made, instead of models"
+    group.add_argument("--index", type=Path, metavar="FILE", help=about)
+    about = "addresses of the servers of all parts, in their order: answer searches by requests to them"
+    group.add_argument("--servers", nargs="+", metavar="URL", help=about)
+    about = "memory for the index, searches and a cache of its pages (default: no cache)"
+    group.add_argument("--index-memory", type=size, metavar="SIZE", help=about)
     group = serve.add_argument_group("address")
     about = "address to listen on (default: 127.0.0.1, this machine only; under Vertex AI: 0.0.0.0)"
     group.add_argument("--host", metavar="ADDRESS", help=about)
@@ -65,7 +74,19 @@ def add_command(added: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Serve until a signal."""
+    """Serve until a signal.
+
+    Raises:
+        InferenceError: neither models nor an index, or both, or a package that is missing.
+        SearchError, IndexFileError: the index cannot be served.
+    """
+    if (options.index is None) == (not options.models):
+        raise InferenceError("give the folders of models, or `--index FILE` for vector search: one of the two")
+    if options.index is None and (options.servers or options.index_memory):
+        raise InferenceError("`--servers` and `--index-memory` are for vector search: give `--index FILE` too")
+    if options.index is not None:
+        _serve_index(options)
+        return
     try:
         from autopar.serving.limits import Limits
         from autopar.serving.server import serve
@@ -107,6 +128,17 @@ def run(options: argparse.Namespace) -> None:
             folders, open_engine, limits, host=host, port=port, chat_template=options.chat_template, on_ready=on_ready
         )
     )
+
+
+def _serve_index(options: argparse.Namespace) -> None:
+    from autopar.vector_search.servers.serve_index import server_of
+
+    host = options.host or "127.0.0.1"
+    port = 8000 if options.port is None else options.port
+    with server_of(options.index, (host, port), options.servers, options.index_memory) as server:
+        print(f"{options.index.name}: {server.url}/search", file=sys.stderr, flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def _named(text: str) -> tuple[str | None, Path]:

@@ -14,3 +14,9 @@ from autopar.vector_search.data.index import IndexStats as IndexStats
 from autopar.vector_search.on_disk.build_on_disk import build_on_disk as build_on_disk
 from autopar.vector_search.on_disk.index import DiskIndex as DiskIndex
 from autopar.vector_search.on_disk.index import Reads as Reads
+from autopar.vector_search.servers.divide import divide as divide
+from autopar.vector_search.servers.router import Answers as Answers
+from autopar.vector_search.servers.router import ServedIndex as ServedIndex
+from autopar.vector_search.updates.create import create_updatable as create_updatable
+from autopar.vector_search.updates.create import make_updatable as make_updatable
+from autopar.vector_search.updates.index import UpdatableIndex as UpdatableIndex

@@ -37,6 +37,9 @@ from autopar.vector_search.ivf import index as ivf_index
 from autopar.vector_search.on_disk import build_on_disk as disk
 from autopar.vector_search.on_disk.index import KIND as DISK
 from autopar.vector_search.on_disk.page_file import is_page_file
+from autopar.vector_search.on_disk.reader_table import AUTO
+from autopar.vector_search.updates.folder import is_folder
+from autopar.vector_search.updates.index import UpdatableIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +209,18 @@ def load(
     Args:
         kind: the index kind, if it is your own.
         reader: for an index on disk, the engine that reads it, as in `build_on_disk`.
-        memory_budget_bytes, mesh, hardware, batch: as in `build`.
+        memory_budget_bytes: as in `build`. For an index on disk, host memory: what the index and searches leave is a
+            cache of pages; by default there is none.
+        mesh, hardware, batch: as in `build`.
 
     Raises:
         IndexFileError: the file is missing, no index, or damaged; a truncated file or a flipped bit is detected.
         AutoparError: planning fails, as in `build`.
     """
+    if is_folder(path):
+        place = _place(None, None, memory_budget_bytes, batch)
+        engine = AUTO if reader is None else reader
+        return UpdatableIndex(path, engine, memory_budget_bytes=memory_budget_bytes, batch=place.batch)
     if is_page_file(path):
         saved = Saved(DISK, {}, {}, Path(path), reader)
     else:

@@ -124,7 +124,7 @@ def _differing(index: vector_search.DiskIndex, corpus: np.ndarray, queries: np.n
     order."""
     stored, effort = index._lists, index.measured.effort
     assigned = np.full((len(corpus), stored.copies), NO_ID, np.int32)
-    for entries in index._reads.entries(np.arange(stored.num_lists)):
+    for entries in index.searches.reads.entries(np.arange(stored.num_lists)):
         members = np.split(entries.positions, np.cumsum(entries.counts)[:-1])
         for which, rows in zip(entries.lists, members, strict=True):
             assigned[rows, (assigned[rows] == NO_ID).argmax(axis=1)] = which
@@ -164,7 +164,7 @@ def _data(of: str, seed: int, num_vectors: int) -> tuple[np.ndarray, np.ndarray]
 
 
 def _text(num_vectors: int) -> np.ndarray:
-    from examples.rag import passages, words_model
+    from examples.documentation import passages, words_model
 
     texts = [one.text for one in passages(num_vectors + NUM_QUERIES)]
     return words_model(texts, DIM).vectors(texts)

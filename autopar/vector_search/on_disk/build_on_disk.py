@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autopar.errors import SearchError
+from autopar.errors import IndexFileError, SearchError
 from autopar.vector_search.data import inputs
 from autopar.vector_search.data.build_request import BuildRequest
 from autopar.vector_search.data.index_file import Saved
@@ -108,7 +108,13 @@ def build(request: BuildRequest) -> DiskIndex:
 def load(saved: Saved, place: Place) -> DiskIndex:
     """Open a page file of this kind."""
     assert saved.path is not None
-    return DiskIndex(open_page_file(saved.path), saved.reader or AUTO)
+    pages = open_page_file(saved.path)
+    if "part" in pages.settings:
+        raise IndexFileError(
+            f"{saved.path} is part {pages.settings['part']} of an index that was divided: serve it by `autopar serve --index`,"
+            " and search with `ServedIndex`"
+        )
+    return DiskIndex(pages, saved.reader or AUTO, place.options.get("memory_budget_bytes"), place.batch)
 
 
 def _checked_space(space: Any) -> float:

@@ -23,20 +23,21 @@ from autopar.vector_search.data.index import Found, IndexStats, found_at
 from autopar.vector_search.data.index_file import written_whole
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.frame.recall_tuning import Measured
-from autopar.vector_search.on_disk.list_reads import ListReads
-from autopar.vector_search.on_disk.list_scores import ListScores
+from autopar.vector_search.on_disk.cached_reader import CachedReader, runs_of
+from autopar.vector_search.on_disk.list_reads import ListReads, working_bytes
+from autopar.vector_search.on_disk.list_search import ListSearch
+from autopar.vector_search.on_disk.memory_division import InMemory, divided
+from autopar.vector_search.on_disk.page_cache import PageCache
 from autopar.vector_search.on_disk.page_file import PageFile, damaged
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
-from autopar.vector_search.on_disk.probing import Probing, nearest_lists, prepared, probed
 from autopar.vector_search.on_disk.reader_table import open_reader
-from autopar.vector_search.on_disk.stored_lists import FIRST_PAGE, loaded
+from autopar.vector_search.on_disk.readers import Run
+from autopar.vector_search.on_disk.stored_lists import FIRST_PAGE, StoredLists, loaded
 
 KIND = "ivfdisk"
 
 #: Maximum queries whose lists are read together.
 AT_ONCE = 256
-#: Minimum vectors in the probed lists, per neighbour.
-_PER_NEIGHBOUR = 4
 
 
 class Reads(NamedTuple):
@@ -58,16 +59,26 @@ class Reads(NamedTuple):
 class DiskIndex:
     """Inverted lists in a page file. Use it as a context, or `close` it.
 
+    Its `searches`, which are not thread-safe, are used with its `lock`.
+
     Args:
         pages: an open page file of this kind.
         reader: an engine of `reader_table.READERS`, or `"auto"`.
+        memory_budget_bytes: host memory for the index, searches, and a cache of pages; None: no cache.
+        batch: expected number of queries per search, for the memory that it works with.
 
     Raises:
         IndexFileError: the file is damaged, or cannot be opened by this engine.
-        SearchError: this machine does not have the engine.
+        SearchError: this machine does not have the engine, or the budget is too small.
     """
 
-    def __init__(self, pages: PageFile, reader: str = "auto") -> None:
+    def __init__(
+        self,
+        pages: PageFile,
+        reader: str = "auto",
+        memory_budget_bytes: float | None = None,
+        batch: int = AT_ONCE,
+    ) -> None:
         self.path = pages.path
         self._pages = pages
         try:
@@ -83,9 +94,22 @@ class DiskIndex:
         self.measured = measured
         self._pruning = pruning
         self._engine, self._reader = open_reader(reader, self.path)
-        self._reads = ListReads(self.path, pages.file_id, self._lists, self._reader)
-        self._used_bytes = 0
-        self._lock = threading.Lock()
+        self._cache: PageCache | None = None
+        if memory_budget_bytes is not None:
+            stored = InMemory("the index", self._lists.memory_bytes)
+            try:
+                working = working_bytes(self._lists, min(batch, AT_ONCE))
+                division = divided(memory_budget_bytes, [stored], working, pages.num_pages)
+            except SearchError:
+                self._reader.close()
+                raise
+            if division.cache_pages:
+                self._cache = PageCache(division.cache_pages, pages.num_pages)
+                self._reader = CachedReader(self._reader, self._cache, pages.file_id)
+        reads = ListReads(self.path, pages.file_id, self._lists, self._reader)
+        whole_counts = pages.arrays.get("whole_counts", self._lists.counts)
+        self.searches = ListSearch(self._lists, reads, measured.effort, pruning, whole_counts)
+        self.lock = threading.Lock()
         self._is_open = True
         self._release = weakref.finalize(self, self._reader.close)  # also if the user does not close it
 
@@ -104,11 +128,10 @@ class DiskIndex:
         effort = None if effort is None else inputs.checked_count("effort", effort)
         num_allowed = lists.num_vectors if allowed is None else int(np.count_nonzero(allowed))
         kept = min(k, lists.num_vectors)
-        with self._lock:
-            if not self._is_open:
-                raise SearchError(f"the index of {self.path} is closed: load it again")
+        with self.lock:
+            self._check_open()
             parts = [
-                self._searched(checked[start : start + AT_ONCE], kept, allowed, num_allowed, effort)
+                self.searches.search(checked[start : start + AT_ONCE], kept, allowed, num_allowed, effort)
                 for start in range(0, max(1, len(checked)), AT_ONCE)
             ]
         distances, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
@@ -131,13 +154,38 @@ class DiskIndex:
         Raises:
             IndexFileError: a page is damaged or cannot be read.
         """
-        with self._lock:
-            self._reads.check(FIRST_PAGE, self._pages.num_pages - FIRST_PAGE)
+        with self.lock:
+            self.searches.reads.check(FIRST_PAGE, self._pages.num_pages - FIRST_PAGE)
+
+    def pin(self, queries: ArrayLike) -> int:
+        """Keep the pages that most of these queries read in memory from now on: those that more than one reads, in at most
+        half of the cache. Return how many.
+
+        Args:
+            queries: `[num_queries, d]`, a few hundred of your queries.
+
+        Raises:
+            SearchError: invalid queries, or no cache.
+            IndexFileError: a page cannot be read.
+        """
+        if self._cache is None:
+            raise SearchError("the index has no cache: load it with `memory_budget_bytes=`")
+        lists, reads = self._lists, np.zeros(self._pages.num_pages, np.int64)
+        checked = inputs.checked_queries(queries, lists.dim, lists.dtype)
+        for start in range(0, len(checked), AT_ONCE):
+            reads += self.searches.page_reads(checked[start : start + AT_ONCE], len(reads))
+        hot = np.argsort(-reads, kind="stable")
+        hot = hot[reads[hot] > 1][: self._cache.stats.pages // 2]
+        with self.lock:
+            self._check_open()
+            self._cache.pin(hot)
+            self._reader.start(runs_of(np.sort(hot))).wait()
+        return len(hot)
 
     def reads(self) -> Reads:
         """What searches and `verify` have read."""
         counts = self._reader.counts
-        return Reads(counts.requests, counts.pages, counts.num_bytes, self._used_bytes)
+        return Reads(counts.requests, counts.pages, counts.num_bytes, self.searches.used_bytes)
 
     def stats(self) -> IndexStats:
         """See `Index.stats`. `device_bytes` are the bytes of the arrays that are in memory between searches."""
@@ -146,6 +194,7 @@ class DiskIndex:
         details |= {"pruning": self._pruning, "num_lists": lists.num_lists, "copies": lists.copies}
         details |= {"space": float(lists.counts.sum()) / lists.num_vectors}
         details |= {"file_bytes": self._pages.num_pages * PAGE_BYTES, "reader": self._engine, "reads": reads}
+        details |= {"cache": self._cache.stats if self._cache else None}
         return IndexStats(
             kind=KIND,
             metric=lists.metric,
@@ -153,19 +202,47 @@ class DiskIndex:
             num_vectors=lists.num_vectors,
             dim=lists.dim,
             num_devices=1,
-            device_bytes=lists.memory_bytes,
+            device_bytes=lists.memory_bytes + (self._cache.memory_bytes if self._cache else 0),
             layouts=(),
             searches={},
             details=details | ({"why": self._why} if self._why else {}),
             reached=self.measured.reached,
         )
 
+    @property
+    def lists(self) -> StoredLists:
+        """What is in memory of the lists."""
+        return self._lists
+
+    @property
+    def pruning(self) -> float | None:
+        """The measured pruning, as in `Probing`."""
+        return self._pruning
+
+    @property
+    def num_data_pages(self) -> int:
+        """Pages from page 1 on that have lists."""
+        return self._pages.num_data_pages
+
+    def payloads_of(self, run: Run) -> NDArray[np.uint8]:
+        """The payloads of some pages.
+
+        Raises:
+            IndexFileError: a page is damaged or cannot be read.
+        """
+        with self.lock:
+            return self.searches.reads.payloads_of(run)
+
     def close(self) -> None:
         """Close the file. A closed index cannot be searched."""
-        with self._lock:
+        with self.lock:
             if self._is_open:
                 self._is_open = False
                 self._release()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise SearchError(f"the index of {self.path} is closed: load it again")
 
     def __enter__(self) -> DiskIndex:
         return self
@@ -174,50 +251,6 @@ class DiskIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # -- private ------------------------------------------------------------------------------
-
-    def _searched(
-        self, queries: NDArray[Any], k: int, allowed: NDArray[np.bool_] | None, num_allowed: int, effort: int | None
-    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        """Distances and positions, `[num_queries, k]`. Queries that find too few probe twice as many lists, until all."""
-        probing = self._probing(effort, k, num_allowed)
-        distances, positions = self._run(queries, k, allowed, probing)
-        while probing.effort < self._lists.num_lists and num_allowed:
-            short = np.flatnonzero(positions[:, min(k, num_allowed) - 1] == NO_ID)
-            if not short.size:
-                break
-            probing = Probing(min(2 * probing.effort, self._lists.num_lists))
-            distances, positions = distances.copy(), positions.copy()
-            distances[short], positions[short] = self._run(queries[short], k, allowed, probing)
-        return distances, positions
-
-    def _probing(self, effort: int | None, k: int, num_allowed: int) -> Probing:
-        """The lists to probe: enough for k vectors, and more for a filter, doubled until they make up for it."""
-        lists = self._lists
-        mean = max(1.0, float(lists.counts.sum()) / lists.num_lists)
-        enough = min(lists.num_lists, -int(-_PER_NEIGHBOUR * min(k, num_allowed) // mean))
-        wanted, share = max(effort or self.measured.effort, enough), max(1, num_allowed) / lists.num_vectors
-        pruning = self._pruning if effort is None and share == 1 else None
-        while share < 1:
-            wanted, share = 2 * wanted, 2 * share
-        return Probing(min(wanted, lists.num_lists), pruning, max(1, enough))
-
-    def _run(
-        self, queries: NDArray[Any], k: int, allowed: NDArray[np.bool_] | None, probing: Probing
-    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        lists = self._lists
-        compared = prepared(queries, lists.metric, lists.centre)
-        nearest = nearest_lists(compared, lists.centroids, lists.metric, probing.effort)
-        is_probed = probed(nearest, probing, lists.num_lists)
-        scored = ListScores(queries, k, lists.metric, lists.centre, lists.copies)
-        for entries in self._reads.entries(np.flatnonzero(is_probed.any(axis=0))):
-            self._used_bytes += int(entries.counts.sum()) * lists.entry_bytes
-            is_compared = np.repeat(is_probed[:, entries.lists], entries.counts, axis=1)
-            if allowed is not None:
-                is_compared &= allowed[entries.positions]
-            scored.add(entries.vectors, entries.positions, is_compared)
-        return scored.best()
 
 
 def _padded(found: Found, k: int, metric: Any) -> Found:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.on_disk.page_file import damaged
-from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES, first_damaged, payloads
+from autopar.vector_search.on_disk.pages import PAGE_BYTES, PAYLOAD_BYTES, first_damaged, payloads
 from autopar.vector_search.on_disk.readers import Reader, Run
 from autopar.vector_search.on_disk.stored_lists import POSITION_BYTES, StoredLists
 
@@ -69,6 +69,13 @@ def waves_of(lists: StoredLists, which: NDArray[np.int64], wave_pages: int = WAV
     return waves
 
 
+def working_bytes(lists: StoredLists, num_queries: int) -> int:
+    """Bytes that a search works with, about: two waves as pages, one as vectors, its scores, and the centroids' scores."""
+    entries = max(WAVE_PAGES * PAYLOAD_BYTES // lists.entry_bytes, 1)
+    pages = 3 * WAVE_PAGES * PAGE_BYTES + 2 * entries * lists.dim * 4
+    return pages + num_queries * (3 * 4 * entries + 6 * 4 * lists.num_lists)
+
+
 @dataclass(frozen=True, slots=True)
 class ListReads:
     """Reads lists of one file.
@@ -113,6 +120,16 @@ class ListReads:
         for at in range(first, first + count, WAVE_PAGES):
             run = Run(at, min(WAVE_PAGES, first + count - at))
             self._check(self.reader.start([run]).wait(), (run,))
+
+    def payloads_of(self, run: Run) -> NDArray[np.uint8]:
+        """The payloads of some pages, which are checked.
+
+        Raises:
+            IndexFileError: a page cannot be read, or is damaged.
+        """
+        pages = self.reader.start([run]).wait()
+        self._check(pages, (run,))
+        return payloads(pages)
 
     # -- private ------------------------------------------------------------------------------
 
