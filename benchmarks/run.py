@@ -94,7 +94,7 @@ _SURVIVED = (
     *(f"survival: {k}" for k in ("frozen", "keeper", "connections")),
 )
 #: Data sets of the approximate searches, and the files that make them, in addition to the shared ones.
-_SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/rag.py",)}
+_SEARCHED = {"synthetic": (), "skewed": (), "text": ("../examples/documentation.py",)}
 #: Parts of serving, and the files that they measure with, in addition to their own module.
 _SERVED = {
     "scheduling": (),
@@ -135,6 +135,12 @@ _DISTURBED = (
 )
 #: Data sets and seeds of lists on disk.
 _ON_DISK = tuple(f"lists: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text"))
+#: Rounds of updates, and accidents meanwhile.
+_CHANGED = (
+    *(f"rounds: {k}" for k in ("same", "drift")),
+    *(f"crashes: {k}" for k in ("torn", "killed", "faults", "oracle")),
+)
+_ACCIDENTS = ("crashes", "faulty_files", "random_updates")
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "attention": Benchmark(
@@ -372,14 +378,18 @@ BENCHMARKS = {
         },
     ),
     "vector_disk": Benchmark(
-        (*_ON_DISK, "memory"),
+        (*_ON_DISK, "memory", *_CHANGED, "cache", "servers"),
         "",
         sources=(),
         summary="benchmarks.vector_disk.page",
         module="vector_disk.parts",
         sources_of={
-            **dict.fromkeys(_ON_DISK, ("vector_disk/lists.py", "synthetic_vectors.py", "../examples/rag.py")),
+            **dict.fromkeys(_ON_DISK, ("vector_disk/lists.py", "synthetic_vectors.py", "../examples/documentation.py")),
             "memory": ("vector_disk/memory.py",),
+            **dict.fromkeys(_CHANGED[:2], ("vector_disk/rounds.py", "synthetic_vectors.py")),
+            **dict.fromkeys(_CHANGED[2:], tuple(f"vector_disk/{name}.py" for name in _ACCIDENTS)),
+            "cache": ("vector_disk/cache.py",),
+            "servers": ("vector_disk/servers.py", "vector_disk/lists.py", "synthetic_vectors.py"),
         },
     ),
     "versions": Benchmark(

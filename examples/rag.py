@@ -1,13 +1,13 @@
-"""Answer questions with passages of the documentation on this machine, found by a vector index, with their sources.
+"""Answer questions with passages of the documentation on this machine, with their sources, from a corpus that changes.
 
     python examples/rag.py "How do I read a CSV file?" "Which module parses dates?"
     python examples/rag.py --measure
 
-The text: docstrings of Python's standard library, found by walking its syntax trees, and what lies in /usr/share/doc.
-It becomes vectors by a sentence model, where `sentence-transformers` and a model's weights are installed, and else by the
-words in it: hashed, weighted by how rare they are (TF-IDF), and brought to 128 elements by an SVD. Such vectors know
-what a text is about, and little of single words; so of what the index finds, those come first that share rare words with
-the question. The passages are what one would put before a language model. `make demo-search` runs this with `--measure`.
+Vectors are in an updatable index on disk, and texts and words in SQLite beside it: neither needs memory for the corpus. A
+thread searches while the passages of `examples/documentation.py` are inserted, and while files are deleted and inserted
+again. An answer is found by both: vectors know what a text is about, and BM25 knows its words and titles; the ranks of a
+passage in both are added up (reciprocal rank fusion), and each file answers once. `--measure` counts the questions of
+`examples/questions.toml` whose page is among the first three. `make demo-search` runs this with `--measure`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import argparse
-import ast
-import gzip
 import importlib.util
 import re
+import sqlite3
 import sys
-import sysconfig
+import tempfile
 import textwrap
+import threading
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autopar import vector_search
+from examples.documentation import Embedding, Passage, passages, sentence_model, words_model
 
 QUESTIONS = (
     "compress data with gzip",
@@ -41,210 +43,261 @@ QUESTIONS = (
     "start several processes and share work between them",
     "Under which license may this be copied?",
 )
-DOCUMENTATION = Path("/usr/share/doc")
-#: Files of it that say what has changed or who may copy, over and over.
-BORING = re.compile(r"changelog|news|copyright|license|\.(html?|png|gif|jpe?g|svg|pdf|c|h|pl|py|js|css)(\.gz)?$", re.I)
-SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
-#: Characters of a passage.
-SHORTEST, LONGEST = 60, 800
-#: Passages, unless more are asked for: what is embedded and indexed in less than a minute on two cores.
+ASKED = Path(__file__).resolve().parent / "questions.toml"
+#: Passages, unless more are given: what is embedded and indexed in less than a minute on two cores.
 BY_WORDS, BY_MODEL = 60_000, 3_000
+#: Passages that the embedding is fitted to, and passages inserted at a time.
+FITTED, AT_ONCE = 20_000, 2_000
+#: Memory for the index of vectors, searches and a cache.
+BUDGET_BYTES = 8e6
+#: Passages that each way of searching finds, and the constant of reciprocal rank fusion (Cormack, 2009).
+CANDIDATES, RANK = 100, 60
+#: Weight of a word in a title, of one in the text, and of the ranks of BM25.
+IN_TITLE, IN_TEXT, OF_WORDS = 4.0, 1.0, 2.0
+#: Words of questions that say nothing about what is wanted.
+SILENT = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "are",
+        "as",
+        "at",
+        "be",
+        "but",
+        "by",
+        "can",
+        "could",
+        "do",
+        "does",
+        "for",
+        "from",
+        "have",
+        "how",
+        "i",
+        "if",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "me",
+        "my",
+        "of",
+        "on",
+        "or",
+        "should",
+        "so",
+        "such",
+        "that",
+        "the",
+        "their",
+        "them",
+        "there",
+        "these",
+        "this",
+        "to",
+        "under",
+        "use",
+        "was",
+        "what",
+        "when",
+        "where",
+        "which",
+        "who",
+        "why",
+        "will",
+        "with",
+        "would",
+        "you",
+        "your",
+        "one",
+    ]
+)
 
-#: Of one file of documentation: else a few logs and lists are most of it.
-OF_A_FILE = 40
-#: What the index finds, to be looked at again by its words.
-CANDIDATES = 500
+
+class Corpus:
+    """Passages in a folder: their vectors in an updatable index, their texts and words in SQLite.
+
+    Args:
+        folder: an existing folder; the corpus begins empty.
+        budget_bytes: memory for the vectors' index, searches and a cache.
+    """
+
+    def __init__(self, folder: Path, embedding: Embedding, budget_bytes: float = BUDGET_BYTES) -> None:
+        self.embedding = embedding
+        self._lock = threading.Lock()
+        self._texts = sqlite3.connect(folder / "texts", check_same_thread=False)
+        self._texts.execute(
+            "create virtual table texts using fts5(title, text, file, line unindexed, tokenize='porter unicode61')"
+        )
+        dim = embedding.vectors(["a text"]).shape[1]
+        vector_search.create_updatable(folder / "vectors", dim, metric="cosine").close()
+        self.vectors: Any = vector_search.load(folder / "vectors", memory_budget_bytes=budget_bytes, batch=1)
+        self._next = 1
+
+    def add(self, some: Sequence[Passage]) -> None:
+        """Insert passages."""
+        ids = np.arange(self._next, self._next + len(some))
+        vectors = self.embedding.vectors([f"{one.title} {one.text}" for one in some])
+        with self._lock, self._texts:
+            rows = [(int(n), one.title, one.text, one.file, one.line) for n, one in zip(ids, some, strict=True)]
+            self._texts.executemany("insert into texts(rowid, title, text, file, line) values (?, ?, ?, ?, ?)", rows)
+        self.vectors.insert(ids, vectors)
+        self._next += len(some)
+
+    def remove(self, file: str) -> int:
+        """Delete the passages of a file, and return how many there were."""
+        with self._lock, self._texts:
+            ids = [
+                n
+                for n, name in self._texts.execute("select rowid, file from texts where file match ?", (_phrase(file),))
+                if name == file
+            ]
+            self._texts.executemany("delete from texts where rowid = ?", [(n,) for n in ids])
+        return self.vectors.delete(np.array(ids, np.int64)) if ids else 0
+
+    def answer(self, question: str, k: int) -> list[tuple[float, Passage]]:
+        """The best passages of k files, with their fused ranks."""
+        ranks: dict[int, float] = {}
+        near = self.vectors.search(self.embedding.vectors([question])[0], CANDIDATES).ids
+        for weight, ids in ((1.0, near[near >= 0].tolist()), (OF_WORDS, self._by_words(question))):
+            for rank, each in enumerate(ids):
+                ranks[each] = ranks.get(each, 0.0) + weight / (RANK + rank)
+        found: dict[str, tuple[float, Passage]] = {}
+        for each, score in sorted(ranks.items(), key=lambda one: -one[1]):
+            with self._lock:
+                row = self._texts.execute(
+                    "select text, file, line, title from texts where rowid = ?", (each,)
+                ).fetchone()
+            if row is not None and len(found) < k:  # it may have been deleted since
+                found.setdefault(row[1], (score, Passage(*row)))
+        return list(found.values())
+
+    def close(self) -> None:
+        """Close the files."""
+        self.vectors.close()
+        self._texts.close()
+
+    def _by_words(self, question: str) -> list[int]:
+        words = [word for word in re.findall(r"\w+", question.lower()) if word not in SILENT]
+        if not words:
+            return []
+        rank = f"bm25(texts, {IN_TITLE}, {IN_TEXT}, 0, 0)"
+        wanted = "{title text} : (" + " OR ".join(map(_phrase, words)) + ")"
+        order = f"select rowid from texts where texts match ? order by {rank} limit {CANDIDATES}"
+        with self._lock:
+            return [n for (n,) in self._texts.execute(order, (wanted,))]
 
 
-class Passage(NamedTuple):
-    """Some text, and where it stands."""
-
-    text: str
-    file: str
-    line: int
+def _phrase(text: str) -> str:
+    return '"' + text.replace('"', '""') + '"'
 
 
-# -- text ------------------------------------------------------------------------------------
+# -- a corpus that grows ---------------------------------------------------------------------
 
 
-def passages(limit: int, library: Path | None = None, documentation: Path = DOCUMENTATION) -> list[Passage]:
-    """The first so many of the machine, each text once, in the order of the files' names: of the library, then of the
-    documentation."""
-    found: dict[str, Passage] = {}
-    library = library or Path(sysconfig.get_paths()["stdlib"])
-    for one in chain(_of_library(library), _of_documentation(documentation)):
-        found.setdefault(one.text, one)
-        if len(found) == limit:
-            break
-    return list(found.values())
+class Searches:
+    """Questions in a thread of their own, until the end of the context; every answer is counted, and checked."""
 
+    def __init__(self, corpus: Corpus, questions: Sequence[str]) -> None:
+        self._corpus, self._questions = corpus, questions
+        self._is_done, self.count, self.failure = threading.Event(), 0, None
+        self._thread = threading.Thread(target=self._run)
 
-def _of_library(folder: Path) -> Iterator[Passage]:
-    for file in sorted(folder.rglob("*.py")):
-        if {"site-packages", "test", "tests", "idle_test"}.isdisjoint(file.relative_to(folder).parts):
-            yield from _of_python(file)
+    def __enter__(self) -> Searches:
+        self._thread.start()
+        return self
 
+    def __exit__(self, *error: object) -> None:
+        self._is_done.set()
+        self._thread.join()
+        if self.failure is not None:
+            raise self.failure
 
-def _of_python(file: Path) -> Iterator[Passage]:
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError, OSError):
-        return  # written for another Python, or out of reach
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        text = ast.get_docstring(node)
-        if text:
-            name = f"{file.stem}.{node.name}: " if not isinstance(node, ast.Module) else f"{file.stem}: "
-            yield from _cut(text, file, node.body[0].lineno, name)
-
-
-def _of_documentation(folder: Path) -> Iterator[Passage]:
-    for file in sorted(folder.rglob("*")):
-        if not file.is_file() or file.is_symlink() or BORING.search(file.name):
-            continue
+    def _run(self) -> None:
         try:
-            raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-            yield from islice(_cut(raw.decode("utf-8"), file, 1, ""), OF_A_FILE)
-        except (OSError, EOFError, UnicodeDecodeError):
-            continue  # no text
+            while not self._is_done.is_set():
+                self._corpus.answer(self._questions[self.count % len(self._questions)], 3)
+                self.count += 1
+        except Exception as error:
+            self.failure = error
 
 
-def _cut(text: str, file: Path, line: int, name: str) -> Iterator[Passage]:
-    """Paragraphs, joined until they say something and parted where they are long, each with the line it begins on."""
-    taken, first = "", line
-    for number, raw in enumerate([*text.splitlines(), ""], line):
-        row = raw.strip()
-        ends = not row or len(taken) + len(row) > LONGEST
-        if ends and len(taken) >= SHORTEST:
-            if re.search("[a-z]{3}", taken):
-                yield Passage(name + taken[:LONGEST], str(file), first)
-            taken = ""
-        first = first if taken else number
-        taken = f"{taken} {row}".strip()
-    if taken and name:  # a docstring of a few words
-        yield Passage(name + taken, str(file), first)
-
-
-# -- vectors ---------------------------------------------------------------------------------
-
-
-class Embedding(NamedTuple):
-    """How text becomes vectors of length 1, `[n, d]`; and where these are not all there is to compare, how like a text is
-    to each of some others, `[n]`."""
-
-    name: str
-    vectors: Callable[[list[str]], np.ndarray]
-    likeness: Callable[[str, list[str]], np.ndarray] | None = None
-
-
-def sentence_model() -> Embedding | None:
-    """A neural model of sentences, if one is installed with its weights; nothing is fetched."""
-    if importlib.util.find_spec("sentence_transformers") is None:
-        return None
-    from sentence_transformers import SentenceTransformer  # pyright: ignore[reportMissingImports]
-
-    try:
-        model = SentenceTransformer(SENTENCE_MODEL, local_files_only=True)
-    except (OSError, ValueError):
-        return None  # its weights are not here
-    return Embedding(
-        SENTENCE_MODEL, lambda texts: np.asarray(model.encode(texts, normalize_embeddings=True), np.float32)
-    )
-
-
-def words_model(texts: list[str], dim: int = 128) -> Embedding:
-    """Hashed TF-IDF and an SVD, fitted to these texts."""
-    from sklearn.decomposition import TruncatedSVD
-    from sklearn.feature_extraction.text import HashingVectorizer, TfidfTransformer
-    from sklearn.pipeline import make_pipeline
-    from sklearn.preprocessing import Normalizer
-
-    hashed = HashingVectorizer(n_features=2**16, alternate_sign=False, stop_words="english")
-    hashed.set_params(norm=None)  # counts, of which TF-IDF takes logarithms
-    words = make_pipeline(hashed, TfidfTransformer(sublinear_tf=True))
-    smaller = make_pipeline(TruncatedSVD(dim, n_iter=2, random_state=0), Normalizer())
-    smaller.fit(words.fit_transform(texts))
-    return Embedding(
-        "hashed TF-IDF and an SVD",
-        lambda some: np.asarray(smaller.transform(words.transform(some)), np.float32),
-        lambda one, others: (words.transform(others) @ words.transform([one]).T).toarray()[:, 0],
-    )
-
-
-# -- search ----------------------------------------------------------------------------------
-
-
-class Library(NamedTuple):
-    """Passages, their vectors, how these were made, and the index over them."""
-
-    passages: list[Passage]
-    vectors: np.ndarray
-    embedding: Embedding
-    index: Any
-
-
-def build(limit: int | None, kind: str) -> Library:
-    """Read, embed and index the text of the machine."""
-    embedding = sentence_model()
+def grown(folder: Path, limit: int | None) -> tuple[Corpus, list[Passage]]:
+    """A corpus of the text of this machine, searched while it grows, and while it is edited."""
     start = time.perf_counter()
+    embedding = sentence_model()
     found = passages(limit or (BY_MODEL if embedding else BY_WORDS))
-    texts = [one.text for one in found]
     print(f"{len(found):,} passages of {len({one.file for one in found}):,} files in {_since(start)}")
     start = time.perf_counter()
-    embedding = embedding or words_model(texts)
-    vectors = embedding.vectors(texts)
-    print(f"vectors of {vectors.shape[1]} elements by {embedding.name} in {_since(start)}")
-    start = time.perf_counter()
-    index = vector_search.build(vectors, metric="cosine", index=kind, batch=1000)
-    print(f"{index.stats().kind} index in {_since(start)}")
-    return Library(found, vectors, embedding, index)
+    step = max(1, len(found) // FITTED)
+    embedding = embedding or words_model([f"{one.title} {one.text}" for one in found[::step]])
+    corpus = Corpus(folder, embedding)
+    with Searches(corpus, QUESTIONS) as searches:
+        for some in _parts(found):
+            corpus.add(some)
+        print(f"inserted in {_since(start)}, while {searches.count:,} questions were answered")
+        start, edited = time.perf_counter(), list(dict.fromkeys(one.file for one in found))[::20]
+        deleted = sum(corpus.remove(file) for file in edited)
+        again = [one for one in found if one.file in set(edited)]
+        assert deleted == len(again), (deleted, len(again))
+        corpus.add(again)
+        print(f"{len(edited):,} files with {deleted:,} passages deleted and inserted again in {_since(start)}")
+    corpus.vectors.checkpoint()
+    stats = corpus.vectors.stats()
+    num_bytes, cached = 4 * stats.num_vectors * stats.dim, stats.details["cache"].pages * 4096
+    print(
+        f"{stats.num_vectors:,} vectors of {stats.dim} elements by {embedding.name}, {num_bytes / 1e6:.0f} MB, are in lists on"
+        f" disk; in memory are {stats.device_bytes / 1e6:.1f} MB and a cache of {cached / 1e6:.1f} MB"
+    )
+    return corpus, found
 
 
-def answer(library: Library, question: str, k: int) -> list[tuple[float, Passage]]:
-    """The k passages most like a question, and how like: 1 is the same, 0 has nothing in common."""
-    embedding = library.embedding
-    wanted = k if embedding.likeness is None else max(k, CANDIDATES)
-    ids, near = library.index.search(embedding.vectors([question])[0], wanted)
-    near = near[ids >= 0]
-    found = [library.passages[i] for i in ids[ids >= 0]]
-    if embedding.likeness is not None:
-        near = embedding.likeness(question, [one.text for one in found])
-    best = np.argsort(-near, kind="stable")[:k]
-    return [(float(near[i]), found[i]) for i in best]
+def _parts(found: Sequence[Passage]) -> Iterator[Sequence[Passage]]:
+    for at in range(0, len(found), AT_ONCE):
+        yield found[at : at + AT_ONCE]
 
 
 def show(question: str, found: list[tuple[float, Passage]]) -> None:
     print(f"\n{question}")
-    for number, (near, passage) in enumerate(found, 1):
-        print(f"  {number}. {passage.file}:{passage.line}  ({near:.2f})")
+    for number, (score, passage) in enumerate(found, 1):
+        print(f"  {number}. {passage.file}:{passage.line}  ({score:.3f})")
         print(textwrap.indent(textwrap.fill(textwrap.shorten(passage.text, 300), 100), "     "))
 
 
 # -- how good, how fast ----------------------------------------------------------------------
 
 
-def measure(library: Library, k: int = 10) -> None:
-    """Recall against an exact search, and queries/s in batches of 1000 and one by one; beside FAISS where it is there.
+def answered(corpus: Corpus) -> None:
+    """Count the questions whose page is among the first three answers, and name the others."""
+    pages = tomllib.loads(ASKED.read_text(encoding="utf-8"))["pages"]
+    missed = []
+    for question, right in pages.items():
+        files = [passage.file for _, passage in corpus.answer(question, 3)]
+        if not any(file.endswith(f"/{page}") for file in files for page in right):
+            missed.append(f"  missed: {question}  ({', '.join(right)})")
+    print(f"\nThe page that answers is among the first three for {len(pages) - len(missed)} of {len(pages)} questions")
+    print("\n".join(missed))
 
-    The queries are beginnings of passages. Contenders take turns, and the best time of each counts.
+
+def measure(vectors: np.ndarray, queries: np.ndarray, kind: str, k: int = 10) -> None:
+    """Of an index in memory: recall against an exact search, and queries/s in batches of 1000 and one by one; beside FAISS
+    where it is there. Contenders take turns, and the best time of each counts.
     """
-    step = max(1, len(library.passages) // 1000)
-    texts = [" ".join(one.text.split()[:10]) for one in library.passages[::step]][:1000]
-    queries = library.embedding.vectors(texts)
+    index = vector_search.build(vectors, metric="cosine", index=kind, batch=1000)
     queries = np.tile(queries, (-(-1000 // len(queries)), 1))[:1000]
-    ways: dict[str, Callable[[np.ndarray], np.ndarray]] = {"autopar": lambda q: library.index.search(q, k).ids}
-    if library.index.stats().kind != "exact":
-        exact = vector_search.build(library.vectors, metric="cosine", index="exact", batch=1000)
+    ways: dict[str, Callable[[np.ndarray], np.ndarray]] = {"autopar": lambda q: index.search(q, k).ids}
+    if index.stats().kind != "exact":
+        exact = vector_search.build(vectors, metric="cosine", index="exact", batch=1000)
         ways["autopar, exact"] = lambda q: exact.search(q, k).ids
-    best = _cosines(library.vectors, queries, list(ways.values())[-1](queries)).min(axis=1, keepdims=True)
-    ways |= _faiss(library.vectors, k)
-    print(f"\n{len(library.vectors):,} vectors of {library.vectors.shape[1]} elements, k = {k}:")
+    best = _cosines(vectors, queries, list(ways.values())[-1](queries)).min(axis=1, keepdims=True)
+    ways |= _faiss(vectors, k)
+    print(f"\n{len(vectors):,} vectors of {vectors.shape[1]} elements, k = {k}:")
     for batch in (queries, queries[:1]):
         seconds = _take_turns(ways, batch, rounds=5 if len(batch) > 1 else 50)
         for name, way in ways.items():
-            recall = np.mean(_cosines(library.vectors, queries, way(queries)) >= best - 1e-5)  # of equal ones, any
+            recall = np.mean(_cosines(vectors, queries, way(queries)) >= best - 1e-5)  # of equal ones, any
             ratio = f", {seconds['FAISS Flat'] / seconds[name]:.2f} x FAISS Flat" if "FAISS Flat" in seconds else ""
             print(
                 f"  batch {len(batch):>4}  {name:16} recall@{k} {recall:.3f}  {len(batch) / seconds[name]:>8,.0f}/s{ratio}"
@@ -295,22 +348,29 @@ def _since(start: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Answer questions with the documentation on this machine.")
     parser.add_argument("questions", nargs="*", metavar="QUESTION", help="by default a few")
-    parser.add_argument("--index", default="auto", metavar="KIND", help="as of autopar.vector_search.build")
+    parser.add_argument(
+        "--index", default="auto", metavar="KIND", help="index in memory to measure, as of autopar.vector_search.build"
+    )
     parser.add_argument("--limit", type=int, metavar="N", help=f"at most so many passages (default: {BY_WORDS:,})")
     parser.add_argument("--show", type=int, default=3, metavar="N", help="passages for each question (default: 3)")
-    parser.add_argument(
-        "--measure", action="store_true", help="recall and queries/s, beside FAISS where it is installed"
-    )
+    about = "questions answered, recall and queries/s, beside FAISS where it is installed"
+    parser.add_argument("--measure", action="store_true", help=about)
     options = parser.parse_args()
     if (options.limit is not None and options.limit < 1) or options.show < 1:
         parser.error("--limit and --show are numbers of passages: give 1 or more")
     if importlib.util.find_spec("sklearn") is None and importlib.util.find_spec("sentence_transformers") is None:
         sys.exit("text becomes vectors by scikit-learn here: pip install 'autopar[search]'")
-    library = build(options.limit, options.index)
-    for question in options.questions or QUESTIONS:
-        show(question, answer(library, question, options.show))
-    if options.measure:
-        measure(library)
+    with tempfile.TemporaryDirectory() as folder:
+        corpus, found = grown(Path(folder), options.limit)
+        for question in options.questions or QUESTIONS:
+            show(question, corpus.answer(question, options.show))
+        if options.measure:
+            answered(corpus)
+            step = max(1, len(found) // 1000)
+            texts = [" ".join(one.text.split()[:10]) for one in found[::step]][:1000]
+            vectors = np.concatenate([vectors for _, vectors, _ in corpus.vectors.items()])
+            measure(vectors, corpus.embedding.vectors(texts), options.index)
+        corpus.close()
 
 
 if __name__ == "__main__":

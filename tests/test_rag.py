@@ -1,4 +1,4 @@
-"""`examples/rag.py`: passages with their sources, reproducible vectors, answers and figures."""
+"""`examples/rag.py` and `examples/documentation.py`: passages with their sources, reproducible vectors, answers and figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from examples import rag
+from examples import documentation, rag
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,20 +39,21 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_passages_know_where_they_stand(machine: tuple[Path, Path]) -> None:
-    found = rag.passages(10, *machine)
+    found = documentation.passages(10, *machine)
     where = [(Path(one.file).name, one.line, one.text[:24]) for one in found]
     assert where == [
         ("zebra.py", 1, "zebra: Stripes."),
         ("zebra.py", 5, "zebra.gallop: Run over t"),
         ("README.gz", 3, "Boil the carrots for a q"),
     ]
-    assert len(rag.passages(2, *machine)) == 2
+    assert len(documentation.passages(2, *machine)) == 2
+    assert [one.title for one in found] == ["zebra. Stripes.", "zebra.gallop Stripes.", "soup"]
 
 
 def test_no_line_is_lost_where_text_is_parted(tmp_path: Path) -> None:
     lines = [f"Line {n} says something about the number {n}." for n in range(100)]
-    found = list(rag._cut("\n".join(lines), tmp_path, 1, ""))
-    assert all(len(one.text) <= rag.LONGEST for one in found)
+    found = list(documentation._cut("\n".join(lines), tmp_path, 1, ""))
+    assert all(len(one.text) <= documentation.LONGEST for one in found)
     assert " ".join(one.text for one in found) == " ".join(lines)
     for one in found:
         assert one.text.startswith(f"Line {one.line - 1} ")
@@ -60,24 +61,28 @@ def test_no_line_is_lost_where_text_is_parted(tmp_path: Path) -> None:
 
 def test_vectors_are_the_same_every_time() -> None:
     texts = [f"{a} {b} {n}" for n in range(20) for a in ("red", "green", "blue") for b in ("fish", "bird", "tree")]
-    one, other = (rag.words_model(texts, 8).vectors(texts) for _ in range(2))
+    one, other = (documentation.words_model(texts, 8).vectors(texts) for _ in range(2))
     np.testing.assert_array_equal(one, other)
     assert one.dtype == np.float32
     np.testing.assert_allclose(np.linalg.norm(one, axis=1), 1, rtol=1e-5)
 
 
-def test_the_text_that_shares_rare_words_comes_first() -> None:
+def test_a_corpus_answers_by_words_and_titles_and_forgets_files(tmp_path: Path) -> None:
     texts = [f"all of these talk of the same things, and number {n} of word{n} too" for n in range(60)]
-    embedding = rag.words_model(texts, 16)
-    assert embedding.likeness is not None
-    alike = embedding.likeness("what of word7?", texts)
-    assert alike.min() >= 0
-    assert alike.argmax() == 7
-    vectors = embedding.vectors(texts)
-    index = rag.vector_search.build(vectors, metric="cosine", index="exact", progress=False)
-    library = rag.Library([rag.Passage(text, "file", 1) for text in texts], vectors, embedding, index)
-    ((_, found),) = rag.answer(library, "what of word7?", 1)
-    assert found.text == texts[7]
+    passages = [documentation.Passage(text, f"/files/{n // 3}.py", n, f"module{n}") for n, text in enumerate(texts)]
+    corpus = rag.Corpus(tmp_path, documentation.words_model(texts, 16))
+    with rag.Searches(corpus, ["word8"]) as searches:
+        corpus.add(passages[:30])
+        corpus.add(passages[30:])
+    assert searches.failure is None
+    assert corpus.answer("what of word7?", 1)[0][1] == passages[7]
+    assert corpus.answer("module41", 1)[0][1] == passages[41]
+    files = [found.file for _, found in corpus.answer("the same things of word7", 5)]
+    assert len(set(files)) == 5
+    assert corpus.remove("/files/2.py") == 3 and corpus.remove("/files/2.py") == 0
+    assert "/files/2.py" not in [found.file for _, found in corpus.answer("what of word7?", 20)]
+    assert corpus.answer('a "quoted" AND strange* question', 1)
+    corpus.close()
 
 
 def test_a_sentence_model_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,20 +95,16 @@ def test_a_sentence_model_is_used_where_there_is_one(monkeypatch: pytest.MonkeyP
 
     module = SimpleNamespace(SentenceTransformer=Model, __spec__=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "sentence_transformers", module)
-    embedding = rag.sentence_model()
+    embedding = documentation.sentence_model()
     assert embedding is not None
     texts = ["zebras", "stripes", "a carrot"]
-    vectors = embedding.vectors(texts)
-    passages = [rag.Passage(text, "file", n) for n, text in enumerate(texts)]
-    index = rag.vector_search.build(vectors, metric="cosine", index="exact", progress=False)
-    library = rag.Library(passages, vectors, embedding, index)
-    assert [one.text for _, one in rag.answer(library, "carrots?", 1)] == ["a carrot"]
+    assert embedding.vectors(texts).tolist() == [[0, 1], [0, 1], [1, 0]]
 
     def missing(*args: object, **options: object) -> None:
         raise OSError("no weights")
 
     monkeypatch.setattr(module, "SentenceTransformer", missing)
-    assert rag.sentence_model() is None
+    assert documentation.sentence_model() is None
 
 
 @pytest.mark.slow
@@ -119,6 +120,7 @@ def test_it_answers_with_sources_and_measures() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert re.search(r"among the first three for \d+ of 30 questions", done.stdout)
     sources = re.findall(r"^  \d\. (.+):(\d+)  \(", done.stdout, re.MULTILINE)
     assert len(sources) == 2
     for file, line in sources:

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 from benchmarks.vector_search.faiss_at_its_best import faiss
-from examples.rag import passages, words_model
+from examples.documentation import passages, words_model
 
 DIM = 128
 #: The maximum; the text has as many vectors as the machine has passages.
