@@ -21,29 +21,51 @@ from autopar.errors import InferenceError
 from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache, PageTable
+from autopar.inference.kv_cache.prefix_tree import NO_PAGE
 
 PAGE = 4
 
 
 class Oracle:
-    """A model of a pool with one prefix tree: the contents of pages as written, and prefixes by brute force."""
+    """A model of a pool with one prefix tree: the contents of pages as written, and prefixes by brute force.
 
-    def __init__(self, num_pages: int) -> None:
-        self.pool = PagePool(num_pages)
-        self.cache = PagedCache(self.pool, PAGE)
+    Args:
+        window: the tokens that each token sees; None is all before it.
+    """
+
+    def __init__(self, num_pages: int, window: int | None = None) -> None:
+        self.pool, self.window = PagePool(num_pages), window
+        self.cache = PagedCache(self.pool, PAGE, window=window)
         self.contents: dict[tuple[int, int], int] = {}  # (page, offset) to token, in place of the device's arrays
         self.live: list[tuple[PageTable, list[int]]] = []
-        self.inserted: set[tuple[int, ...]] = set()  # prefixes in full pages that were inserted, evicted or not
+        self.cached: dict[tuple[int, ...], int] = {}  # the page of each prefix in full pages
+        self.done: dict[PageTable, int] = {}  # the tokens that stay, because pages behind their window are given back
         self.fits_all = True
 
+    def first_needed(self, num_tokens: int) -> int:
+        """The first page that has a token which the next one sees."""
+        seen = range(num_tokens) if self.window is None else range(max(0, num_tokens - self.window + 1), num_tokens + 1)
+        return seen[0] // PAGE if seen else 0
+
+    def longest(self, tokens: list[int]) -> int:
+        """The tokens of the longest prefix of which all pages in the window of the next token are cached,
+        at least the last one."""
+        is_there = [tuple(tokens[: PAGE * num]) in self.cached for num in range(1, (len(tokens) - 1) // PAGE + 1)]
+        fits = [
+            num
+            for num in range(1, len(is_there) + 1)
+            if all(is_there[min(self.first_needed(PAGE * num), num - 1) : num])
+        ]
+        return PAGE * max(fits, default=0)
+
     def start(self, tokens: list[int]) -> None:
+        self.forget_evicted()
+        longest = self.longest(tokens)
         table = self.cache.start(tokens)
         found = table.num_tokens
-        longest = max(
-            (len(p) for p in self.inserted if len(p) < len(tokens) and tuple(tokens[: len(p)]) == p), default=0
-        )
-        assert found == longest if self.fits_all else found <= longest
+        assert found == longest
         self.live.append((table, tokens[:found]))
+        self.done[table] = found
         self.check(len(self.live) - 1)
         if not self.write(len(self.live) - 1, tokens[found:]):
             self.release(len(self.live) - 1)
@@ -55,6 +77,7 @@ class Oracle:
         if needed > self.pool.num_free:
             self.fits_all = False
         copies = self.cache.grow(table, len(tokens) + len(new))
+        self.forget_evicted()
         if copies is None:
             assert needed > self.pool.num_available and before == (table.pages, self.pool.num_available)
             return False
@@ -76,25 +99,42 @@ class Oracle:
         first = table.num_cached_pages
         self.cache.insert_prefix(table, tokens)
         if table.num_cached_pages < len(tokens) // PAGE:
+            assert self.window is None
             assert self.pool.references(table.pages[table.num_cached_pages]) > 1, (
                 "insertion stops at a page of a fork only"
             )
             prefix = tuple(tokens[: PAGE * (table.num_cached_pages + 1)])
-            assert prefix in self.inserted, "and only if the prefix is cached already"
+            assert prefix in self.cached, "and only if the prefix is cached already"
         assert table.num_cached_pages >= first
-        self.inserted |= {tuple(tokens[: PAGE * num]) for num in range(1, table.num_cached_pages + 1)}
+        for num, page in enumerate(table.pages[first : table.num_cached_pages], first + 1):
+            if page != NO_PAGE and page in self.pool._on_evict:
+                prefix = tuple(tokens[: PAGE * num])
+                assert self.cached.setdefault(prefix, page) == page
         self.check(i)
 
     def fork(self, i: int, num: int = 0) -> None:
         """Fork a sequence without its last `num` tokens."""
         table, tokens = self.live[i]
         tokens = tokens[: max(0, len(tokens) - num)]
-        self.live.append((self.cache.fork(table, len(tokens)), tokens))
+        assert self.cache.can_fork(table, len(tokens)) == (table.num_given_back <= self.first_needed(len(tokens)))
+        if not self.cache.can_fork(table, len(tokens)):
+            return
+        fork = self.cache.fork(table, len(tokens))
+        self.live.append((fork, tokens))
+        self.done[fork] = len(tokens)
         self.check(len(self.live) - 1)
+
+    def give_back(self, i: int) -> None:
+        """Give back the pages behind the window of a sequence's next token."""
+        table, tokens = self.live[i]
+        self.cache.give_back(table, len(tokens))
+        self.done[table] = len(tokens)
+        assert table.num_given_back == self.first_needed(len(tokens))
+        self.check(i)
 
     def truncate(self, i: int, num: int) -> None:
         table, tokens = self.live[i]
-        left = max(table.num_cached_pages * PAGE, len(tokens) - num)
+        left = max(table.num_cached_pages * PAGE, len(tokens) - num, self.done[table] if self.window else 0)
         self.cache.truncate(table, left)
         del tokens[left:]
 
@@ -103,20 +143,36 @@ class Oracle:
         self.cache.release(table)
 
     def check(self, i: int) -> None:
-        """Assert that a sequence reads its own tokens."""
+        """Assert that a sequence reads its own tokens, those in the window of the next one."""
         table, tokens = self.live[i]
-        assert [self.contents[table.pages[t // PAGE], t % PAGE] for t in range(len(tokens))] == tokens
+        first = 0 if self.window is None else max(0, len(tokens) - self.window + 1)
+        read = [self.contents[table.pages[t // PAGE], t % PAGE] for t in range(first, len(tokens))]
+        assert read == tokens[first:]
+
+    def forget_evicted(self) -> None:
+        """Forget the prefixes whose pages have been evicted since."""
+        self.cached = {prefix: page for prefix, page in self.cached.items() if page in self.pool._on_evict}
 
     def check_all(self) -> None:
         self.pool.check()
         assert self.pool.num_free + self.pool.num_evictable + self.pool.num_held == self.pool.num_pages
-        assert self.pool.num_held == len({page for table, _ in self.live for page in table.pages})
+        assert self.pool.num_held == len({page for table, _ in self.live for page in table.held})
+        for table, _ in self.live:
+            assert table.pages[: table.num_given_back] == [NO_PAGE] * table.num_given_back
+            assert NO_PAGE not in table.held
+        self.forget_evicted()
+        assert self.cache._tree is not None and set(self.cached.values()) == set(self.cache._tree._nodes)
+        nodes = [self.cache._tree._root]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            assert node.children or node.page != NO_PAGE or node.parent is None, "each leaf of the tree has a page"
 
 
 class Operations(RuleBasedStateMachine):
-    @initialize(num_pages=st.integers(1, 24))
-    def begin(self, num_pages: int) -> None:
-        self.oracle = Oracle(num_pages)
+    @initialize(num_pages=st.integers(1, 24), window=st.sampled_from([None, 1, 3, 5, 9]))
+    def begin(self, num_pages: int, window: int | None) -> None:
+        self.oracle = Oracle(num_pages, window)
 
     def _some(self, data: Any) -> int:
         return data.draw(st.integers(0, len(self.oracle.live) - 1))
@@ -134,6 +190,11 @@ class Operations(RuleBasedStateMachine):
     @rule(data=st.data())
     def insert_prefix(self, data: Any) -> None:
         self.oracle.insert_prefix(self._some(data))
+
+    @precondition(lambda self: self.oracle.live and self.oracle.window)
+    @rule(data=st.data())
+    def give_back(self, data: Any) -> None:
+        self.oracle.give_back(self._some(data))
 
     @precondition(lambda self: self.oracle.live)
     @rule(data=st.data(), num=st.integers(0, 9))
@@ -166,19 +227,23 @@ Operations.TestCase.settings = settings(max_examples=60, stateful_step_count=40,
 TestOperations = Operations.TestCase
 
 
-def test_ten_thousand_operations_leak_no_page() -> None:
-    """The pool is small, so pages are shared, copied and evicted all the time."""
-    chance = random.Random(0)
-    oracle = Oracle(40)
-    for step in range(10_000):
+OPERATIONS = ("start", "write", "insert_prefix", "give_back", "fork", "truncate", "release")
+
+
+def operate(oracle: Oracle, num: int, seed: int) -> None:
+    """Do random operations. The pool is small, so pages are shared, copied and evicted all the time."""
+    chance = random.Random(seed)
+    for step in range(num):
         some = chance.randrange(len(oracle.live)) if oracle.live else None
-        what = chance.choice(["start", "write", "insert_prefix", "fork", "truncate", "release"])
+        what = chance.choice(OPERATIONS)
         if some is None or (what == "start" and len(oracle.live) < 12):
             oracle.start([chance.randrange(2) for _ in range(chance.randint(1, 30))])
         elif what == "write":
             oracle.write(some, [chance.randrange(2) for _ in range(chance.randint(1, 9))])
         elif what == "insert_prefix":
             oracle.insert_prefix(some)
+        elif what == "give_back" and oracle.window is not None:
+            oracle.give_back(some)
         elif what == "fork" and len(oracle.live) < 12:
             oracle.fork(some, chance.choice([0, 1, 5, 9]))
         elif what == "truncate":
@@ -191,7 +256,25 @@ def test_ten_thousand_operations_leak_no_page() -> None:
         oracle.release(0)
     oracle.check_all()
     assert oracle.pool.num_held == 0
-    assert oracle.pool.allocate(40) is not None, "all pages can be allocated"
+    pages = oracle.pool.allocate(oracle.pool.num_pages)
+    assert pages is not None, "all pages can be allocated"
+    oracle.pool.release(pages)
+    oracle.check_all()
+
+
+WINDOWS = (None, 1, 4, 7, 16)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_random_operations_leak_no_page(window: int | None) -> None:
+    operate(Oracle(40, window), 2000, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("num_pages", [12, 40, 400])
+def test_a_hundred_thousand_operations_leak_no_page(window: int | None, num_pages: int) -> None:
+    operate(Oracle(num_pages, window), 100_000, num_pages)
 
 
 def test_prefix_cache_finds_what_brute_force_finds() -> None:

@@ -32,11 +32,16 @@ def next_token(tokens: Sequence[int]) -> int:
     return hash(tuple(tokens)) % 7
 
 
-def generated(request: Request) -> tuple[int, ...]:
+def first_seen(length: int, window: int | None) -> int:
+    """The first of `length` tokens that the last of them sees."""
+    return 0 if window is None else max(0, length - window)
+
+
+def generated(request: Request, window: int | None = None) -> tuple[int, ...]:
     """The output of the model without a scheduler."""
     tokens = list(request.prompt)
     while len(tokens) - len(request.prompt) < request.max_tokens:
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens[first_seen(len(tokens), window) :]))
         if tokens[-1] in request.stop_tokens:
             break
     return tuple(tokens[len(request.prompt) :])
@@ -45,8 +50,8 @@ def generated(request: Request) -> tuple[int, ...]:
 class Device:
     """Simulated device pages: an iteration's writes stay, whichever sequence they belong to."""
 
-    def __init__(self, page_size: int, num_slots: int) -> None:
-        self.page_size, self.num_slots = page_size, num_slots
+    def __init__(self, page_size: int, num_slots: int, window: int | None = None) -> None:
+        self.page_size, self.num_slots, self.window = page_size, num_slots, window
         self.pages: dict[tuple[int, int], int] = {}
         self.last: dict[int, int] = {}  # the last token of each slot
 
@@ -97,7 +102,8 @@ class Device:
         self.pages[run.pages[at // self.page_size], at % self.page_size] = token
 
     def _read(self, run: Run, length: int) -> list[int]:
-        return [self.pages[run.pages[t // self.page_size], t % self.page_size] for t in range(length)]
+        seen = range(first_seen(length, self.window), length)
+        return [self.pages[run.pages[t // self.page_size], t % self.page_size] for t in seen]
 
 
 class Guess:
@@ -126,18 +132,21 @@ class Served:
         shares_prefixes: bool = True,
         arrive: int | None = None,
         abort: float = 0.0,
+        window: int | None = None,
     ) -> None:
         """Serve the requests.
 
         Args:
+            window: the tokens that each token sees; by default all before it.
             ahead: the number of iterations dispatched before results are applied.
             arrive: the number of requests that arrive per iteration; by default all arrive at once.
             abort: the probability that an iteration aborts a request.
         """
         chance = random.Random(0)
-        self.pool = PagePool(num_pages)
-        cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes)
-        self.scheduler, device = Scheduler(cache, options, proposer, policy), Device(PAGE, options.num_slots)
+        self.pool, self.window = PagePool(num_pages), window
+        cache = PagedCache(self.pool, PAGE, shares_prefixes=shares_prefixes, window=window)
+        self.scheduler, device = Scheduler(cache, options, proposer, policy), Device(PAGE, options.num_slots, window)
+        most = cache.most_held(options.max_length, options.num_ahead)
         self.tokens: dict[str, list[int]] = {request.name: [] for request in requests}
         self.ended: dict[str, str] = {}
         self.iterations: list[Iteration] = []
@@ -159,6 +168,8 @@ class Served:
                 in_flight.append((iteration, device.run(iteration)))
                 self.iterations.append(iteration)
                 self.most_held = max(self.most_held, self.pool.num_held)
+                tables = self.scheduler._admission.page_tables.values()
+                assert all(len(table.held) <= most for table in tables)
                 if self.pool.num_held:
                     self.used.append(self.scheduler.num_cached_tokens / (self.pool.num_held * PAGE))
             assert iteration is not None or in_flight or waiting, "nothing runs and nothing is in flight"
@@ -188,7 +199,7 @@ class Served:
     def check(self, requests: Sequence[Request]) -> None:
         """Assert that each request has the model's own output, and that no page leaks."""
         for request in requests:
-            expected = generated(request)
+            expected = generated(request, self.window)
             if self.ended[request.name] == "aborted":
                 assert tuple(self.tokens[request.name]) == expected[: len(self.tokens[request.name])]
                 continue
@@ -264,6 +275,7 @@ def some_requests(chance: random.Random, num: int, overlap: float = 0.0) -> list
     overlap=st.sampled_from([0.0, 0.8]),
     abort=st.sampled_from([0.0, 0.1]),
     has_policy=st.booleans(),
+    window=st.sampled_from([None, 1, 16, 20, 50]),
 )
 def test_each_request_gets_the_tokens_of_the_model(
     seed: int,
@@ -277,6 +289,7 @@ def test_each_request_gets_the_tokens_of_the_model(
     overlap: float,
     abort: float,
     has_policy: bool,
+    window: int | None,
 ) -> None:
     """This holds under preemption, forks, speculation, aborts and dispatch ahead. With few pages most requests are
     recomputed."""
@@ -292,8 +305,37 @@ def test_each_request_gets_the_tokens_of_the_model(
         shares_prefixes=shares_prefixes,
         arrive=arrive,
         abort=abort,
+        window=window,
     )
     served.check(requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 1, 20, 50])
+def test_a_hundred_thousand_tokens_in_windows(window: int | None) -> None:
+    """Requests that extend, repeat and shorten each other, with few pages."""
+    for seed in range(40):
+        requests = some_requests(random.Random(seed), 150, 0.6)
+        served = Served(requests, Options(8, 120, ((2, 8), (1, 32)), 4), 24, ahead=1, abort=0.05, window=window)
+        served.check(requests)
+
+
+@pytest.mark.contract
+def test_pages_behind_the_window_are_given_back() -> None:
+    """A sequence of 1,500 tokens in a window of 100 never holds more pages than the window and what is computed ahead; and one
+    with the same beginning still finds the pages of its last window."""
+    prompt = tuple(index % 5 for index in range(1400))
+    requests = [Request("first", prompt, 100), Request("second", (*prompt[:1300], 6), 40)]
+    options = Options(1, 1600, ((1, 64),), 4)
+    served = Served(requests, options, 200, ahead=1, window=100, arrive=1)
+    served.check(requests)
+    assert served.most_held <= (100 + 3 * 64) // PAGE + 2 < 1500 // PAGE
+    (started,) = [each for iteration in served.iterations for each in iteration.started if each.name == "second"]
+    assert started.num_shared == 1300 // PAGE * PAGE
+    needed = served.scheduler._admission.most_held(1600)
+    assert needed == 20
+    small = Served([requests[0]], options, needed, ahead=1, window=100)
+    small.check(requests[:1])
 
 
 def test_verification_may_follow_a_chunk_that_is_in_flight() -> None:

@@ -231,7 +231,7 @@ def _min_bytes(served: Served) -> float:
     config = served.model.config
     page = page_bytes(config.num_layers, served.page_size, config.num_kv_heads, config.head_dim, served.dtype)
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(served.params))
-    return weights + (served.pages_of_sequence + 1) * page
+    return weights + (served.pages_held + 1) * page
 
 
 def _nothing_fits(served: Served, candidates: list[Replicas], room: float, profile: HardwareProfile) -> str:

@@ -101,7 +101,7 @@ def figures_of(
     decode, multi_step = plans[Shape()], plans[Shape(steps=options.steps)]
     rows, length = max(options.chunks, key=lambda chunk: chunk[1])
     plain_s, mixed_s = (plans[key].prediction.step_time_s for key in (Shape(), Shape(rows=rows, length=length)))
-    pages_each = -(-(prompt + output) // served.page_size)
+    pages_each = min(-(-(prompt + output) // served.page_size), served.pages_held)
     num_running = min(options.num_slots, layout.num_pages // pages_each)
     steady = steady_state(options, prompt, output, num_running)
     per_layer, outside = _collectives(decode, served.model.config.num_layers)
@@ -119,7 +119,7 @@ def figures_of(
         peak_bytes=layout.peak_bytes,
         num_pages=layout.num_pages,
         num_tokens=layout.num_pages * served.page_size,
-        num_longest=layout.num_pages // served.pages_of_sequence,
+        num_longest=layout.num_pages // served.pages_held,
         parts=_parts(served, layout, decode, profile),
         per_layer=per_layer,
         outside=outside,
@@ -140,7 +140,7 @@ def _parts(served: Served, layout: Layout[PlanOnly], decode: Plan, profile: Hard
         if tensor.path.startswith("params/") and not any(name in tensor.path for name in lookups)
     ]
     slots = served.options.num_slots
-    pages = slots * served.pages_of_sequence * layout.page_bytes
+    pages = slots * served.pages_held * layout.page_bytes
     memory = (sum(tensor.num_bytes for tensor in weights) + pages) / profile.memory_bytes_per_s
     arithmetic = 0.0
     for tensor in weights:

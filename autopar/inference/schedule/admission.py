@@ -63,7 +63,7 @@ class Admission:
         self.requests: dict[int, Request] = {}
         self.page_tables: dict[int, PageTable] = {}
         self.num_preempted = 0
-        self._cache = cache
+        self._cache, self._options = cache, options
         self._prefixes = RunningPrefixes(options.num_slots)
         self._free = list(range(options.num_slots - 1, -1, -1))
         self._attempts = self._arrivals = 0
@@ -105,6 +105,7 @@ class Admission:
         slots.set_stop_tokens(slot, request.stop_tokens)
         slots.is_constrained[slot] = request.is_constrained
         slots.set_pages(slot, table.pages)
+        slots.num_given_back[slot] = table.num_given_back
         # The last page of a fork is shared, so the next write is checked for a copy.
         slots.num_dispatched[slot] = slots.capacity[slot] = table.num_tokens
         self._prefixes.add(slot, waiting.hashes)
@@ -141,8 +142,10 @@ class Admission:
             sources = sources[(slots.tokens[sources, :num] == tokens[:num]).all(1)]
         if num_pages == len(waiting.hashes) and sources.size:
             has_rest = (slots.tokens[sources, num:most] == tokens[num:most]).all(1) & (slots.num_known[sources] >= most)
+            has_rest &= slots.num_given_back[sources] <= self._cache.first_needed(most)
             if has_rest.any():
                 return most, sources[has_rest]
+        sources = sources[slots.num_given_back[sources] <= self._cache.first_needed(num)]
         return (num, sources) if sources.size else (0, sources)
 
     def _has_room(self, num_tokens: int, table: PageTable) -> bool:
@@ -150,8 +153,17 @@ class Admission:
         slots, size = self.slots, self._cache.page_size
         # The pages of all tokens of each, a copy if its last page may be shared, and one more.
         own = np.maximum(0, -(-(slots.num_known + slots.num_pending + 1) // size) - slots.num_pages)
+        needed = self._cache.num_needed(table, num_tokens + 1)
+        if self._cache.window is not None:  # pages behind the window are given back before others are allocated
+            most = self.most_held(self.slots.tables.shape[1] * size)
+            own = np.minimum(own, np.maximum(0, most - slots.num_pages + slots.num_given_back))
+            needed = min(needed, max(0, most - len(table.held)))
         reserved = (own + (slots.capacity < slots.num_pages * size) + 1)[slots.attempts > 0].sum()
-        return self._cache.num_needed(table, num_tokens + 1) + int(reserved) <= self._cache.pool.num_available
+        return needed + int(reserved) <= self._cache.pool.num_available
+
+    def most_held(self, num_tokens: int) -> int:
+        """The number of pages that a sequence of so many tokens holds at most."""
+        return self._cache.most_held(num_tokens, self._options.num_ahead)
 
     def remove(self, slot: int) -> Request:
         """Release the slot and the pages of a sequence."""
@@ -222,7 +234,25 @@ class Admission:
             return
         before = table.num_cached_pages
         self._cache.insert_prefix(table, self.slots.tokens[slot, :num_tokens])
-        self.slots.tables[slot, before : table.num_cached_pages] = table.pages[before : table.num_cached_pages]
+        self.slots.set_pages(slot, table.pages, before)
         known = self._prefixes.num_pages(slot)
         new = page_keys(self.slots.history(slot)[known * size :], size)
         self._prefixes.add(slot, prefix_hashes(new, self._prefixes.last_hash(slot)))
+
+    def first_needed(self, num_tokens: NDArray[np.int32]) -> NDArray[np.int32]:
+        """The first page that the tokens after so many may see, for each."""
+        window = self._cache.window
+        if window is None:
+            return np.zeros_like(num_tokens)
+        return np.maximum(0, num_tokens - window + 1) // self._cache.page_size
+
+    def give_back(self, slot: int, num_tokens: int) -> None:
+        """Release the pages that no token after the first `num_tokens` may see. These are computed, and stay.
+
+        Iterations in flight may still have the pages in their tables. They do not read them, and run before the iterations
+        of the pages' next owner.
+        """
+        table, before = self.page_tables[slot], int(self.slots.num_given_back[slot])
+        self._cache.give_back(table, num_tokens)
+        self.slots.tables[slot, before : table.num_given_back] = self.slots.scratch_page
+        self.slots.num_given_back[slot] = table.num_given_back

@@ -215,6 +215,12 @@ class Options:
     num_proposals: int = 0
 
     @property
+    def num_ahead(self) -> int:
+        """The tokens of one sequence that are dispatched before the results of the first of them are known, at most: those of
+        three iterations."""
+        return 3 * max(self.steps, 1 + self.num_proposals, *(rows * length for rows, length in self.chunks), 1)
+
+    @property
     def shapes(self) -> tuple[Shape, ...]:
         """The shapes of all programs to compile."""
         shapes = [Shape(), Shape(steps=self.steps), *(Shape(rows=r, length=n) for r, n in self.chunks)]

@@ -113,7 +113,7 @@ class Scheduler:
                 f"{named} has {len(request.prompt)} prompt tokens and max_tokens={request.max_tokens}, but a sequence has "
                 f"at most {longest} tokens: shorten the prompt, reduce max_tokens, or serve with a larger max_length"
             )
-        needed, num_pages = self.cache.num_pages(length), self.cache.pool.num_pages
+        needed, num_pages = self._admission.most_held(length), self.cache.pool.num_pages
         if needed > num_pages:
             raise InferenceError(
                 f"{named} may need {needed} pages of {self.cache.page_size} tokens, but the cache has {num_pages}: shorten "
@@ -263,7 +263,7 @@ class Scheduler:
         slots, runs = self._slots, []
         samples = num_tokens == slots.num_to_compute[slot]
         start, end = int(slots.num_dispatched[slot]), int(slots.num_dispatched[slot]) + num_tokens
-        pages = tuple(self._admission.page_tables[slot].pages)
+        pages = tuple(slots.tables[slot, : slots.num_pages[slot]].tolist())
         for at in range(start, end, length):
             tokens = tuple(slots.tokens[slot, at : min(at + length, end)].tolist())
             is_last = at + length >= end

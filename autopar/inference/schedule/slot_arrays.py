@@ -29,6 +29,7 @@ class SlotArrays:
         num_dispatched: the number of tokens whose computation has been dispatched.
         capacity: the number of tokens that the sequence's own pages have room for.
         num_pages: the number of its pages.
+        num_given_back: the number of leading pages behind the window, which it no longer holds.
         num_inserted: the number of tokens from which its next page goes to the prefix cache.
         is_verifying: whether draft tokens are being verified, so the number of new tokens is not yet known.
         is_constrained: as in `Request`.
@@ -44,13 +45,14 @@ class SlotArrays:
         self.attempts, self.num_prompt, self.num_end = zeros(), zeros(), zeros()
         self.num_known, self.num_pending, self.num_dispatched = zeros(), zeros(), zeros()
         self.capacity, self.num_pages, self.num_inserted = zeros(), zeros(), zeros()
+        self.num_given_back = zeros()
         self.ranks = np.zeros(num_slots, np.int64)
         self.is_verifying, self.is_constrained = np.zeros(num_slots, bool), np.zeros(num_slots, bool)
         self.tokens = np.zeros((num_slots, max_length), np.int32)
         self.tables = np.full((num_slots, pages_of_sequence), scratch_page, np.int32)
         self.stop_tokens = np.full((num_slots, _MIN_STOP_TOKENS), -1, np.int32)
         self.names = [""] * num_slots
-        self._scratch_page = scratch_page
+        self.scratch_page = scratch_page
 
     @property
     def num_to_compute(self) -> NDArray[np.int32]:
@@ -90,9 +92,9 @@ class SlotArrays:
         self.stop_tokens[slot, : len(tokens)] = list(tokens)
 
     def set_pages(self, slot: int, pages: list[int], first: int = 0) -> None:
-        """Set the pages of a slot from the page numbered `first`."""
-        self.tables[slot, first : len(pages)] = pages[first:]
-        self.tables[slot, len(pages) : self.num_pages[slot]] = self._scratch_page
+        """Set the pages of a slot from the page numbered `first`. Those that it does not hold are the scratch page."""
+        self.tables[slot, first : len(pages)] = [self.scratch_page if page < 0 else page for page in pages[first:]]
+        self.tables[slot, len(pages) : self.num_pages[slot]] = self.scratch_page
         self.num_pages[slot] = len(pages)
 
     def clear(self, slot: int) -> None:
@@ -105,6 +107,7 @@ class SlotArrays:
             self.num_dispatched,
             self.num_end,
             self.capacity,
+            self.num_given_back,
         ):
             array[slot] = 0
         self.names[slot], self.is_verifying[slot], self.is_constrained[slot] = "", False, False

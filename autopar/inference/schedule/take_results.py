@@ -59,6 +59,8 @@ def take_results(admission: Admission, iteration: Iteration, results: Results) -
     is_ended = ~is_sound | is_stopped | (slots.num_known[chosen] >= slots.num_end[chosen])
     for at in np.flatnonzero(is_full | (is_ended & is_sound)).tolist():
         admission.insert_prefix(int(chosen[at]), int(num_done[at]))
+    for at in np.flatnonzero(~is_ended & (admission.first_needed(num_done) > slots.num_given_back[chosen])).tolist():
+        admission.give_back(int(chosen[at]), int(num_done[at]))
     if shape.width > 1:
         for slot in chosen[~is_ended].tolist():
             admission.truncate(slot)

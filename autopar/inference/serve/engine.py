@@ -116,7 +116,8 @@ class Engine:
         self.stop_tokens = frozenset(stop_tokens)
         self.pool = pages_of.pool if pages_of is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
-        cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes)
+        window = served.model.config.window
+        cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes, window=window)
         options = served.options
         self._masks = TokenMasks(options.num_slots, num_words(served.model.config.vocab_size))
         drafts = None if proposer is None else AllowedDrafts(proposer, self._masks)

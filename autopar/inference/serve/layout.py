@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import BudgetError, InferenceError
 from autopar.inference.kernels.paged_attention import REFERENCE
+from autopar.inference.kv_cache.page_tables import most_held
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.step.host_inputs import Rows
@@ -78,6 +79,12 @@ class Served:
     def pages_of_sequence(self) -> int:
         """The number of pages of the longest sequence."""
         return -(-self.options.max_length // self.page_size)
+
+    @property
+    def pages_held(self) -> int:
+        """The number of pages that the longest sequence holds at most: those behind a window of all layers are given back."""
+        window = self.model.config.window
+        return most_held(self.options.max_length, self.page_size, window, self.options.num_ahead)
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -167,9 +174,9 @@ def plan_layout(
         try:
             return _plan_rest(served, make, num_pages, planned, progress)
         except BudgetError:  # a program that did not take part in the fit needs more memory
-            if num_pages == served.pages_of_sequence:
+            if num_pages == served.pages_held:
                 raise
-            num_pages = max(served.pages_of_sequence, num_pages * 9 // 10)
+            num_pages = max(served.pages_held, num_pages * 9 // 10)
             replanned: dict[Key, Program] = {primary: _plan(served, make, primary, num_pages, None)}
             planned = replanned
 
@@ -266,7 +273,7 @@ def _page_bytes(plan: Plan, num_pages: int) -> float:
 
 def _fit_pages(served: Served, make: MakeProgram[Program], budget_bytes: float) -> tuple[int, dict[Key, Program]]:
     """Find the number of pages that fit, and return it with the programs planned for it, the primary one first."""
-    least = served.pages_of_sequence
+    least = served.pages_held
     all_slots = served.options.num_slots * least
     most = _MAX_POOL_FACTOR * all_slots
     num_pages = most
