@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -415,6 +416,31 @@ def test_a_tool_call_that_is_required_is_one(with_end: Engine) -> None:
 
 
 @pytest.mark.slow
+def test_logits_and_samples_of_two_programs_give_the_same_text(with_end: Engine, folder: Path) -> None:
+    """With a grammar, penalties and seeds, beside a request without any."""
+    apart = opened(folder, options=replace(with_end.runner.served.options, samples_apart=True))
+    apart = Engine(apart.runner, apart.tokenizer, [257])
+    schema = {"type": "array", "items": {"type": "string", "maxLength": 4}, "minItems": 3, "maxItems": 5}
+    sampled = {"temperature": 1.0, "frequency_penalty": 0.5, "logit_bias": {"70": 2.0}}
+    texts: list[list[str]] = []
+    for engine in (with_end, apart):
+        with served(engine) as server, ThreadPoolExecutor(8) as pool:
+            form = {"type": "json_schema", "json_schema": {"schema": schema}}
+            bodies = [
+                {"prompt": f"{n}", "max_tokens": 90, "seed": n, **sampled, "response_format": form} for n in range(12)
+            ]
+            bodies += [{"prompt": "beside", "max_tokens": 60, "seed": n} for n in range(4)]
+            replies = list(
+                pool.map(lambda body: httpx.post(f"{server.url}/v1/completions", json=body, timeout=60), bodies)
+            )
+            texts.append([each.json()["choices"][0]["text"] for each in replies])
+            assert is_quiet(server)
+    assert texts[0] == texts[1]
+    for text in texts[0][:12]:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.slow
 def test_grammars_and_speculative_decoding_go_together(with_end: Engine, folder: Path) -> None:
     """Greedy text is the same with and without draft tokens, and takes fewer steps, because the grammar forces many."""
     schema = {
@@ -568,6 +594,22 @@ def test_sagemaker_and_vertex_ai_find_their_endpoints(engine: Engine) -> None:
             for each in instances
         ]
         assert [each.json()["object"] for each in invoked] == ["text_completion", "chat.completion"]
+
+
+def test_vertex_ai_names_the_port(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {}
+
+    async def serve(folders: Any, *_: Any, **options: Any) -> None:
+        found.update(options, folders=folders)
+
+    monkeypatch.setattr("autopar.serving.server.serve", serve)
+    main(["serve", f"tiny={folder}"])
+    assert (found["host"], found["port"]) == ("127.0.0.1", 8000)
+    monkeypatch.setenv("AIP_HTTP_PORT", "9123")
+    main(["serve", f"tiny={folder}"])
+    assert (found["host"], found["port"], found["folders"]) == ("0.0.0.0", 9123, [("tiny", folder)])
+    main(["serve", str(folder), "--host", "127.0.0.1", "--port", "7000"])
+    assert (found["host"], found["port"]) == ("127.0.0.1", 7000)
 
 
 def test_the_page_shows_the_state_of_each_model(server: Server) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import os
 import sys
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +106,10 @@ def run(options: argparse.Namespace) -> None:
         serving_of(str(folder), options)  # what is wrong is said before the first model is read
 
     def open_engine(folder: Path) -> Engine:
+        serving = serving_of(str(folder), options)
+        serving["options"] = replace(serving["options"], samples_apart=True)  # requests may have grammars
         with progress() as report:
-            return Engine.open(folder, **serving_of(str(folder), options), progress=report)
+            return Engine.open(folder, **serving, progress=report)
 
     host = options.host or ("0.0.0.0" if "AIP_HTTP_PORT" in os.environ else "127.0.0.1")
     port = int(os.environ.get("AIP_HTTP_PORT", "8000")) if options.port is None else options.port

@@ -90,7 +90,7 @@ class ChatTemplate:
         }
         try:
             return self._template.render(given | {"add_generation_prompt": True})
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise RequestError(400, f"the model's chat template refuses these messages: {error}", "messages") from None
 
 
@@ -135,7 +135,7 @@ def _message(message: Any) -> dict[str, Any]:
 def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {**function, "arguments": json.loads(function["arguments"])}
-    except (TypeError, ValueError, KeyError):
+    except (TypeError, ValueError, KeyError, RecursionError):
         return dict(function)
 
 
@@ -198,7 +198,7 @@ class ToolCalls:
         """The calls in a JSON text, of one call or a list."""
         try:
             found = json.loads(text.strip())
-        except ValueError:
+        except (ValueError, RecursionError):
             return []
         calls: list[dict[str, Any]] = []
         for call in found if isinstance(found, list) else [found]:

@@ -17,7 +17,7 @@ class Limits:
     """The limits of a server.
 
     Args:
-        max_body_bytes: the largest body of a request. body_s: the time within which it must arrive.
+        max_body_bytes: the largest body of a request. body_s: the time within which it must arrive, and before it its head.
         max_queued_tokens: the largest number of tokens, of prompts and of outputs to generate, in requests of one model that
             wait. A request above it is refused with status 429, unless no other one waits.
         max_connections: requests that are served at once; above it, status 503.

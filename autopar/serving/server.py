@@ -13,8 +13,10 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
@@ -63,12 +65,14 @@ async def serve(
         )
         server = _Server(config)
         ready = asyncio.ensure_future(_report_address(server, on_ready))
+        idle = asyncio.ensure_future(close_idle(server, limits.body_s))
         try:
             await server.serve()
         except SystemExit:  # it has said why
             raise InferenceError(f"nothing can listen on {host}, port {port}: give another --port") from None
         finally:
             ready.cancel()
+            idle.cancel()
     finally:
         await models.close()
 
@@ -87,6 +91,20 @@ class _Server(uvicorn.Server):
         finally:
             for each in signals:
                 loop.remove_signal_handler(each)
+
+
+async def close_idle(server: uvicorn.Server, idle_s: float) -> None:
+    """Close connections on which no request is complete after a while, also those with a part of one, which uvicorn would keep."""
+    since: dict[tuple[Any, Any], float] = {}
+    while True:
+        await asyncio.sleep(idle_s / 8)
+        connections: list[Any] = list(server.server_state.connections)
+        now, cycles = time.monotonic(), [(each, each.cycle) for each in connections]  # of requests
+        idle = [(each, cycle) for each, cycle in cycles if cycle is None or cycle.response_complete]
+        since = {each: since.get(each, now) for each in idle}
+        for (connection, _), start in since.items():
+            if now - start > idle_s:
+                connection.transport.close()
 
 
 async def _report_address(server: uvicorn.Server, on_ready: Callable[[str], None]) -> None:

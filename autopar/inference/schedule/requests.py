@@ -206,6 +206,8 @@ class Options:
         chunks: (rows, length) of each shape of prefill chunks.
         steps: decode steps in one call while no prompt is being computed.
         num_proposals: draft tokens verified at once in speculative decoding; 0 turns it off.
+        samples_apart: whether logits and samples of a decode step may be programs of their own, so that the masks of constraints
+            are computed while the devices work.
     """
 
     num_slots: int = 16
@@ -213,6 +215,7 @@ class Options:
     chunks: tuple[tuple[int, int], ...] = field(default=((4, 64), (1, 256)))
     steps: int = 8
     num_proposals: int = 0
+    samples_apart: bool = False
 
     @property
     def num_ahead(self) -> int:

@@ -25,7 +25,7 @@ from autopar.inference.model.async_load import Load, Progress
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
-from autopar.inference.schedule.requests import Options, Request, Results, Update
+from autopar.inference.schedule.requests import Iteration, Options, Request, Results, Shape, Update
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.inference.schedule.speculation_policy import Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
@@ -293,10 +293,7 @@ class Engine:
                     self.runner.start(slot, generation.sampling, generation.request.prompt, generation.tokens)
                     self._masks.assign(slot, generation.constraint)
                     self._counts.num_cached_tokens += generation.start(num_shared)
-            if self._masks.needs_results(iteration):  # the iteration was decided while the devices worked
-                while self._in_flight:
-                    self._process(self._in_flight.popleft())
-            self._in_flight.append(self.runner.dispatch(iteration, self._masks.of(iteration)))
+            self._in_flight.append(_dispatched(self, iteration))
             self._counts.num_iterations += 1
             self._counts.num_steps += iteration.shape.steps
         elif not self._in_flight:
@@ -335,6 +332,19 @@ class Engine:
         """The counters and the current state."""
         with self.lock:
             return stats_of(self._scheduler, self.pool, self.runner.num_compiled, self._counts)
+
+
+def _dispatched(engine: Engine, iteration: Iteration) -> DispatchedIteration:
+    """Dispatch an iteration. If masks depend on results in flight, the devices compute the logits meanwhile, where they can."""
+    runner, masks, in_flight = engine.runner, engine._masks, engine._in_flight
+    if not masks.needs_results(iteration):
+        return runner.dispatch(iteration, masks.of(iteration))
+    is_apart = runner.served.options.samples_apart and iteration.shape == Shape()
+    packed = runner.forward(iteration) if is_apart else None
+    while in_flight:
+        engine._process(in_flight.popleft())
+    allowed = masks.of(iteration)
+    return runner.dispatch(iteration, allowed) if packed is None else runner.sample(iteration, packed, allowed)
 
 
 def _check_options(

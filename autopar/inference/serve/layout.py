@@ -22,6 +22,7 @@ from autopar.inference.kernels.paged_attention import REFERENCE
 from autopar.inference.kv_cache.page_tables import most_held
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
+from autopar.inference.step.apart import forward_of, sample_logits
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.sampling import num_words
 from autopar.inference.step.step import copy_pages, resident_shapes, start_slot, step_of
@@ -29,8 +30,9 @@ from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
 
-#: The key of a program: the shape of an iteration; "copy" for the copies of pages; "start" for the counts and biases of a slot.
-Key = Shape | Literal["copy", "start"]
+#: The key of a program: the shape of an iteration; "copy" for the copies of pages; "start" for the counts and biases of a slot;
+#: "forward" and "sample" for a decode step in two programs.
+Key = Shape | Literal["copy", "start", "forward", "sample"]
 
 #: The largest number of pages, as a multiple of what all slots need at full length. The surplus serves the prefix cache.
 _MAX_POOL_FACTOR = 4
@@ -89,7 +91,8 @@ class Served:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The keys of all programs. The first is the primary one, whose plan fixes the shardings."""
-        return (*self.options.shapes, "copy", "start")
+        apart: tuple[Key, ...] = ("forward", "sample") if self.options.samples_apart else ()
+        return (*self.options.shapes, "copy", "start", *apart)
 
     def rows(self, num: int, width: int, num_pages: int) -> tuple[NDArray[np.int32], Rows]:
         """Idle rows of the given sizes: a packed array, and views of it."""
@@ -97,7 +100,8 @@ class Served:
 
     def resident(self, num_pages: int) -> Any:
         """The shapes and dtypes of the state that stays on the devices."""
-        return resident_shapes(self.model.config, self.options.num_slots, num_pages, self.page_size, self.dtype)
+        sizes = (self.model.config, self.options.num_slots, num_pages, self.page_size, self.dtype)
+        return resident_shapes(*sizes, has_logits=self.options.samples_apart)
 
     def program(self, key: Key, num_pages: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function of a program, and the shapes of its arguments."""
@@ -107,6 +111,13 @@ class Served:
         if key == "start":
             row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), resident.state)
             return start_slot, (resident, jax.ShapeDtypeStruct((1,), jnp.int32), row)
+        if isinstance(key, str):
+            packed = self.rows(slots, 1, num_pages)[0]
+            row = jax.ShapeDtypeStruct(packed.shape, packed.dtype)
+            if key == "forward":
+                return forward_of(self.model, self.attention), (self.params, resident, row)
+            mask = self.all_allowed(Shape())
+            return sample_logits, (resident, jax.ShapeDtypeStruct(mask.shape, mask.dtype), row)
         sizes = [(slots, key.width)] + ([(key.rows, key.length)] if key.rows else [])
         packed = [self.rows(num, width, num_pages)[0] for num, width in sizes]
         rows = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (self.all_allowed(key), *packed)]
@@ -254,7 +265,8 @@ def _plan(
         if primary is None
         else {t.path: partition_spec(t.sharding) for t in primary.plan.inputs if _is_fixed(t.path)}
     )
-    pins = {path: spec for path, spec in known.items() if isinstance(key, Shape) or path.startswith("resident/")}
+    has_params = isinstance(key, Shape) or key == "forward"
+    pins = {path: spec for path, spec in known.items() if has_params or path.startswith("resident/")}
     return make(function, arguments, ("resident",), pins)
 
 

@@ -143,6 +143,25 @@ class Runner:
             rows.append(self._chunk_rows(iteration.chunks, shape))
         return DispatchedIteration(iteration, self._run(shape, *rows, allowed=allowed))
 
+    def forward(self, iteration: Iteration) -> NDArray[np.int32]:
+        """Dispatch the logits of a decode step. `sample` is next, with what this returns.
+
+        Only with `Options.samples_apart`, and for iterations of the shape `Shape()`.
+        """
+        self._copy(iteration.copies)
+        packed = self._slot_rows(iteration)
+        self._store(self.layout.programs["forward"].run(self._params, self._resident(), packed))
+        return packed
+
+    def sample(
+        self, iteration: Iteration, packed: NDArray[np.int32], allowed: NDArray[np.int32] | None
+    ) -> DispatchedIteration:
+        """Dispatch the sampling from the logits that were dispatched before, as `dispatch` does."""
+        mask: Any = self._all_allowed(Shape(), self.layout.programs[Shape()]) if allowed is None else allowed
+        resident, out = self.layout.programs["sample"].run(self._resident(), mask, packed)
+        self._store(resident)
+        return DispatchedIteration(iteration, out)
+
     def _run(self, key: Shape, *rows: NDArray[np.int32], allowed: NDArray[np.int32] | None = None) -> Out:
         program = self.layout.programs[key]
         mask: Any = self._all_allowed(key, program) if allowed is None else allowed
@@ -195,6 +214,10 @@ class Runner:
         self._copy([Copy(self.layout.num_pages, self.layout.num_pages)])
         self.start(0, SamplingOptions(logit_bias={0: 0.0}), (), ())
         self._sampling[0] = NEUTRAL
+        if self.served.options.samples_apart:
+            rows = self.served.rows(self._num_slots, 1, self.layout.num_pages)[0]
+            self._store(self.layout.programs["forward"].run(self._params, self._resident(), rows))
+            self._store(self.layout.programs["sample"].run(self._resident(), self.served.all_allowed(Shape()), rows)[0])
         jax.block_until_ready(self._resident())
 
     def seconds(self) -> dict[Shape, float]:

@@ -40,11 +40,13 @@ class Resident(NamedTuple):
         pages: the KV cache pages of each layer.
         last: int32 `[slots]`, the last token of each slot.
         state: the counts of tokens and the biases of each slot. Counts are those of the last request that asked for them.
+        logits: f32 `[slots, vocabulary]`, of the latest decode step; None if they are not sampled from apart.
     """
 
     pages: tuple[KVPages, ...]
     last: jax.Array
     state: TokenCounts
+    logits: jax.Array | None = None
 
 
 class Out(NamedTuple):
@@ -89,8 +91,8 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
 
     def states_of(params: Any, pages: Any, parts: list[Rows], tokens: list[jax.Array], only: Any) -> Any:
         """The last hidden states of several parts, whose tokens are one row of the decoder's input."""
-        positions = [_positions(part) for part in parts]
-        attend_parts = _AttendParts(attention, [part.tables for part in parts], positions)
+        positions = [positions_of(part) for part in parts]
+        attend_parts = AttendParts(attention, [part.tables for part in parts], positions)
         flat, at = (jnp.concatenate([each.reshape(1, -1) for each in arrays], 1) for arrays in (tokens, positions))
         applied: Any = model.apply(params, flat, jnp.maximum(at, 0), attend_parts, pages, only, method="states")
         states, pages = applied
@@ -99,7 +101,7 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
     def single_step(params: Any, resident: Resident, allowed: jax.Array, *parts: Rows) -> tuple[Resident, Out]:
         """One decode step of each slot, and prefill chunks if there are any."""
         slots = parts[0]
-        tokens = [_with_last(slots.tokens, resident.last), *(part.tokens for part in parts[1:])]
+        tokens = [with_last(slots.tokens, resident.last), *(part.tokens for part in parts[1:])]
         ends, start = [], 0
         for part in parts:
             rows, width = part.tokens.shape
@@ -113,14 +115,17 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
             prompt = prompt_logprobs(functools.partial(logits_of, params), states[slots.tokens.size :], chunks[0])
             states = states[only]
         logits = logits_of(params, states)
+        if resident.logits is not None and not chunks:
+            resident = resident._replace(logits=logits)
         sampling = jax.tree.map(lambda *each: jnp.concatenate(each), *(part.sampling for part in parts))
         new_positions = jnp.concatenate([part.start + part.num_tokens for part in parts])
         owners = jnp.concatenate([part.slots for part in parts])
         logits = adjusted(logits, resident.state, owners[slots.slots.size :], sampling)
         sampled = sample(only_allowed(logits, allowed), sampling, new_positions)
         last = resident.last.at[owners].set(sampled.tokens, mode="drop")
-        out = _out(sampled)._replace(states=states.astype(jnp.float32), prompt=prompt)
-        return Resident(pages, last, counted(resident.state, owners, sampled.tokens)), out
+        out = out_of(sampled)._replace(states=states.astype(jnp.float32), prompt=prompt)
+        state = counted(resident.state, owners, sampled.tokens)
+        return resident._replace(pages=pages, last=last, state=state), out
 
     def multi_step(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """Several decode steps of each slot: as many as it has `num_tokens`. Then the slot is idle."""
@@ -148,7 +153,7 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
 
     def verify_drafts(params: Any, resident: Resident, allowed: jax.Array, slots: Rows) -> tuple[Resident, Out]:
         """One step that verifies the draft tokens of each slot."""
-        tokens = _with_last(slots.tokens, resident.last)
+        tokens = with_last(slots.tokens, resident.last)
         states, pages = states_of(params, resident.pages, [slots], [tokens], None)
         states = states.reshape(*tokens.shape, -1)
         logits = adjusted_after_drafts(logits_of(params, states), resident.state, tokens[:, 1:], slots.sampling)
@@ -161,7 +166,8 @@ def step_of(model: Decoder, shape: Shape, attention: str = REFERENCE) -> Step:
         out = out._replace(states=states[:, 0].astype(jnp.float32))
         is_new = jnp.arange(tokens.shape[1]) <= result.num_accepted[:, None]
         owners = jnp.where(is_new, slots.slots[:, None], last.size)
-        return Resident(pages, last, counted(resident.state, owners.reshape(-1), result.tokens.reshape(-1))), out
+        state = counted(resident.state, owners.reshape(-1), result.tokens.reshape(-1))
+        return resident._replace(pages=pages, last=last, state=state), out
 
     def unpacked(function: Callable[..., Any]) -> Step:
         def decode(params: Any, resident: Resident, allowed: jax.Array, slots: jax.Array) -> tuple[Resident, Out]:
@@ -197,7 +203,7 @@ def start_slot(resident: Resident, slot: jax.Array, row: TokenCounts) -> Residen
     return resident._replace(state=started(resident.state, slot, row))
 
 
-class _AttendParts:
+class AttendParts:
     """`Attend` for several parts that form one row of the decoder's input, each with its own page tables."""
 
     def __init__(self, attention: str, tables: list[jax.Array], positions: list[jax.Array]) -> None:
@@ -234,19 +240,20 @@ class _AttendParts:
         ]
 
 
-def _positions(rows: Rows) -> jax.Array:
+def positions_of(rows: Rows) -> jax.Array:
     """The positions of tokens, int32 `[rows, width]`; -1 for padding."""
     ranks = jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)
     return jnp.where(ranks < rows.num_tokens[:, None], rows.start[:, None] + ranks, -1)
 
 
-def _with_last(tokens: jax.Array, last: jax.Array) -> jax.Array:
+def with_last(tokens: jax.Array, last: jax.Array) -> jax.Array:
     """The tokens of slots, with -1 replaced by the slot's last token."""
     first = jnp.where(tokens[:, :1] < 0, last[:, None], tokens[:, :1])
     return jnp.concatenate([first, tokens[:, 1:]], 1)
 
 
-def _out(sampled: Sampled) -> Out:
+def out_of(sampled: Sampled) -> Out:
+    """The results of a step."""
     return Out(
         sampled.tokens[:, None],
         jnp.ones_like(sampled.tokens),
@@ -260,12 +267,16 @@ def _out(sampled: Sampled) -> Out:
 # -- shapes --------------------------------------------------------------------------------------
 
 
-def resident_shapes(config: DecoderConfig, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> Resident:
+def resident_shapes(
+    config: DecoderConfig, num_slots: int, num_pages: int, page_size: int, dtype: Any, *, has_logits: bool
+) -> Resident:
     """The shapes and dtypes of `Resident`, with `num_pages` pages and the scratch page."""
 
     def empty() -> Resident:
         one = (num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
         pages = tuple(kv_pages.empty_pages(*one) for _ in range(config.num_layers))
-        return Resident(pages, jnp.zeros(num_slots, jnp.int32), TokenCounts.empty(num_slots, config.vocab_size))
+        logits = jnp.zeros((num_slots, config.vocab_size), jnp.float32) if has_logits else None
+        state = TokenCounts.empty(num_slots, config.vocab_size)
+        return Resident(pages, jnp.zeros(num_slots, jnp.int32), state, logits)
 
     return jax.eval_shape(empty)
