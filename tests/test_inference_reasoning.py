@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_models import is_idle, opened, write_model
+from tiny_models import OPTIONS, is_idle, opened, write_model
 
 from autopar.errors import InferenceError
 from autopar.inference import Answers, Chain, Engine, SamplingOptions, asking, best_of
@@ -155,10 +155,74 @@ def test_a_model_as_verifier(engine: Engine) -> None:
     chain = Chain(0, (), text="42")
     found = engine.submit("Is 42 right? ", max_tokens=1, num_best=64).result()
     token = engine.tokens_of("y")[0]
-    assert verify(chain) == math.exp(dict(found.best[0]).get(token, -math.inf))
+    assert verify(chain) == pytest.approx(math.exp(dict(found.best[0])[token]), rel=1e-4)
     with pytest.raises(InferenceError, match="one token"):
         asking(engine, lambda chain: "", yes="yes")
-    assert {type(chain.score) for chain in best_of(engine, PROMPT, 2, verify, max_tokens=4).chains} == {float}
+    most, step = 0, engine.step
+
+    def counted() -> bool:
+        nonlocal most
+        did_step = step()
+        most = max(most, sum(each.scored_from is not None for each in engine._scheduler._admission.requests.values()))
+        return did_step
+
+    engine.step = counted  # pyright: ignore[reportAttributeAccessIssue]
+    answers = best_of(engine, PROMPT, 4, verify, max_tokens=4)
+    assert most == 4, "all chains end at once, and their prompts are one batch"
+    engine.step = step  # pyright: ignore[reportAttributeAccessIssue]
+    assert [chain.score for chain in answers.chains] == pytest.approx([verify(chain) for chain in answers.chains])
+    too_long = best_of(engine, PROMPT, 2, asking(engine, lambda chain: "x" * 500, "y"), max_tokens=3)
+    assert all(isinstance(chain.error, InferenceError) for chain in too_long.chains)
+    assert is_idle(engine)
+
+
+def remainders(chain: Chain) -> float:
+    """A score that depends on the tokens so far."""
+    return sum(token % 7 for token in chain.tokens) / max(1, len(chain.tokens))
+
+
+def test_a_model_on_the_same_engine_stops_hopeless_chains(engine: Engine) -> None:
+    """One of four slots is left to it, so its reviews come while chains run."""
+    verify = asking(engine, lambda chain: chain.text[-6:] or "?", "y")
+    answers = best_of(engine, PROMPT, 6, verify, budget=240, max_tokens=60)
+    assert sum(chain.num_drawn for chain in answers.chains) <= 240 + 4 * OPTIONS.steps
+    hopeless = [chain for chain in answers.chains if chain.ended == "hopeless"]
+    assert len(hopeless) >= 2 and all(chain.reviews and chain.num_drawn < 60 for chain in hopeless)
+    assert answers.best.score is not None and is_idle(engine)
+
+
+def test_hopeless_chains_stop_early_under_a_budget(engine: Engine) -> None:
+    """Each review keeps the better half. What is left has the tokens that it has without a budget."""
+    n, budget, most = 4, 120, 60
+    answers = best_of(engine, PROMPT, n, remainders, budget=budget, max_tokens=most)
+    chains = answers.chains
+    assert len(chains) == n and sum(chain.num_drawn for chain in chains) <= budget + n * OPTIONS.steps
+    hopeless = [chain for chain in chains if chain.ended == "hopeless"]
+    assert sorted(len(chain.reviews) for chain in hopeless) == [1, 1, 2]
+    (best,) = [chain for chain in chains if chain.score is not None]
+    assert answers.best is best and len(best.reviews) == 2
+    for number in range(2):
+        reviewed = [chain for chain in chains if len(chain.reviews) > number]
+        kept = [chain.reviews[number][1] for chain in reviewed if len(chain.reviews) > number + 1 or chain is best]
+        stopped = [chain.reviews[number][1] for chain in hopeless if len(chain.reviews) == number + 1]
+        assert len(kept) == len(stopped) == 2 - number and max(stopped) <= min(kept)
+    assert best.num_drawn > max(chain.num_drawn for chain in hopeless)
+    free = best_of(engine, PROMPT, n, remainders, max_tokens=most).chains
+    assert all(free[chain.number].tokens[: chain.num_drawn] == chain.tokens for chain in chains)
+    assert is_idle(engine)
+
+
+def test_a_budget_holds_for_more_chains_than_slots(engine: Engine) -> None:
+    """Chains that wait for a slot begin when hopeless ones are stopped."""
+    answers = best_of(engine, PROMPT, 10, remainders, budget=200, max_tokens=60)
+    assert sum(chain.num_drawn for chain in answers.chains) <= 200 + 4 * OPTIONS.steps
+    ended = Counter(chain.ended for chain in answers.chains)
+    assert ended["hopeless"] >= 5 and answers.best.score is not None
+    assert sum(chain.num_drawn > 0 for chain in answers.chains) >= 8
+    first = best_of(engine, PROMPT, 2, remainders, budget=10, max_tokens=60, accept=-1.0)
+    assert any(chain.score is not None for chain in first.chains) and is_idle(engine)
+    broken = best_of(engine, PROMPT, 4, lambda chain: 1 / 0, budget=60, max_tokens=40)
+    assert all(chain.score is None for chain in broken.chains) and is_idle(engine)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +231,7 @@ def test_a_model_as_verifier(engine: Engine) -> None:
         ({"n": 0}, "at least 1"),
         ({"n": 2, "sampling": SamplingOptions()}, "are equal"),
         ({"n": 2, "max_tokens": 500}, "at most 128"),
+        ({"n": 2, "budget": 1}, "the budget is 1 tokens for 2 chains"),
     ],
 )
 def test_invalid_arguments_are_refused(engine: Engine, options: dict[str, Any], why: str) -> None:
