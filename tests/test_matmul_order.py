@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.frontend.trace import Trace
 from autopar.frontend.tracing import trace
+from autopar.runtime.jit import abstract_mesh, jit_plan, lower_for
 
 SIZES = {"b": 2, "g": 3, "q": 16, "s": 16, "r": 2, "k": 4}
 
@@ -90,6 +92,28 @@ def test_gradients_of_batched_weights_are_not_transposed() -> None:
     assert "transpose" in str(jax.make_jaxpr(step)(*args))
     assert _transposed(trace(step, args)) == []
     _check_equal(step, *args)
+
+
+@pytest.mark.parametrize("pin", [P(), P("data"), P(None, "data")])
+def test_no_constraint_keeps_xla_from_swapping_the_operands_of_a_gradient(pin: P) -> None:
+    """XLA would copy the transposed gradient of the result; the update reads the gradient of the weight."""
+
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+
+    w, x = jax.random.normal(jax.random.key(0), (256, 512)), jax.random.normal(jax.random.key(1), (64, 4, 256))
+    options = {
+        "mesh": jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]),
+        "hardware": "h100-sxm",
+        "pin": {"x": P("data"), "w": pin},
+    }
+    plan, program = autopar.parallelize(step, **options).planned(w, x)
+    jitted = jit_plan(plan, program.of(plan).trace, abstract_mesh(plan.mesh))
+    lines = lower_for("cuda", jitted, jax.eval_shape(lambda *args: args, w, x)).as_text().splitlines()
+    (transposed,) = [line.split()[3].rstrip(",") for line in lines if "stablehlo.transpose" in line]
+    (made,) = [line for line in lines if line.lstrip().startswith(f"{transposed} =")]
+    assert "dot_general" in made and any("sharding_constraint" in line for line in lines)
+    np.testing.assert_allclose(autopar.parallelize(step, **options)(w, x), step(w, x), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("seed", range(12))

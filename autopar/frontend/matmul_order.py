@@ -5,8 +5,8 @@ In: `Trace`. Out: `Trace` with the same inputs, outputs and results. JAX writes 
 operand change their order, which no layout of the matmul's result expresses, so XLA copies all scores; the gradient
 copies them again. Here the matmul reads or writes the scores in their own order, and a query or its gradient is
 transposed instead. A transpose that only moves whole groups of dims is free: XLA chooses a layout. It is left alone,
-unless it swaps the free dims of a batched matmul: XLA swaps the operands of a plain matmul, but not of a batched one,
-and then an update of the experts' weights transposes their gradient, and copies the weights and the optimizer state.
+unless it swaps the free dims of a batched matmul: XLA swaps the operands of a plain matmul (where no constraint is in its
+way: `runtime.planned_shardings`), but not of a batched one, and then an update of the experts' weights transposes their gradient, and copies the weights and the optimizer state.
 
 The products are the same. The order of summation changes only where two contracted dims change their order.
 """

@@ -7,7 +7,7 @@ want them. A value that several users want in the same sharding gets one constra
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from autopar.jax_interop import compat as jax_compat
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.plans.plan import Plan
 from autopar.plans.records import UnfusedReduction
+from autopar.rules.table import traits_of
 from autopar.runtime.registered_collectives import RegisteredResharding, steps_of
 from autopar.transforms.split_dims.undo import seen_whole
 
@@ -54,7 +55,7 @@ class PlannedShardings:
     """
 
     def __init__(self, plan: Plan, trace: Trace, mesh: Mesh | AbstractMesh) -> None:
-        self.trace, self.mesh = trace, mesh
+        self.plan, self.trace, self.mesh = plan, trace, mesh
         self.at_definition: dict[int, Path] = {}
         self.at_operand: dict[tuple[int, int], Steps] = {}
         for constraint in plan.constraints:
@@ -64,6 +65,32 @@ class PlannedShardings:
                 self.at_operand[constraint.node, constraint.operand] = steps_of(constraint)
         self.barriers = {constraint.value for constraint in plan.constraints if constraint.barrier}
         self.scattered = _scattered_as_read(plan)
+
+    def constrain_swapped_results(self, kept: Set[int]) -> None:
+        """Constrain the transpose of a matmul's result instead of the result, where it alone reads the result and swaps the
+        free dims of both operands, as in the gradient of a weight. Then XLA swaps the operands of the matmul. A constraint
+        between the two keeps it from that, and it copies a transposed operand.
+
+        Args:
+            kept: equations whose results keep their constraints.
+        """
+        waited = {value for one in self.plan.early_reductions for value in one.values}
+        remain = {*waited, *self.barriers, *self.trace.outputs}
+        for value in [value for value in self.at_definition if value not in remain]:
+            made, users = self.trace.producers.get(value), self.trace.users.get(value, [])
+            if made is None or len(users) != 1 or not kept.isdisjoint((made, *users)):
+                continue
+            permutation, read = _swap(self.trace, made, users[0]), (users[0], 0)
+            steps = (*self.at_definition[value], *self.at_operand.get(read, ()))
+            shardings = [step for step in steps if isinstance(step, TensorSharding)]
+            if permutation is None or len(shardings) < len(steps):
+                continue
+            del self.at_definition[value]
+            self.at_operand.pop(read, None)
+            path = tuple(TensorSharding(tuple(one.dims[d] for d in permutation)) for one in shardings)
+            (swapped,) = self.trace.equations[users[0]].results
+            then = self.at_definition.get(swapped, ())
+            self.at_definition[swapped] = (*path, *(then[1:] if then[:1] == path[-1:] else then))
 
     def traced_operand(self, scope: Scope, node: int, index: int, atom: int | LiteralOperand) -> Any:
         """An operand in its traced shape; the value may have another shape if a dim is seen as two."""
@@ -119,6 +146,18 @@ class PlannedShardings:
             return value
         (position,) = equation.results
         return self._constrain(position, value, self.at_definition.get(position, ())[-1:])
+
+
+def _swap(trace: Trace, matmul: int, transpose: int) -> tuple[int, ...] | None:
+    """The permutation of a transpose that swaps the free dims of a matmul's operands; None if these are no such operations."""
+    one, other = trace.equations[matmul], trace.equations[transpose]
+    first = one.operands[0] if one.primitive == "dot_general" and traits_of(other.primitive).permutes else None
+    if not isinstance(first, int):
+        return None
+    (contracted, _), (batch, _) = one.source.params["dimension_numbers"]
+    num_first, num_dims = len(trace.avals[first].shape) - len(contracted), len(trace.avals[one.results[0]].shape)
+    swapped = (*range(num_first, num_dims), *range(num_first))
+    return swapped if not batch and tuple(other.source.params["permutation"]) == swapped else None
 
 
 def _scattered_as_read(plan: Plan) -> dict[int, Path]:

@@ -53,6 +53,7 @@ class Replay:
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Compute the step's results from the leaves of its arguments."""
         self._check(leaves)
+        self.shardings.constrain_swapped_results(self.manual.keys() | self.as_written.keys())
         scope = Scope(dict(zip(self.trace.inputs, leaves, strict=True)))
         scope.values.update(self.trace.constants)
         end = len(self.trace.equations)
