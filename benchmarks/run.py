@@ -141,6 +141,33 @@ _CHANGED = (
     *(f"crashes: {k}" for k in ("torn", "killed", "faults", "oracle")),
 )
 _ACCIDENTS = ("crashes", "faulty_files", "random_updates")
+#: Parts of the placement of many models.
+_PLACED = (
+    "md1",
+    *(f"goodput: CV {cv}" for cv in (1, 2, 4, 8)),
+    "overhead",
+    *(
+        f"brute force: {case}"
+        for case in (
+            "2 models, 4 devices",
+            "3 models, 4 devices",
+            "4 models, 4 devices",
+            "3 models, 8 devices",
+            "4 models, 8 devices",
+        )
+    ),
+    *(
+        f"rates: {case}"
+        for case in (
+            "4 models, 4 devices",
+            "8 models, 8 devices",
+            "12 models, 8 devices",
+            "12 models, 16 devices",
+        )
+    ),
+    "scale",
+    "real engine",
+)
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "attention": Benchmark(
@@ -298,6 +325,23 @@ BENCHMARKS = {
             "baselines/stages_random.py",
             "baselines/stages_reinforce.py",
         ),
+    ),
+    "placement": Benchmark(
+        _PLACED,
+        "",
+        sources=("inference/rows.py",),
+        summary="benchmarks.placement.page",
+        module="placement.parts",
+        xla_flags_of={"real engine": "--xla_force_host_platform_device_count=2"},
+        sources_of={
+            part: (
+                f"placement/{part.partition(':')[0].replace(' ', '_')}.py",
+                *(("placement/settings.py",) if part.partition(":")[0] not in ("md1", "scale", "real engine") else ()),
+                *(("placement/every_placement.py",) if part.startswith("brute") else ()),
+                *(("inference/models.py",) if part == "real engine" else ()),
+            )
+            for part in _PLACED
+        },
     ),
     "plans": Benchmark(
         tuple(f"{model}: {setting}" for setting in _GPUS for model in _SPLIT),

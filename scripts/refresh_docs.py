@@ -32,7 +32,10 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 118
 PICTURES = {"docs/collectives.md": "docs/images/all-reduce.png"}  # drawn by the page's own command, with `--plot`
-DRAWN = {"docs/pipelines.md": ("step.svg", "docs/images/measured-pipeline.svg")}  # a file that a page's program writes
+DRAWN = {
+    "docs/many-models.md": ("placement.svg", "docs/images/many-models.svg"),
+    "docs/pipelines.md": ("step.svg", "docs/images/measured-pipeline.svg"),
+}  # a file that a page's program writes
 _FENCE = re.compile(r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<text>.*?)^```$", re.M | re.S)
 _OUTPUT = re.compile(
     r"^<!-- output(?:: (?P<command>[^\n]*?))?(?P<options>(?: \| [^|\n]*?)*) -->\n+"

@@ -73,6 +73,7 @@ NOT_HELD = (
     "vector-search-on-disk",
     "api",
     "inference-on-paper",
+    "many-models",
 )
 
 

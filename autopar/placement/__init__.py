@@ -11,6 +11,8 @@ from autopar.placement.placements import Group as Group
 from autopar.placement.placements import ModelSpec as ModelSpec
 from autopar.placement.placements import Placement as Placement
 from autopar.placement.placements import Slo as Slo
+from autopar.placement.search import Found as Found
+from autopar.placement.search import place as place
 from autopar.placement.simulate import Outcome as Outcome
 from autopar.placement.simulate import simulate as simulate
 from autopar.placement.traces import Trace as Trace

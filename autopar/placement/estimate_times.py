@@ -2,15 +2,18 @@
 
 In: a decoder's configuration, an engine's options, a hardware profile. Out: `StepTimes` by layout.
 
-The layers of a decoder are equal, so programs with few layers are planned, and the time and the memory of a layer are the
-difference between two depths. A pipeline stage has its share of the layers; the first also has the embedding, and the last the
+The layers of one kind are equal, so programs with few layers are planned, and the time and the memory of a layer are the
+difference between two depths. If a decoder has layers of several kinds, its average layer counts. A pipeline stage has its share of the layers; the first also has the embedding, and the last the
 head and the sampling. Between stages, the activations of all rows cross a link of the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,6 +23,7 @@ from autopar.errors import PlacementError
 from autopar.hardware.profile import HardwareProfile
 from autopar.inference.estimate.estimate import PaperInference
 from autopar.inference.model.config import DecoderConfig
+from autopar.inference.model.layer_kinds import LayerKind
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.serve.layout import Key, Served
 from autopar.ir.mesh import MeshShape
@@ -29,6 +33,8 @@ from autopar.plans.plan import Plan
 
 #: The numbers of layers that are planned.
 _DEPTHS = (2, 4)
+#: The number of a layer in the path of a weight or a page.
+_LAYER = re.compile(r"(?:\blayers_|^resident/pages/)(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +51,11 @@ class ServedSpec:
     dtype: str = ""
     page_size: int = 16
 
-    def served(self, num_layers: int) -> Served:
-        """The model with this number of layers, as the engine sees it."""
+    def served(self, kind: LayerKind, num_layers: int) -> Served:
+        """The model with this number of layers of one kind, as the engine sees it."""
         options = self.options
         case = PaperInference(
-            config=replace(self.config, num_layers=num_layers),
+            config=replace(self.config, num_layers=num_layers, layers=(kind,) * num_layers),
             batch=options.num_slots,
             prompt=1,
             output=1,
@@ -93,23 +99,45 @@ def estimate_times(
                 f"a pipeline of {layout.pipeline} stages needs as many layers, but the model has {spec.config.num_layers}"
             )
         if layout.tensor not in figures:
-            figures[layout.tensor] = _figures(spec, layout.tensor, profile, planning)
+            figures[layout.tensor] = _mean_figures(spec, layout.tensor, profile, planning)
         found[layout] = _times(spec, layout, figures[layout.tensor], profile)
     return found
 
 
-def _figures(spec: ServedSpec, tensor: int, profile: HardwareProfile, planning: Mapping[str, Any]) -> _Figures:
+def _mean_figures(spec: ServedSpec, tensor: int, profile: HardwareProfile, planning: Mapping[str, Any]) -> _Figures:
+    """The figures of the average layer, and of the rest beside layers of the most frequent kind."""
+    counts = Counter(spec.config.layers).most_common()
+    found = [_figures(spec, kind, tensor, profile, planning) for kind, _ in counts]
+    shares = [count / spec.config.num_layers for _, count in counts]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(share * value for share, value in zip(shares, values, strict=True))
+
+    return replace(
+        found[0],
+        layer_s={shape: mean(each.layer_s[shape] for each in found) for shape in found[0].layer_s},
+        layer_bytes=mean(each.layer_bytes for each in found),
+        temporary_bytes=max(each.temporary_bytes for each in found),
+        token_bytes_of_layer=mean(each.token_bytes_of_layer for each in found),
+    )
+
+
+def _figures(
+    spec: ServedSpec, kind: LayerKind, tensor: int, profile: HardwareProfile, planning: Mapping[str, Any]
+) -> _Figures:
     """Plan the programs at two depths, and split their figures into a layer's and the rest's."""
     most = spec.config.num_layers
     deep = min(most, _DEPTHS[1])
     shallow = min(_DEPTHS[0], max(1, deep - 1))
-    plans = {depth: _plans(spec, depth, tensor, profile, planning) for depth in {shallow, deep}}
+    plans = {deep: _plans(spec, kind, deep, tensor, profile, planning)}
+    if shallow < deep:  # with the same shardings, or the difference is not that of a layer
+        plans[shallow] = _plans(spec, kind, shallow, tensor, profile, planning, _pins(plans[deep][Shape()]))
     layer_s: dict[Shape, float] = {}
     rest_s: dict[Shape, float] = {}
     for shape in plans[deep]:
         times = {depth: plans[depth][shape].prediction.step_time_s for depth in plans}
         each = times[deep] / deep
-        if deep > shallow:
+        if deep > shallow and times[deep] > times[shallow]:
             each = min(each, (times[deep] - times[shallow]) / (deep - shallow))
         layer_s[shape], rest_s[shape] = each, max(0.0, times[deep] - deep * each)
     inputs = plans[deep][Shape()].inputs
@@ -138,20 +166,34 @@ def _num_pages(spec: ServedSpec) -> int:
 
 
 def _plans(
-    spec: ServedSpec, depth: int, tensor: int, profile: HardwareProfile, planning: Mapping[str, Any]
+    spec: ServedSpec,
+    kind: LayerKind,
+    depth: int,
+    tensor: int,
+    profile: HardwareProfile,
+    planning: Mapping[str, Any],
+    pins: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[Shape, Plan]:
-    """Plan one decode step and each chunk shape, with the shardings of the decode step."""
-    served, mesh = spec.served(depth), MeshShape(("model",), (tensor,))
+    """Plan one decode step and each chunk shape, with the shardings of the decode step.
+
+    Args:
+        pins: shardings of weights and pages, also of layers that this depth does not have; by default those that are planned.
+    """
+    served, mesh = spec.served(kind, depth), MeshShape(("model",), (tensor,))
     options = {**planning, "mesh": mesh, "hardware": profile}
     plans: dict[Shape, Plan] = {}
-    pins: dict[str, Any] = {}
     for key in _planned_keys(spec.options):
         function, arguments = served.program(key, _num_pages(spec))
-        plans[key] = plan_of(function, arguments, {**options, "pin": pins}, ("resident",))
-        if not pins:
-            fixed = (t for t in plans[key].inputs if t.path.startswith(("params/", "resident/")))
-            pins = {t.path: partition_spec(t.sharding) for t in fixed}
+        known = {path: each for path, each in pins.items() if int(max(_LAYER.findall(path) or "0")) < depth}
+        plans[key] = plan_of(function, arguments, {**options, "pin": known}, ("resident",))
+        pins = pins or _pins(plans[key])
     return plans
+
+
+def _pins(plan: Plan) -> dict[str, Any]:
+    """The shardings of weights and pages."""
+    fixed = (tensor for tensor in plan.inputs if tensor.path.startswith(("params/", "resident/")))
+    return {tensor.path: partition_spec(tensor.sharding) for tensor in fixed}
 
 
 def _planned_keys(options: Options) -> list[Any]:
@@ -163,7 +205,7 @@ def _times(spec: ServedSpec, layout: Layout, figures: _Figures, profile: Hardwar
     """Divide the layers into stages, so that the slowest stage of a decode step is as fast as it can be."""
     stages, config = layout.pipeline, spec.config
     num_layers = _divide(config.num_layers, stages, figures.rest_s[Shape()], figures.layer_s[Shape()])
-    itemsize = jnp.dtype(spec.served(1).dtype).itemsize
+    itemsize = jnp.dtype(spec.served(spec.config.layers[0], 1).dtype).itemsize
     stage_s: dict[Shape, tuple[float, ...]] = {}
     for shape in spec.options.shapes:
         one = shape if shape in figures.layer_s else Shape()  # several steps take several times as long
@@ -181,7 +223,8 @@ def _times(spec: ServedSpec, layout: Layout, figures: _Figures, profile: Hardwar
         layout=layout,
         options=spec.options,
         stage_s=stage_s,
-        weight_bytes=max(weights) + figures.temporary_bytes,
+        weight_bytes=max(weights),
+        temporary_bytes=figures.temporary_bytes,
         token_bytes=max(num_layers) * figures.token_bytes_of_layer,
         page_size=spec.page_size,
     )

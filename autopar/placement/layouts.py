@@ -15,6 +15,7 @@ from typing import NamedTuple
 from autopar.errors import PlacementError
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.schedule.steady_state import num_chunks
+from autopar.placement.recorded import Recording
 
 
 class Layout(NamedTuple):
@@ -49,9 +50,11 @@ class StepTimes:
         options: the engine's slots, longest sequence and chunk shapes.
         stage_s: for each shape of `options.shapes` the seconds of each stage.
         token_s: the seconds that each token in the cache adds to a stage of a model step.
-        weight_bytes: the bytes of the weights on one device, with the temporaries of a program; the fullest device counts.
+        weight_bytes: the bytes of the weights on one device; the fullest one counts.
+        temporary_bytes: the bytes on one device of temporaries while a program runs. Models of a group run one after the other.
         token_bytes: the bytes of a token's keys and values on one device.
         page_size: tokens per page.
+        recording: recorded times of iterations, which are used instead of `stage_s` on a layout without a pipeline.
 
     Raises:
         PlacementError: a shape is missing, or a number is not positive and finite.
@@ -62,10 +65,16 @@ class StepTimes:
     stage_s: Mapping[Shape, tuple[float, ...]]
     token_s: float = 0.0
     weight_bytes: float = 0.0
+    temporary_bytes: float = 0.0
     token_bytes: float = 0.0
     page_size: int = 16
+    recording: Recording | None = None
 
     def __post_init__(self) -> None:
+        if self.recording is not None and self.layout.pipeline > 1:
+            raise PlacementError(
+                f"{self.layout.describe()}: recorded times are of one device stage: leave out the recording"
+            )
         for shape in self.options.shapes:
             stages = self.stage_s.get(shape)
             if stages is None:
@@ -84,6 +93,8 @@ class StepTimes:
         Args:
             num_cached_tokens: the tokens in the cache of all slots.
         """
+        if self.recording is not None and (recorded := self.recording.next_s(shape)) is not None:
+            return (recorded,)
         stages = self.stage_s[shape]
         if not self.token_s:
             return stages
@@ -117,7 +128,7 @@ class StepTimes:
         return [shape for shape in self.options.shapes if shape.rows]
 
     def least_bytes(self) -> float:
-        """The bytes on one device of the weights, and of a cache for one sequence of full length."""
+        """The bytes on one device of the weights and of a cache for one sequence of full length, without temporaries."""
         return self.weight_bytes + self.token_bytes * self.page_size * (self.pages_of_sequence + 1)
 
     @property

@@ -109,9 +109,13 @@ class Placement:
         return [number for number, group in enumerate(self.groups) if model in group.models]
 
 
-def cache_bytes(group: Group, models: Mapping[str, ModelSpec], budget_bytes: float) -> float:
-    """The bytes on one device that the weights of a group's models leave for their caches; negative if they do not fit."""
-    return budget_bytes - sum(models[name].times[group.layout].weight_bytes for name in group.models)
+def least_bytes(group: Group, models: Mapping[str, ModelSpec]) -> float:
+    """The bytes on one device of a group's weights, of a cache for one sequence of each model, and of temporaries.
+
+    Programs of several models run one after the other, so the largest temporaries count.
+    """
+    own = [models[name].times[group.layout] for name in group.models]
+    return sum(each.least_bytes() for each in own) + max((each.temporary_bytes for each in own), default=0.0)
 
 
 def fits(group: Group, models: Mapping[str, ModelSpec], budget_bytes: float) -> bool:
@@ -122,7 +126,7 @@ def fits(group: Group, models: Mapping[str, ModelSpec], budget_bytes: float) -> 
     """
     if any(group.layout not in models[name].times for name in group.models):
         return False
-    return sum(models[name].times[group.layout].least_bytes() for name in group.models) <= budget_bytes
+    return least_bytes(group, models) <= budget_bytes
 
 
 def check(placement: Placement, models: Mapping[str, ModelSpec], budget_bytes: float) -> None:
@@ -141,9 +145,8 @@ def check(placement: Placement, models: Mapping[str, ModelSpec], budget_bytes: f
                     f" {', '.join(layout.describe() for layout in models[name].times)}"
                 )
         if not fits(group, models, budget_bytes):
-            least = sum(models[name].times[group.layout].least_bytes() for name in group.models)
             raise PlacementError(
-                f"group {number} needs {human_bytes(least)} per device for {', '.join(group.models)} and a cache for one"
+                f"group {number} needs {human_bytes(least_bytes(group, models))} per device for {', '.join(group.models)} and a cache for one"
                 f" sequence of each, but a device has {human_bytes(budget_bytes)}: take models off it, or make it larger"
             )
 

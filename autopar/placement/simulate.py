@@ -40,6 +40,8 @@ class Outcome:
         ttft_s, latency_s: float64 `[n]`, seconds from arrival to the first and to the last token; NaN without one.
         is_good: bool `[n]`, whether each request met its bounds.
         busy: for each group the share of the trace's time for which its busiest stage computed.
+        num_iterations: the iterations of all engines.
+        is_whole: whether the simulation went to its end; if not, the requests after it count as not good.
     """
 
     trace: Trace
@@ -47,6 +49,8 @@ class Outcome:
     latency_s: NDArray[np.float64]
     is_good: NDArray[np.bool_]
     busy: tuple[float, ...]
+    num_iterations: int
+    is_whole: bool = True
 
     @property
     def num_good(self) -> int:
@@ -78,26 +82,34 @@ def simulate(
     budget_bytes: float = math.inf,
     *,
     drops_late: bool = True,
+    most_lost: int | None = None,
 ) -> Outcome:
     """Simulate a placement.
 
     Args:
         models: by the names in the trace. budget_bytes: the memory of one device.
         drops_late: whether requests that cannot meet their bounds are refused or aborted.
+        most_lost: the number of requests outside their bounds at which the simulation ends; None for no limit.
 
     Raises:
         PlacementError: the placement cannot run.
     """
     check(placement, models, budget_bytes)
     groups = [simulated_group(n, group, models, budget_bytes) for n, group in enumerate(placement.groups)]
-    return _Simulation(groups, models, trace, drops_late=drops_late).run()
+    return _Simulation(groups, models, trace, drops_late=drops_late, most_lost=most_lost).run()
 
 
 class _Simulation:
     """The state of a simulation: a clock, and what happens next."""
 
     def __init__(
-        self, groups: list[dict[str, Replica]], models: Mapping[str, ModelSpec], trace: Trace, *, drops_late: bool
+        self,
+        groups: list[dict[str, Replica]],
+        models: Mapping[str, ModelSpec],
+        trace: Trace,
+        *,
+        drops_late: bool,
+        most_lost: int | None,
     ) -> None:
         num = trace.num_requests
         self._trace, self._models, self._drops_late = trace, models, drops_late
@@ -106,7 +118,10 @@ class _Simulation:
         self._events: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         self._first, self._end = np.full(num, np.nan), np.full(num, np.nan)
+        self._is_good = np.zeros(num, bool)
         self._has_started = [False] * num
+        self._num_iterations = self._num_lost = 0
+        self._most_lost = math.inf if most_lost is None else most_lost
         self._sent: dict[int, tuple[Replica, SimulatedEngine, float]] = {}
 
     def run(self) -> Outcome:
@@ -117,10 +132,12 @@ class _Simulation:
         for number, (arrival_s, request) in enumerate(zip(arrivals, requests, strict=True)):
             while events and events[0][0] <= arrival_s:
                 self._happen(*heapq.heappop(events))
+            if self._num_lost > self._most_lost:
+                return self._outcome(is_whole=False)
             self._arrive(number, arrival_s, *request)
         while events:
             self._happen(*heapq.heappop(events))
-        return self._outcome()
+        return self._outcome(is_whole=True)
 
     def _happen(self, now_s: float, kind: int, _: int, what: Any) -> None:
         if kind == _RESULTS:
@@ -132,6 +149,7 @@ class _Simulation:
         spec = self._models[self._trace.models[model]]
         replicas = [each for each in self._replicas[spec.name] if prompt + output <= each.times.options.max_length]
         if not replicas:
+            self._num_lost += 1
             return
         choices = [Choice(each.devices.queued_s, each.times.latency_s(prompt, output)) for each in replicas]
         at = choose_replica(choices)
@@ -159,6 +177,7 @@ class _Simulation:
     def _take(self, now_s: float, engine: SimulatedEngine, iteration: Iteration) -> None:
         """Apply the results of an iteration, and dispatch the next one."""
         engine.num_running -= 1
+        self._num_iterations += 1
         update = engine.scheduler.update(iteration, engine.results(iteration.shape))
         for name, slot in zip(update.names, update.slots.tolist(), strict=True):
             number = int(name)
@@ -166,6 +185,8 @@ class _Simulation:
                 self._first[number] = now_s
             if slot in update.ended:
                 self._end[number] = now_s
+                self._is_good[number] = self._is_in_time(number)
+                self._num_lost += not self._is_good[number]
                 self._finish(now_s, number)
         self._dispatch(now_s, engine)
 
@@ -175,23 +196,25 @@ class _Simulation:
         replica.devices.queued_s -= work
         engine.queued_s -= work
         if aborts:
+            self._num_lost += 1
             engine.scheduler.abort(str(number))
         for each in replica.engines:
             if aborts or each is not engine:
                 self._dispatch(now_s, each)
 
-    def _outcome(self) -> Outcome:
+    def _is_in_time(self, number: int) -> bool:
+        """Whether a request that has ended met its bounds."""
+        trace, fair = self._trace, 1 - _ROUNDING
+        arrival, first, end = trace.arrival_s[number], self._first[number], self._end[number]
+        slo = self._models[trace.models[trace.model[number]]].slo
+        return slo.is_met((first - arrival) * fair, (end - arrival) * fair, int(trace.output_tokens[number]))
+
+    def _outcome(self, *, is_whole: bool) -> Outcome:
         trace = self._trace
         ttft, latency = self._first - trace.arrival_s, self._end - trace.arrival_s
-        is_good = np.zeros(trace.num_requests, bool)
-        for number in np.flatnonzero(~np.isnan(latency)).tolist():
-            slo = self._models[trace.models[trace.model[number]]].slo
-            fair = 1 - _ROUNDING
-            is_good[number] = slo.is_met(ttft[number] * fair, latency[number] * fair, int(trace.output_tokens[number]))
-        ends = [trace.duration_s, *self._end[~np.isnan(self._end)].tolist()]
-        whole = max(ends)
+        whole = max([trace.duration_s, *self._end[~np.isnan(self._end)].tolist()])
         busy = tuple(max(next(iter(group.values())).devices.busy_s) / whole if group else 0.0 for group in self._groups)
-        return Outcome(trace, ttft, latency, is_good, busy)
+        return Outcome(trace, ttft, latency, self._is_good, busy, self._num_iterations, is_whole)
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ sequence cannot be computed before the last one has left the last stage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +21,7 @@ from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.schedule.requests import Iteration, Results, Shape
 from autopar.inference.schedule.scheduler import Scheduler
 from autopar.placement.layouts import StepTimes
-from autopar.placement.placements import Group, ModelSpec, cache_bytes
+from autopar.placement.placements import Group, ModelSpec, least_bytes
 
 #: The largest cache, as a multiple of what all slots need, as in `inference.serve.layout`.
 _MAX_POOL_FACTOR = 4
@@ -119,7 +120,7 @@ def simulated_group(
         budget_bytes: the memory of one device.
     """
     devices = SimulatedDevices(group.layout.pipeline)
-    spare = cache_bytes(group, models, budget_bytes)
+    spare = budget_bytes - least_bytes(group, models)
     replicas: dict[str, Replica] = {}
     for name in group.models:
         times = models[name].times[group.layout]
@@ -133,8 +134,9 @@ def simulated_group(
     return replicas
 
 
-def _num_pages(times: StepTimes, cache: float) -> int:
-    """The pages that fit into `cache` bytes of a device: at least those of one sequence, and no more than are of use."""
+def _num_pages(times: StepTimes, spare: float) -> int:
+    """The pages of one sequence, and as many as fit into `spare` bytes of a device, but no more than are of use."""
     most = _MAX_POOL_FACTOR * times.options.num_slots * times.pages_of_sequence
     page = times.token_bytes * times.page_size
-    return max(times.pages_of_sequence, most if not page else min(most, int(cache / page) - 1))
+    more = spare / page if page else math.inf
+    return most if more >= most else min(most, times.pages_of_sequence + int(more))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import PlacementError
 
+_MOST_TOKENS = 10**9
 COLUMNS = ("arrival_s", "model", "prompt_tokens", "output_tokens")
 
 
@@ -47,8 +48,10 @@ class Traffic:
             if not (math.isfinite(value) and value > 0):
                 raise PlacementError(f"model {self.model!r}: {name} is {value!r}: give a positive number")
         for name in ("prompt_tokens", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise PlacementError(f"model {self.model!r}: {name} is {getattr(self, name)!r}: give at least 1")
+            if not 1 <= getattr(self, name) <= _MOST_TOKENS:
+                raise PlacementError(
+                    f"model {self.model!r}: {name} is {getattr(self, name)!r}: give at least 1 and at most {_MOST_TOKENS:,}"
+                )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +87,12 @@ class Trace:
         part = slice(int(first), int(last))
         columns = (self.model[part], self.prompt_tokens[part], self.output_tokens[part])
         return Trace(self.models, self.arrival_s[part] - start_s, *columns, end_s - start_s)
+
+    def of_models(self, names: Iterable[str]) -> Trace:
+        """The requests of some models."""
+        is_own = np.isin(self.model, [self.models.index(name) for name in names])
+        columns = (self.model[is_own], self.prompt_tokens[is_own], self.output_tokens[is_own])
+        return Trace(self.models, self.arrival_s[is_own], *columns, duration_s=self.duration_s)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the requests as CSV with the columns of `COLUMNS`."""
@@ -142,10 +151,10 @@ def _rows(reader: csv.DictReader[str], path: str, models: Sequence[str] | None) 
                 f"{where}: arrival_s, prompt_tokens and output_tokens are {row['arrival_s']!r}, {row['prompt_tokens']!r} and"
                 f" {row['output_tokens']!r}: give a number of seconds and two integers"
             ) from None
-        if not math.isfinite(arrival) or prompt < 1 or output < 1:
+        if not math.isfinite(arrival) or not 1 <= prompt <= _MOST_TOKENS or not 1 <= output <= _MOST_TOKENS:
             raise PlacementError(
                 f"{where}: arrival_s={arrival}, prompt_tokens={prompt}, output_tokens={output}: the first must be finite, and"
-                " both numbers of tokens at least 1"
+                f" both numbers of tokens at least 1 and at most {_MOST_TOKENS:,}"
             )
         rows.append((arrival, name, prompt, output))
     return rows
@@ -163,6 +172,8 @@ def synthetic_trace(traffic: Sequence[Traffic], duration_s: float, seed: int = 0
     names = tuple(each.model for each in traffic)
     if len(set(names)) < len(names):
         raise PlacementError(f"traffic is given twice for a model: {', '.join(names)}")
+    if seed < 0:
+        raise PlacementError(f"the seed of a trace is {seed}: give 0 or more")
     if not (math.isfinite(duration_s) and duration_s > 0):
         raise PlacementError(f"the duration of a trace is {duration_s!r} s: give a positive number")
     arrivals = [_arrivals(each, duration_s, np.random.default_rng((seed, n))) for n, each in enumerate(traffic)]
