@@ -2,5 +2,5 @@
 
 In: a user's step and options.
 Out: a step that runs sharded by its plan; plans; reports.
-Imported by: inference, vector_search, verification, comparison, cli.
+Imported by: inference, placement, vector_search, verification, comparison, cli.
 """

@@ -2,7 +2,7 @@
 
 In: a model's folder, requests.
 Out: tokens and text; plans and predicted figures of an engine on absent devices.
-Imported by: serving, cli.
+Imported by: placement, serving, cli.
 """
 
 from autopar.inference.model.checkpoint import Checkpoint as Checkpoint

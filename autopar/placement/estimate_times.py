@@ -234,7 +234,7 @@ def _divide(num_layers: int, stages: int, rest_s: float, layer_s: float) -> list
     """The layers of each stage: at least one, and as even as possible in time with what the last stage has besides.
 
     >>> _divide(24, 4, 2.0, 1.0), _divide(2, 2, 5.0, 1.0)
-    ([7, 6, 6, 5], [1, 1])
+    ([7, 7, 6, 4], [1, 1])
     """
     counts, seconds = [1] * stages, [layer_s] * stages
     seconds[-1] += rest_s
