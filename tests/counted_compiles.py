@@ -20,7 +20,7 @@ def main() -> None:
     jax.monitoring.register_event_listener(count)
     tell = fsdp.tell
     fsdp.tell = lambda log, **what: tell(log, compiled=compiled, **what)
-    fsdp.kept(*sys.argv[1:])
+    {"kept": fsdp.kept, "kept_in_stages": fsdp.kept_in_stages}[sys.argv[1]](*sys.argv[2:])
 
 
 if __name__ == "__main__":

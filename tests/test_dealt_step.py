@@ -33,6 +33,7 @@ def test_one_member_has_all_microbatches_and_the_losses_of_the_step() -> None:
     state = run.restore_or_init(step, create_state, jax.random.key(0), batch=shapes)
     plain, _ = fsdp.as_written()
     expected, jitted = create_state(jax.random.key(0)), jax.jit(plain)
+    batch: Any = None
     for batch in run.batches(lambda start: fsdp.batches(start, 3, run.rows(fsdp.BATCH))):
         given = dict(zip("xy", (np.asarray(one.own) for one in batch.values()), strict=True))
         expected, wanted = jitted(expected, given)
@@ -115,7 +116,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
         loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
         return {"w": state["w"] - 0.1 * grad}, loss
 
-    with pytest.raises(MicrobatchError, match="cannot be split into 5 equal shares"):
+    with pytest.raises(BatchError, match="16 examples cannot be divided into 5 microbatches"):
         losses_of(mean, (5,))
     step = autopar.parallelize(mean, cache=False)
     run = run_of(4)

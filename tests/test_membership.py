@@ -11,7 +11,7 @@ import pytest
 
 from autopar.membership.copies import newest_complete, partners_of
 from autopar.membership.deal import Deal, better, dealt
-from autopar.membership.job import BLAME_S, CLOSED_S, Job
+from autopar.membership.job import BLAME_S, CLOSED_S, DEAL_S, Job
 from autopar.membership.records import Assignment, Place, Report, Terms
 from autopar.membership.state_file import Saved
 from autopar.membership.wire import WireError
@@ -231,13 +231,18 @@ def test_microbatches_are_dealt_by_measured_speed_and_again_when_it_changes() ->
     def measured(*seconds: float) -> None:
         for name, step_s in zip("abcd", seconds, strict=True):
             fleet.members[name].report = replace(fleet.members[name].report, step_s=step_s)
-        fleet.run(6.0)
+        fleet.run(DEAL_S + 6.0)
 
     measured(0.1, 0.1, 0.3, 0.1)
     assert fleet.starts[1][:2] == (2, 4) and any("they compute 4, 4, 1, 3 microbatches" in one for one in fleet.events)
     assert [place.microbatches for place in fleet.job.places.values()] == [(4, 4, 1, 3)] * 4
     measured(0.1, 0.11, 0.3, 0.1)
     assert len(fleet.starts) == 2, "a change that gains little is not made"
+    for name, step_s in zip("abcd", (0.3, 0.1, 0.3, 0.1), strict=True):
+        fleet.members[name].report = replace(fleet.members[name].report, step_s=step_s)
+    fleet.run(DEAL_S / 2)
+    measured(0.1, 0.1, 0.3, 0.1)
+    assert len(fleet.starts) == 2, "nor one whose reason is gone soon"
     measured(0.1, 0.1, 0.1, 0.1)
     assert {place.microbatches for place in fleet.job.places.values()} == {(3, 3, 3, 3)}
     fleet.members["b"].alive = False

@@ -25,6 +25,8 @@ from autopar.membership.stragglers import slowest
 CLOSED_S = 1.0
 #: Seconds in which the other reports of one failure arrive, so that its cause is named and not one of its effects.
 BLAME_S = 0.3
+#: Seconds for which another deal of microbatches has to be faster, before it is made.
+DEAL_S = 10.0
 #: Seconds after which the keeper says that it waits for members.
 WAITS_S = 15.0
 #: Seconds to wait for agents that are there but not ready, and for the first members.
@@ -55,6 +57,7 @@ class Job:
         self._order: list[str] = list(self.places)
         self._slow = ""
         self._has_said = False  # that the keeper waits for members
+        self._deal_since_s = 0.0  # since when another deal of microbatches would be faster
         self._seconds: dict[str, float] = {}  # of each agent, for one microbatch
         self._floor = (0, 0)  # the oldest copies to keep
         # How long to wait for members that have not come yet: at first, and after a keeper that ended between two generations.
@@ -99,7 +102,7 @@ class Job:
             self.code = 0 if self.stopping else None
             self._start(now_s)
         elif self.code is None:
-            self._agree_on_border()
+            self._agree_on_border(now_s)
             self._rehearsals.tick(self._members(), self.generation, self.border is None and self._done > self._began)
 
     def assignment(self, agent: str) -> Assignment:
@@ -176,6 +179,7 @@ class Job:
         self._order = [*self.places]
         self.places, self.border, self._since_s, self._broken_s = {}, None, now_s, 0.0
         self._missing.clear()
+        self._deal_since_s = 0.0
         self._patience_s = 0.0
         self._rehearsals.cancel()
 
@@ -213,21 +217,21 @@ class Job:
             f"generation {self.generation}: {len(members)} of {self.terms.wanted} members start {source}"
         )
 
-    def _agree_on_border(self) -> None:
+    def _agree_on_border(self, now_s: float) -> None:
         """Ask the workers to stop if the members are to change; then let all run on to where the last of them stops."""
         members = self._members()
         if len(members) < len(self.places):
             return
         if self.border is None:
             # A request of an earlier keeper is withdrawn first, as its answers are of earlier steps.
-            if all(one.stops_at is None for one in members) and self._wants_change(members):
+            if all(one.stops_at is None for one in members) and self._wants_change(members, now_s):
                 self.border = "ask"
         elif self.border == "ask":
             stops = [one.stops_at if one.generation == self.generation else None for one in members]
             if all(at is not None for at in stops):
                 self.border = max(at for at in stops if at is not None)
 
-    def _wants_change(self, members: Sequence[Report]) -> bool:
+    def _wants_change(self, members: Sequence[Report], now_s: float) -> bool:
         if self.stopping or any(one.leaving for one in members):
             return True
         others = [one.report for one in self.seen.values() if one.report.agent not in self.places]
@@ -243,6 +247,10 @@ class Job:
             return True
         counts = self.places[members[0].agent].microbatches
         deal = better(counts, [one.step_s for one in members]) if counts else None
+        if deal is None or not self._deal_since_s:
+            self._deal_since_s = now_s if deal is not None else 0.0
+        if deal is not None and now_s - self._deal_since_s < DEAL_S:
+            return False
         if deal is not None:
             now, then = (", ".join(map(str, one)) for one in (counts, deal))
             self.events.append(f"members differ in speed: they compute {then} microbatches in place of {now}")

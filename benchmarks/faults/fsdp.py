@@ -64,8 +64,8 @@ def as_written() -> tuple[Any, Any]:
     return train_step, create_state
 
 
-#: The layers of the pipeline: 4 and 3 stages have unequal numbers of them.
-LAYERS = 6
+#: The layers of the pipeline, of which 4 and 3 stages have unequal numbers; and the memory of a device, which one alone does not hold.
+LAYERS, MEMORY_BYTES = 6, 1.0e6
 
 
 def in_stages(count: int) -> tuple[Any, Any, Any]:
@@ -117,6 +117,36 @@ def tell(log: str, **what: Any) -> None:
     """Append a line to the log: several processes may write it."""
     with Path(log).open("a") as file:
         file.write(json.dumps({"at_s": time.time(), "pid": os.getpid(), "agent": os.getppid(), **what}) + "\n")
+
+
+def save_templates(folder: Path, num_members: int) -> dict[int, str]:
+    """Plan the pipeline for each number of members, and save the plans. Returns what stages each member of each has."""
+    import jax
+
+    import autopar
+
+    step, create_state = layers_as_written()
+    state = jax.eval_shape(create_state, jax.random.key(0))
+    whole = jax.ShapeDtypeStruct((BATCH, WIDTH), "float32")
+    options = {"devices_per_node": 1, "hardware": "cpu-host", "memory_budget_bytes": MEMORY_BYTES}
+    made = autopar.plan_templates(
+        step, state, {"x": whole, "y": whole}, num_nodes=num_members, survive=0, num_microbatches=4, **options
+    )
+    for size, one in made.templates.items():
+        plan: Any = one.plan
+        plan.save(folder / f"{size}.json")
+    return {size: str(one.stages) for size, one in made.templates.items()}
+
+
+def kept_by_template(log: str, steps: str, pause_s: str, folder: str) -> None:
+    import autopar
+
+    def made(count: int) -> tuple[Any, Any, Any]:
+        train_step, create_state = layers_as_written()
+        step = autopar.parallelize(train_step, plan=Path(folder) / f"{count}.json")
+        return step, create_state, in_stages(1)[2]
+
+    kept(log, steps, pause_s, made)
 
 
 def kept_in_stages(log: str, steps: str, pause_s: str = "0.05") -> None:
@@ -189,4 +219,10 @@ def by_hand(log: str, start: str, stop: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    {"kept": kept, "kept_in_stages": kept_in_stages, "by_hand": by_hand}[sys.argv[1]](*sys.argv[2:])
+    programs = {
+        "kept": kept,
+        "kept_in_stages": kept_in_stages,
+        "kept_by_template": kept_by_template,
+        "by_hand": by_hand,
+    }
+    programs[sys.argv[1]](*sys.argv[2:])

@@ -2,7 +2,8 @@
 
 `kill -9` of a process drawn by chance, at a moment drawn by chance; its replacement is started at once, and the next process is killed when
 it has its place. *freezes*: `SIGSTOP`; the process wakes a second when its replacement has its place, and is killed then. *kills*: of workers, heads of chains, other replicas. *next update*: seconds from a kill until all servers have applied their next update, median and
-most, all processes on this machine. *log*: updates in the logs of all replicas together, with every share in every clock once. *weights*: for BSP whether the final
+most, all processes on this machine. *log*: updates in the logs of all replicas together, with every share in every clock once; under
+backup(1), gaps are late updates, which the policy discards. *weights*: for BSP whether the final
 weights of all replicas have the bits of an undisturbed run in one process; for others the loss on new examples against that of the same processes, undisturbed.
 """
 

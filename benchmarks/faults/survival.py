@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.fsdp import BATCH, as_written, batches
+from benchmarks.faults import fsdp
 from benchmarks.faults.kept_job import KeptJob, losses
 from benchmarks.faults.proxy import Proxy
 
@@ -110,9 +110,9 @@ def worst_difference(history: dict[int, tuple[int, float]], written: tuple[Any, 
 
     last = max(history)
     assert sorted(history) == list(range(1, last + 1)), "every step was done"
-    step, create_state = written or as_written()
+    step, create_state = written or fsdp.as_written()
     compiled, state, worst = jax.jit(step), create_state(jax.random.key(0)), 0.0
-    for number, batch in enumerate(batches(0, last, slice(0, BATCH)), 1):
+    for number, batch in enumerate(fsdp.batches(0, last, slice(0, fsdp.BATCH)), 1):
         state, loss = compiled(state, batch)
         worst = max(worst, abs(history[number][1] / float(loss) - 1))
     return worst

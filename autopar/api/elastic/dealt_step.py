@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar.api.elastic.own_rows import Rows
+from autopar.api.elastic.own_rows import Rows, check_divides
 from autopar.api.workers.division import PASSED
 from autopar.api.workers.planned_part import PlannedPart
 from autopar.errors import MeshError, MicrobatchError
@@ -35,6 +35,7 @@ from autopar.runtime import jit as execute
 from autopar.runtime.distributed.exchange import Exchange, Given, among_processes
 from autopar.runtime.own_arrays import OwnArguments
 from autopar.runtime.replay import Replay
+from autopar.transforms.microbatch.batch_dims import leading_dim
 from autopar.transforms.microbatch.slices import COMBINE
 from autopar.transforms.microbatch.worker_programs import Term, cut_for_workers
 from autopar.transforms.program import Program
@@ -54,7 +55,7 @@ class DealtStep:
         may_take: whether donated arrays that the user made may be overwritten.
 
     Raises:
-        MicrobatchError: the batch cannot be divided so.
+        BatchError, MicrobatchError: the batch cannot be divided so.
         MeshError: processes have unequal numbers of devices.
     """
 
@@ -64,6 +65,7 @@ class DealtStep:
         _check_same(among_processes(), deal)
         self._deal = deal
         own_statistics = bool(options.get("per_microbatch_statistics"))
+        check_divides(deal, leading_dim(program.as_written.graph)[0])
         self._cut = cut_for_workers(program, deal.num_microbatches, own_statistics=own_statistics, wide=True)
         _check_terms(self._cut.terms, program.signature.name)
         groups = _by_process(mesh, len(deal.counts))

@@ -32,6 +32,7 @@ from autopar.api.elastic.own_rows import rows_of
 from autopar.api.elastic.shards import PeerCopies
 from autopar.api.parallel_step import ParallelStep
 from autopar.errors import ProcessError, StepSignatureError
+from autopar.jax_interop.own_programs import keep_own_programs
 from autopar.jax_interop.processes import backends_are_initialized
 from autopar.membership.blame import is_effect
 from autopar.membership.deal import Deal
@@ -126,18 +127,17 @@ class ElasticRun:
             self.restored_from = "init"
         else:
             state = None
-        target = step.abstract_state(create_state, *create_args, **step_args)
+        if self._channel is not None:
+            carried = CarriedState(step, step.abstract_state(create_state, *create_args, **step_args))
+            state = carried.zeros() if state is None else state
+            self._state = carried
+            step.observer = self._observe
+            self._channel.at(self.position)
         if self._deal is not None and self._dealt is None:
             raise StepSignatureError(
                 f"`{step.name}` is planned as a pipeline, whose microbatches go through all stages: leave --microbatches out of"
                 " `autopar keep`, or give `stages=1`"
             )
-        if self._channel is not None:
-            carried = CarriedState(step, target)
-            state = carried.zeros() if state is None else state
-            self._state = carried
-            step.observer = self._observe
-            self._channel.at(self.position)
         self._step = step
         return state
 
@@ -195,6 +195,9 @@ class ElasticRun:
         if self.is_rehearsal:
             jax.block_until_ready(returned)
             assert self.place is not None
+            exchange = among_processes()
+            if exchange is not None:  # stages of a pipeline need each other until the last result is there
+                exchange.judged("ending a rehearsal", None, lambda given: None)
             time.sleep(0 if self.place.rank else _LAST_S)
             _flush()
             os._exit(0)
@@ -252,6 +255,7 @@ def join() -> ElasticRun:
         jax.distributed.initialize(
             place.coordinator, place.count, place.rank, cluster_detection_method="deactivate", local_device_ids=None
         )
+    keep_own_programs()
     return ElasticRun(place, channel)
 
 
