@@ -95,7 +95,13 @@ def measure(which: str, num_vectors: int = NUM_VECTORS, rounds: int = ROUNDS) ->
         ("checkpoints", details["checkpoints"], "", ""),
     ]
     return [
-        {"case": case, "figure": figure, "measured": measured, "gate": gate, "met": met}
+        {
+            "case": case,
+            "figure": figure,
+            "measured": float(measured),
+            "gate": gate,
+            "met": met if met == "" else bool(met),
+        }
         for figure, measured, gate, met in figures
     ]
 

@@ -1,9 +1,9 @@
 """Four server processes with two replicas of 50,000 int8 vectors of 100 elements (FAISS's synthetic set, seed 21).
 
 `autopar serve --index` serves each part, and a router in this process searches for 500 queries, in batches of 50. Lists are
-placed by the load of 256 other queries. Results are compared with those of the whole index in this process; equally near
+placed by the load of 2,000 queries that were drawn from these by Zipf's law with exponent 1. Results are compared with those of the whole index in this process; equally near
 vectors may be in any order. Then one server gets SIGKILL, and the queries are repeated; each of the servers in turn. The
-load is that of 5,000 queries drawn by Zipf's law with exponent 1: lists that each server was sent.
+load is that of 5,000 further queries of that law: lists that each server was sent.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from benchmarks.vector_disk.lists import DIM, NUM_VECTORS, K, _data, _distances,
 
 Row = dict[str, Any]
 
-NUM_SERVERS, REPLICAS, SAMPLE, BATCH = 4, 2, 256, 50
+NUM_SERVERS, REPLICAS, TRACE, BATCH = 4, 2, 2_000, 50
 
 
 def measure(num_vectors: int = NUM_VECTORS) -> list[Row]:
     """One row for each figure."""
     corpus, queries = _data("synthetic", 21, num_vectors)
-    sample = _data("synthetic", 22, SAMPLE)[0]
+    draw, share = np.random.default_rng(0), 1 / np.arange(1, len(queries) + 1)
+    drawn = lambda num: queries[draw.choice(len(queries), num, p=share / share.sum())]  # noqa: E731
     nearest = _nearest(corpus, queries)
     with tempfile.TemporaryDirectory() as folder:
         index = vector_search.build_on_disk(corpus, Path(folder) / "index", recall_target=0.95, progress=False)
-        parts = vector_search.divide(index, folder, NUM_SERVERS, replicas=REPLICAS, queries=sample)
+        parts = vector_search.divide(index, folder, NUM_SERVERS, replicas=REPLICAS, queries=drawn(TRACE))
         whole = index.search(queries, K)
         processes = [_started(part) for part in parts]
         try:
             urls = [url for _, url in processes]
             with vector_search.ServedIndex(parts[0], urls, deadline_s=60, retry_s=3600) as router:
                 found, requested, _ = _searched(router, queries)
-                before, draw = router.loads, np.random.default_rng(0)
-                share = 1 / np.arange(1, len(queries) + 1)
-                _searched(router, queries[draw.choice(len(queries), 5_000, p=share / share.sum())])
+                before = router.loads
+                _searched(router, drawn(5_000))
                 loads = router.loads - before
             lost = []
             for which, (process, _) in enumerate(processes):

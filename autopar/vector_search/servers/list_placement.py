@@ -8,6 +8,9 @@ for both sides. The lists with the highest load are on all servers: whoever is a
 
 from __future__ import annotations
 
+import math
+from itertools import combinations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,6 +18,8 @@ from autopar.errors import SearchError
 
 #: Share of the bytes that is on all servers.
 _HOT_SHARE = 0.05
+#: Sets of servers that are compared for a query.
+_MAX_COVERS = 500
 
 
 def placed(
@@ -68,7 +73,8 @@ def chosen(
 ) -> NDArray[np.int64]:
     """int64 `[num_queries, num_lists]`: the server that answers for each list that a query probes, -1 for none.
 
-    Each query asks as few servers as a greedy cover finds; of equal ones, the one with the lowest load.
+    Each query uses as few servers as have its lists; of equally few, those with the lowest load, and of lists that several
+    of them have, each goes to the one with the lowest load.
 
     Args:
         is_probed: bool `[num_queries, num_lists]`.
@@ -79,15 +85,39 @@ def chosen(
     found = np.full(is_probed.shape, -1, np.int64)
     usable = has & is_up[None]
     for query, probed in enumerate(is_probed):
-        left = np.flatnonzero(probed)
-        while left.size:
-            covered = usable[left].sum(axis=0)
-            if not covered.any():
-                break
-            best = np.flatnonzero(covered == covered.max())
-            server = int(best[np.argmin(loads[best])])
-            is_covered = usable[left, server]
-            found[query, left[is_covered]] = server
-            loads[server] += is_covered.sum()
-            left = left[~is_covered]
+        lists = np.flatnonzero(probed & usable.any(axis=1))
+        if not lists.size:
+            continue
+        there = usable[lists]
+        servers = _cover(there, loads)
+        there = there[:, servers]
+        for row in np.argsort(there.sum(axis=1), kind="stable").tolist():
+            own = servers[there[row]]
+            server = own[np.argmin(loads[own])]
+            found[query, lists[row]] = server
+            loads[server] += 1
     return found
+
+
+def _cover(there: NDArray[np.bool_], loads: NDArray[np.floating]) -> NDArray[np.int64]:
+    """The fewest servers that have all lists; of equally few, those whose highest load is the lowest.
+
+    Args:
+        there: bool `[num_lists, num_servers]`, each list on at least one.
+    """
+    num_servers = there.shape[1]
+    for count in range(1, num_servers + 1):
+        if math.comb(num_servers, count) > _MAX_COVERS:
+            break
+        every = np.array(list(combinations(range(num_servers), count)))
+        covers = every[there[:, every].any(axis=2).all(axis=0)]
+        if len(covers):
+            return covers[np.lexsort((loads[covers].sum(axis=1), loads[covers].max(axis=1)))[0]]
+    taken: list[int] = []  # greedy: too many to compare
+    left = there
+    while len(left):
+        covered = left.sum(axis=0)
+        best = np.flatnonzero(covered == covered.max())
+        taken.append(int(best[np.argmin(loads[best])]))
+        left = left[~left[:, taken[-1]]]
+    return np.array(taken)

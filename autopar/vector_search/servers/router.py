@@ -1,8 +1,8 @@
 """Search an index that is divided among servers: `ServedIndex`.
 
 In: a part, for the centroids and the placement; the servers' addresses. Out: results, and which share of the lists that
-each query wanted was answered for. A query asks only servers that have its lists, as few as a greedy cover finds. If a
-server does not answer, its lists are asked of other servers that have them.
+each query wanted was answered for. A query uses only servers that have its lists, as few as possible. If a server does not
+answer, its lists are requested from other servers that have them.
 """
 
 from __future__ import annotations

@@ -27,6 +27,9 @@ from autopar.vector_search.updates.list_map import ListMap
 LONGEST, SHORTEST = 1.7, 0.2
 #: If the mean is below this share of the target, lists shorter than so many means are merged too.
 _FEWEST, _FEW = 0.75, 0.6
+#: A centroid is moved if its squared distance from the mean of the vectors that are nearest to it is more than this share of
+#: their mean squared distance; of all vectors of the list, if fewer than this share are nearest to it.
+_MOVED, _OWN = 0.05, 0.25
 #: Lists around a split whose vectors are checked.
 _AROUND = 64
 
@@ -130,11 +133,13 @@ class Rebalance:
                 checked[which] = int(self.lengths[which])
 
     def clean(self, which: int) -> None:
-        """Write a list as a whole: without dead entries, and without vectors that belong elsewhere."""
+        """Write a list as a whole: around its vectors of today, without dead entries and without vectors that belong
+        elsewhere."""
         members = self.members(which)
         if len(self.lengths) - len(self.dropped) < 2 or not len(members.slots):
             return
         compared = self._prepared(members)
+        self._recentre(which, compared)
         near = nearest(compared, self._comparable(), 1)
         own = squared_distances(compared, self.centroids[which : which + 1])[:, 0]
         is_far = (near.lists[:, 0] != which) & (own > self.copies.reach**2 * near.squares[:, 0])
@@ -158,7 +163,8 @@ class Rebalance:
     # -- private ------------------------------------------------------------------------------
 
     def _set(self, which: int, members: Members) -> None:
-        self.whole[which], self.lengths[which] = members, len(members.slots)
+        self.whole[which] = members
+        self.lengths[which] = len(members.slots) + sum(len(part.slots) for part in self.added.get(which, ()))
 
     def _append(self, which: int, members: Members) -> None:
         self.added[which].append(members)
@@ -190,30 +196,56 @@ class Rebalance:
         self.num_splits += 1
         to_old = squared_distances(compared, old[None])[:, 0]
         to_new = squared_distances(compared, means)
-        self._reassign(members, compared, to_old <= to_new.min(axis=1), (which, second))
-        around = nearest(old[None], self._comparable(), 2 + _AROUND).lists[0]
-        around = [int(each) for each in around if each not in (which, second) and each not in self.dropped]
+        own = np.where(is_second, second, which)
+        self._reassign(members, compared, to_old <= to_new.min(axis=1), own)
+        self._attract(old, means, (which, second))
+
+    def _recentre(self, which: int, compared: NDArray[np.float32]) -> None:
+        """Move the centroid of a list to where its vectors are by now, and reassign vectors around it."""
+        is_own = nearest(compared, self._comparable(), 1).lists[:, 0] == which
+        own = compared[is_own] if is_own.sum() >= _OWN * len(compared) else compared
+        old, new = self.centroids[which].copy(), own.mean(axis=0)
+        if ((new - old) ** 2).sum() <= _MOVED * ((own - new) ** 2).sum(axis=1).mean():
+            return
+        self.centroids = self.centroids.copy()  # the old map has the others
+        self.centroids[which] = new
+        self._attract(old, new[None], (which,))
+
+    def _attract(self, old: NDArray[np.float32], means: NDArray[np.float32], new: tuple[int, ...]) -> None:
+        """Reassign vectors of the lists around a centroid that has been replaced.
+
+        Args:
+            old: f32 `[d]`, the centroid that was there.
+            means: f32 `[m, d]`, the new centroids.
+            new: their lists.
+        """
+        around = nearest(old[None], self._comparable(), len(new) + _AROUND).lists[0]
+        around = [int(each) for each in around if each not in new and each not in self.dropped]
         self.contents.load(each for each in around if each not in self.whole)
-        for other in around:
-            there = self.whole[other] if other in self.whole else self.contents.of(other)
-            if not len(there.slots):
-                continue
-            compared = self._prepared(there)
-            squares = squared_distances(compared, np.concatenate([old[None], means, self.centroids[other][None]]))
-            is_nearer = squares[:, 1:3].min(axis=1) < np.minimum(squares[:, 0], squares[:, 3])
-            self._reassign(there, compared, is_nearer, (other,))
+        parts = [self.whole[each] if each in self.whole else self.contents.of(each) for each in around]
+        if not parts:
+            return
+        there = Members(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+        own = np.repeat(np.array(around), [len(part.slots) for part in parts])
+        compared = self._prepared(there)
+        squares = squared_distances(compared, np.concatenate([old[None], means]))
+        to_own = ((compared - self.centroids[own]) ** 2).sum(axis=1)
+        self._reassign(there, compared, squares[:, 1:].min(axis=1) < np.minimum(squares[:, 0], to_own), own)
 
     def _reassign(
-        self, members: Members, compared: NDArray[np.float32], is_checked: NDArray[np.bool_], own: tuple[int, ...]
+        self,
+        members: Members,
+        compared: NDArray[np.float32],
+        is_checked: NDArray[np.bool_],
+        own: NDArray[np.int64],
     ) -> None:
-        """Give vectors to their nearest lists, if those are not the lists that they come from."""
+        """Give vectors to their nearest lists, if those are not the lists that they come from, `own`."""
         if not is_checked.any():
             return
-        some = members.some(is_checked)
+        some, own = members.some(is_checked), own[is_checked]
         lists = nearest(compared[is_checked], self._comparable(), 1).lists[:, 0]
-        for target in np.unique(lists).tolist():
-            if target not in own:
-                self._give(target, some.some(lists == target))
+        for target in np.unique(lists[lists != own]).tolist():
+            self._give(target, Members.concatenated([some.some((lists == target) & (own != target))]))
 
     def _merge(self, which: int) -> None:
         """Give the vectors of a list to their nearest other lists."""
