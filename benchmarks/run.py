@@ -168,6 +168,7 @@ _PLACED = (
     "scale",
     "real engine",
 )
+_GRAPHS_ON_DISK = tuple(f"graph: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
 BENCHMARKS = {
     "attention": Benchmark(
@@ -422,13 +423,24 @@ BENCHMARKS = {
         },
     ),
     "vector_disk": Benchmark(
-        (*_ON_DISK, "memory", *_CHANGED, "cache", "servers"),
+        (*_ON_DISK, *_GRAPHS_ON_DISK, "memory", *_CHANGED, "cache", "servers"),
         "",
         sources=(),
         summary="benchmarks.vector_disk.page",
         module="vector_disk.parts",
         sources_of={
             **dict.fromkeys(_ON_DISK, ("vector_disk/lists.py", "synthetic_vectors.py", "../examples/documentation.py")),
+            **dict.fromkeys(
+                _GRAPHS_ON_DISK,
+                (
+                    "vector_disk/graph.py",
+                    "vector_disk/diskann_rival.py",
+                    "vector_disk/lists.py",
+                    "vector_search/contenders.py",
+                    "synthetic_vectors.py",
+                    "../examples/documentation.py",
+                ),
+            ),
             "memory": ("vector_disk/memory.py",),
             **dict.fromkeys(_CHANGED[:2], ("vector_disk/rounds.py", "synthetic_vectors.py")),
             **dict.fromkeys(_CHANGED[2:], tuple(f"vector_disk/{name}.py" for name in _ACCIDENTS)),

@@ -49,11 +49,10 @@ def test_index_of_one_vector() -> None:
 
 
 @pytest.mark.slow
-def test_candidate_neighbours_are_in_the_order_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidate_neighbours_are_in_the_order_of_the_vectors() -> None:
     vectors = faiss_synthetic(8, 0, 250, 0).corpus
-    monkeypatch.setattr("autopar.vector_search.graph.build._AT_ONCE", 100)
     index = build_lists(vectors, "l2", num_lists=5, iterations=2)
-    near = np.asarray(near_in_lists(index, jnp.asarray(vectors), 3, 5))
+    near = np.asarray(near_in_lists(index, jnp.asarray(vectors), 3, 5, at_once=100))
     np.testing.assert_array_equal(near, exact_nearest(vectors, vectors, 4))
 
 

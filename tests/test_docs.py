@@ -70,6 +70,7 @@ NOT_HELD = (
     "pipelines",
     "plans-in-git",
     "vector-search",
+    "graph-on-disk",
     "vector-search-on-disk",
     "api",
     "inference-on-paper",

@@ -13,6 +13,7 @@ from autopar.cli.main import main
 from autopar.errors import SearchError
 from autopar.pipeline.plan_files import load_plan
 from autopar.vector_search.estimate.estimate import estimate_search
+from autopar.vector_search.estimate.servers import Served, Servers, best_served, served
 from autopar.vector_search.estimate.sizes import (
     PARTS,
     SearchSpec,
@@ -224,3 +225,76 @@ def test_a_search_needs_a_corpus(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_numbers(wrong: dict[str, Any]) -> None:
     with pytest.raises(SearchError, match=next(iter(wrong))):
         case(**wrong)
+
+
+# -- servers with drives ---------------------------------------------------------------------
+
+
+def of(kind: str, number: int, **more: Any) -> Served:
+    servers = Servers(**{"memory_bytes": 64e9, "memory_bytes_per_s": 200e9, **more})
+    return next(one for one in served(case(), servers) if (one.kind, one.num_servers) == (kind, number))
+
+
+def test_spacev1b_on_servers() -> None:
+    lists, graph = of("ivfdisk", 1), of("graphdisk", 1)
+    assert 12e9 < lists.memory_bytes < 20e9 and 35e9 < graph.memory_bytes < 45e9
+    assert graph.disk_bytes == math.ceil(1.4e9 / 11) * 4096
+    assert lists.disk_bytes == pytest.approx(1.4e9 * 2.2 * 104 * 1.24)
+    assert lists.queries_per_s == pytest.approx([speed / 4096 / lists.pages for speed in (5e9, 10e9)])
+    assert of("exact", 1).why_not == of("graph", 1).why_not == "memory"
+    assert of("ivfpq", 8).why_not == "" and of("ivfpq", 8).disk_bytes == 0
+    # lists are read once, wherever they are; each server's graph is searched
+    assert of("ivfdisk", 8).pages == lists.pages and of("ivfdisk", 8).queries_per_s[0] == 8 * lists.queries_per_s[0]
+    assert of("graphdisk", 8).pages == 8 * graph.pages
+    assert of("graphdisk", 8).queries_per_s == pytest.approx(graph.queries_per_s)
+
+
+def test_choice_follows_memory_prices_and_updates() -> None:
+    def chosen(number: int, **more: Any) -> str | None:
+        servers = Servers(**{"memory_bytes": 64e9, "memory_bytes_per_s": 200e9, "numbers": (number,), **more})
+        best = best_served(served(case(), servers), number)
+        return best and best.kind
+
+    assert chosen(1) == "graphdisk" and chosen(1, memory_bytes=30e9) == "ivfdisk"
+    assert chosen(1, memory_bytes=1e9) is None
+    assert chosen(1, updates_per_s=100) == chosen(16, updates_per_s=1) == "ivfdisk"
+    assert chosen(16) == "graph"
+    assert chosen(16, memory_usd=3, disk_usd=0.1) == "ivfdisk"
+    assert chosen(16, memory_usd=0.1, disk_usd=100) == "exact"
+    assert of("graph", 8, updates_per_s=5).why_not == "updates"
+
+
+def test_tables_and_json_of_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        *EXAMPLE,
+        "--devices",
+        "8",
+        "--batch",
+        "1",
+        "--server-memory",
+        "64GB",
+        "--servers",
+        "3",
+        "--prices",
+        "3,0.1",
+    ]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["served"]
+    assert {one["num_servers"] for one in found} == {3} and sum(one["is_chosen"] for one in found) == 1
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "On servers with memory and drives" in printed and "chosen" in printed and "no: memory" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--servers", "2"), "the servers have no memory"),
+        (("--server-memory", "1GB", "--prices", "3"), "invalid --prices '3'"),
+        (("--server-memory", "1GB", "--prices", "3,-1"), "`disk_usd` is -1.0"),
+        (("--server-memory", "1GB", "--updates", "-1"), "`updates_per_s` is -1.0"),
+    ],
+)
+def test_wrong_servers(arguments: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*EXAMPLE, "--devices", "8", *arguments]) == 2
+    assert text in capsys.readouterr().err

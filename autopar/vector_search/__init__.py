@@ -11,6 +11,8 @@ from autopar.vector_search.build import load as load
 from autopar.vector_search.data.index import Found as Found
 from autopar.vector_search.data.index import Index as Index
 from autopar.vector_search.data.index import IndexStats as IndexStats
+from autopar.vector_search.graph_on_disk.build_graph_on_disk import build_graph_on_disk as build_graph_on_disk
+from autopar.vector_search.graph_on_disk.index import GraphDiskIndex as GraphDiskIndex
 from autopar.vector_search.on_disk.build_on_disk import build_on_disk as build_on_disk
 from autopar.vector_search.on_disk.index import DiskIndex as DiskIndex
 from autopar.vector_search.on_disk.index import Reads as Reads

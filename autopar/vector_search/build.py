@@ -33,10 +33,12 @@ from autopar.vector_search.exact import index as exact_index
 from autopar.vector_search.exact.index import ExactIndex
 from autopar.vector_search.frame.recall_tuning import can_reach
 from autopar.vector_search.graph import index as graph_index
+from autopar.vector_search.graph_on_disk import build_graph_on_disk as graph_disk
+from autopar.vector_search.graph_on_disk.index import KIND as GRAPH_DISK
 from autopar.vector_search.ivf import index as ivf_index
 from autopar.vector_search.on_disk import build_on_disk as disk
 from autopar.vector_search.on_disk.index import KIND as DISK
-from autopar.vector_search.on_disk.page_file import is_page_file
+from autopar.vector_search.on_disk.page_file import is_page_file, kind_of
 from autopar.vector_search.on_disk.reader_table import AUTO
 from autopar.vector_search.updates.folder import is_folder
 from autopar.vector_search.updates.index import UpdatableIndex
@@ -73,8 +75,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         ivf_index.IVF_PQ: Kind(partial(ivf_index.build, kind=ivf_index.IVF_PQ), ivf_index.load),
         graph_index.GRAPH: Kind(graph_index.build, graph_index.load),
         DISK: Kind(disk.build, disk.load),
+        GRAPH_DISK: Kind(graph_disk.build, graph_disk.load),
     }
 )
+#: Kinds that are a file: they need a vector, and copy the array.
+_ON_DISK = (DISK, GRAPH_DISK)
 
 
 def build(
@@ -99,8 +104,9 @@ def build(
         metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
         index: the index kind. `"exact"`; `"ivf"`, inverted lists of vectors, of which a query probes some; `"ivfpq"`,
             inverted lists of product-quantized codes, which are much smaller; `"graph"`, a neighbour graph with beam
-            search; `"ivfdisk"`, inverted lists in a file; `"auto"`, the kind that the cost model predicts to be
-            fastest; or a `Kind` of your own.
+            search; `"ivfdisk"`, inverted lists in a file; `"graphdisk"`, a neighbour graph in a file; `"auto"`, the kind
+            that the cost model predicts to be fastest; with a `path`, a kind in a file if no other fits the memory
+            budget; or a `Kind` of your own.
         recall_target: recall@10 that a search has to reach. `build` finds the least effort that reaches it on a sample.
             `"exact"` has recall 1. If no effort reaches the target, `"auto"` builds another kind; the other kinds warn,
             and `stats().reached` is False.
@@ -116,7 +122,8 @@ def build(
         settings: settings of the index kind. `"ivf"`: num_lists, and copies, the maximum number of lists per vector.
             `"ivfpq"`: these, code_bytes per vector, and refined, the re-ranked candidates per neighbour. `"graph"`:
             degree, edges per node, and width, nodes expanded per iteration. `"ivfdisk"`: path, and num_lists, copies,
-            space and reader as in `build_on_disk`.
+            space and reader as in `build_on_disk`. `"graphdisk"`: path, and degree, code_bytes, width and reader as in
+            `build_graph_on_disk`.
 
     Raises:
         SearchError: invalid vectors or ids, or an unknown metric, kind or setting.
@@ -141,25 +148,33 @@ def build(
             queries=_sample(queries, checked, recall_target),
         )
         kind, why = choose(name, request)
-        if name == DISK and kind != DISK:
+        if name in _ON_DISK and kind != name:
             raise SearchError("`vectors` is empty: an index on disk needs at least one vector")
-        if kind not in (exact_index.KIND, DISK):  # a copy: the user may change the array
+        if kind not in (exact_index.KIND, *_ON_DISK):  # a copy: the user may change the array
             request = replace(request, vectors=np.array(checked))
         elif name not in (kind, "auto"):  # an empty corpus is exact: the settings do not apply
             request = replace(request, settings={})
-        made = (own if own and kind == name else KINDS[kind]).build(replace(request, why=why))
+        made = (own if own and kind == name else KINDS[kind]).build(_request_of(kind, name, request, why))
         missed: list[str] = []
-        while name == "auto" and made.stats().reached is False:
+        while name == "auto" and made.stats().reached is False and kind not in _ON_DISK:
             missed.append(kind)
             kind, why = choose(name, request, missed)
             if kind in missed:  # nothing else fits
                 break
             why = f"{why}; {', '.join(missed)} did not reach a recall of {recall_target:g}"
-            made = max(made, KINDS[kind].build(replace(request, why=why)), key=_recall_bound)
+            made = max(made, KINDS[kind].build(_request_of(kind, name, request, why)), key=_recall_bound)
         report("done", 1.0)
     if made.stats().reached is False:
         _warn_of_missed(made, recall_target)
     return made
+
+
+def _request_of(kind: str, name: str, request: BuildRequest, why: str) -> BuildRequest:
+    """The request of a kind. With `"auto"`, the file is for kinds on disk only."""
+    settings = request.settings
+    if name == "auto" and kind not in _ON_DISK:
+        settings = {each: value for each, value in settings.items() if each not in ("path", "reader")}
+    return replace(request, settings=settings, why=why)
 
 
 def _sample(queries: ArrayLike | None, vectors: NDArray[Any], recall_target: float) -> NDArray[Any] | None:
@@ -222,7 +237,7 @@ def load(
         engine = AUTO if reader is None else reader
         return UpdatableIndex(path, engine, memory_budget_bytes=memory_budget_bytes, batch=place.batch)
     if is_page_file(path):
-        saved = Saved(DISK, {}, {}, Path(path), reader)
+        saved = Saved(kind_of(path), {}, {}, Path(path), reader)
     else:
         saved = read(path)
         if reader is not None:

@@ -20,6 +20,8 @@ from autopar.errors import BudgetError
 from autopar.vector_search.data import metrics
 from autopar.vector_search.data.build_request import BuildRequest
 from autopar.vector_search.data.metrics import FEW_QUERIES
+from autopar.vector_search.estimate.servers import Servers, best_served, served
+from autopar.vector_search.estimate.sizes import SearchSpec
 from autopar.vector_search.exact import index as exact_index
 from autopar.vector_search.frame.planned_programs import Step
 from autopar.vector_search.frame.recall_tuning import MEASURED_AT
@@ -60,6 +62,8 @@ def choose(index: str, request: BuildRequest, missed: Collection[str] = ()) -> t
     if request.place.batch <= FEW_QUERIES:  # larger batches share the reads of inverted lists
         kinds[GRAPH] = _seconds(_graph(request), request)
     fits = {kind: seconds for kind, seconds in kinds.items() if seconds is not None and kind not in missed}
+    if not fits and "path" in request.settings:
+        return _on_disk(request)
     if not fits:
         budget = f"{request.place.budget_bytes / 1e9:.3g} GB per device"
         others = "the remaining kinds do" if missed else "the vectors do"
@@ -69,6 +73,18 @@ def choose(index: str, request: BuildRequest, missed: Collection[str] = ()) -> t
     if exact is not None and fits[best] > exact / _MIN_SPEEDUP:
         best, times = exact_index.KIND, f"{times}; no other kind is {_MIN_SPEEDUP:g} times as fast as exact"
     return best, f"predicted times of {batch}: {times}"
+
+
+def _on_disk(request: BuildRequest) -> tuple[str, str]:
+    """The kind of a file whose part in memory fits the budget and that reads the fewest pages; lists if none fits."""
+    num, dim = request.vectors.shape
+    case = SearchSpec(num_vectors=num, dim=dim, dtype=request.vectors.dtype.name, metric=request.metric)
+    budget = request.place.budget_bytes
+    every = served(case, Servers(memory_bytes=budget, memory_bytes_per_s=1, numbers=(1,)))
+    on_disk = tuple(one for one in every if one.disk_bytes)
+    best = best_served(on_disk, 1) or min(on_disk, key=lambda one: one.memory_bytes)
+    takes = ", ".join(f"{one.kind} {one.pages:.0f} and {one.memory_bytes / 1e9:.2g} GB" for one in on_disk)
+    return best.kind, f"no other kind fits into {budget / 1e9:.3g} GB; pages per query, and memory: {takes}"
 
 
 def _seconds(step: Step, request: BuildRequest) -> float | None:

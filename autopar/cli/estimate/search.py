@@ -46,6 +46,16 @@ def add_command(added: Any) -> None:
     command.add_argument(
         "--block", dest="block_bytes", type=shared.size, metavar="SIZE", help="block of a drive (default: 4KiB)"
     )
+    about = "memory of a server for the index, for searches from drives, e.g. 64GB"
+    command.add_argument("--server-memory", type=shared.size, metavar="SIZE", help=about)
+    about = "memory bandwidth of a server, per second (default: 200GB)"
+    command.add_argument("--server-bandwidth", type=shared.size, metavar="SIZE", help=about)
+    about = "number of servers; may be repeated (default: 1 and 8)"
+    command.add_argument("--servers", type=shared.count, action="append", metavar="N", help=about)
+    about = "vectors that are inserted or deleted per second (default: 0)"
+    command.add_argument("--updates", type=float, metavar="N", help=about)
+    about = "price of a GB of memory, and of a GB on a drive, for a month, e.g. 3,0.1"
+    command.add_argument("--prices", metavar="USD,USD", help=about)
     command.add_argument("-o", "--output", metavar="FILE", help="save the plan of a batch of queries")
     shared.add_mesh_options(command)
     shared.add_pin(command)
@@ -63,7 +73,8 @@ def run(options: argparse.Namespace) -> None:
     from autopar.vector_search.estimate.tables import render_search_estimate, search_estimate_json
 
     with progress() as report:
-        found = estimate_search(SearchSpec(**case), indexes=options.index or tuple(PARTS), progress=report, **more)
+        indexes, servers = options.index or tuple(PARTS), _servers(options)
+        found = estimate_search(SearchSpec(**case), indexes=indexes, servers=servers, progress=report, **more)
     if options.output is not None:
         if found.requested.plan is None:
             raise BudgetError(found.requested.refused)
@@ -86,6 +97,39 @@ def _case(options: argparse.Namespace) -> dict[str, Any]:
     if options.ssd:
         more["ssd_bytes_per_s"] = tuple(options.ssd)
     return {"num_vectors": num_vectors, "dim": dim, "dtype": dtype, **more}
+
+
+def _servers(options: argparse.Namespace) -> Any:
+    """The `Servers` that the user described; None without `--server-memory`.
+
+    Raises:
+        SearchError: an option of servers without their memory, or an invalid value.
+    """
+    from autopar.vector_search.estimate.servers import Servers
+
+    given = {
+        "memory_bytes_per_s": options.server_bandwidth,
+        "numbers": None if options.servers is None else tuple(options.servers),
+        "updates_per_s": options.updates,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if options.prices is not None:
+        given |= dict(zip(("memory_usd", "disk_usd"), _prices(options.prices), strict=True))
+    if options.server_memory is None:
+        if given:
+            raise SearchError("the servers have no memory: give that of one server, as --server-memory 64GB")
+        return None
+    return Servers(**{"memory_bytes_per_s": 200e9, **given}, memory_bytes=options.server_memory)
+
+
+def _prices(text: str) -> tuple[float, float]:
+    try:
+        memory, disk = map(float, text.split(","))
+    except ValueError:
+        raise SearchError(
+            f"invalid --prices {text!r}: write USD,USD, of a GB of memory and of a GB on a drive for a month, e.g. 3,0.1"
+        ) from None
+    return memory, disk
 
 
 def parse_corpus(text: str) -> tuple[int, int, str]:

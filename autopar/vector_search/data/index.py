@@ -42,11 +42,18 @@ def found_at(positions: NDArray[Any], distances: NDArray[Any], ids: NDArray[np.i
     there = positions != NO_ID
     found = np.full(positions.shape, NO_ID, np.int64)
     found[there] = ids[positions[there]]
-    if k == found.shape[1]:
-        return Found(found, distances)
-    missing = ((0, 0), (0, k - found.shape[1]))
-    worst = worst_distance(distances.dtype, metric)
-    return Found(np.pad(found, missing, constant_values=NO_ID), np.pad(distances, missing, constant_values=worst))
+    return padded(Found(found, distances), k, metric)
+
+
+def padded(found: Found, k: int, metric: Metric) -> Found:
+    """Pad a result, `[num_queries, m]`, to k columns; m is at most k."""
+    missing = ((0, 0), (0, k - found.ids.shape[1]))
+    if not missing[1][1]:
+        return found
+    worst = worst_distance(found.distances.dtype, metric)
+    return Found(
+        np.pad(found.ids, missing, constant_values=NO_ID), np.pad(found.distances, missing, constant_values=worst)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from autopar.planner.request import Progress, requested_meshes, requested_profil
 from autopar.plans.plan import Plan
 from autopar.plans.records import TensorPlan
 from autopar.vector_search.data.inputs import DTYPES
+from autopar.vector_search.estimate.servers import Served, Servers, served
 from autopar.vector_search.estimate.sizes import (
     PARTS,
     FewerDevices,
@@ -87,7 +88,7 @@ class IndexEstimate:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchEstimate:
     """The estimate of one search. `requested` is the entry of `batches` for the spec's batch size; `room_bytes` is the
-    memory of one device that a plan may fill."""
+    memory of one device that a plan may fill; `served` has every kind on servers with drives."""
 
     case: SearchSpec
     profile: HardwareProfile
@@ -97,12 +98,14 @@ class SearchEstimate:
     batches: tuple[PlannedBatch, ...]
     indexes: tuple[IndexEstimate, ...]
     blocks: NodesInBlocks
+    served: tuple[Served, ...] = ()
 
 
 def estimate_search(
     case: SearchSpec,
     *,
     indexes: Sequence[str] = tuple(PARTS),
+    servers: Servers | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> SearchEstimate:
@@ -110,6 +113,7 @@ def estimate_search(
 
     Args:
         indexes: index kinds to include, of `PARTS`.
+        servers: servers with memory and drives, for which all kinds are sized; None: none.
         options: options of `autopar.plan`: mesh or num_devices, hardware, memory_budget_bytes, pin, time_limit_s,
             cache.
 
@@ -140,6 +144,7 @@ def estimate_search(
         batches=tuple(batches),
         indexes=tuple(_index(case, name, room, profile.hbm_bytes) for name in indexes),
         blocks=nodes_in_blocks(case),
+        served=() if servers is None else served(case, servers),
     )
 
 

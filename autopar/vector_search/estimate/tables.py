@@ -15,6 +15,7 @@ from autopar.report.explain import explain_json
 from autopar.system.text_tables import finite, inset, new_table, section, share_text
 from autopar.system.units import human_bytes, human_number, human_seconds
 from autopar.vector_search.estimate.estimate import PlannedBatch, SearchEstimate
+from autopar.vector_search.estimate.servers import Served, best_served
 
 _FITS = (
     "`min devices`: devices whose memory budget holds the index, by bytes only; `full memory`: with all of their memory."
@@ -29,6 +30,11 @@ _FEWER = (
     "The drives hold what does not fit in memory. exact: a batch of {batch:,} reads all of it once; graph: a query reads"
     " the {beam} nodes that it expands; ivfpq: a query reads the {rerank} vectors to re-rank, and codes if these do not fit."
     " Each read is a block, without a cache. The bandwidth is that of the drives of all devices."
+)
+_SERVED = (
+    "Memory and drives are those of all servers. `pages`: 4 KiB pages that a query reads, without a cache: {probes} lists of an"
+    " ivfdisk; a beam of {beam} nodes in a graphdisk of every server. In memory, the memory bandwidth bounds the queries."
+    " `chosen`: the {how} that fits."
 )
 
 
@@ -57,6 +63,25 @@ def render_search_estimate(estimate: SearchEstimate, console: Console) -> None:
     _print_fewer(estimate, console)
     if any(one.name == "graph" for one in estimate.indexes):
         _print_blocks(estimate, console)
+    if estimate.served:
+        _print_served(estimate, console)
+
+
+def _print_served(estimate: SearchEstimate, console: Console) -> None:
+    case, has_cost = estimate.case, estimate.served[0].usd_per_month is not None
+    speeds = [f"at {human_bytes(speed)}/s" for speed in case.ssd_bytes_per_s]
+    numbers = ("servers", "memory", "on disk", "pages", *speeds, *(("USD/month",) if has_cost else ()))
+    table = new_table("index", *numbers, "", right=numbers)
+    for one in estimate.served:
+        rates = one.queries_per_s if one.disk_bytes else one.queries_per_s * len(speeds)
+        cells = [one.kind, str(one.num_servers), human_bytes(one.memory_bytes)]
+        cells += [human_bytes(one.disk_bytes), f"{one.pages:.0f}"] if one.disk_bytes else ["-", "-"]
+        cells += [f"{human_number(rate)}/s" for rate in rates]
+        cells += [f"{one.usd_per_month:,.0f}"] if one.usd_per_month is not None else []
+        cells.append("chosen" if one is _chosen(estimate, one) else f"no: {one.why_not}" if one.why_not else "")
+        table.add_row(*map(Text, cells))
+    legend = _SERVED.format(probes=case.num_probes, beam=case.beam, how="cheapest" if has_cost else "fastest")
+    console.print(*section("On servers with memory and drives", table, legend), sep="\n")
 
 
 def _print_indexes(estimate: SearchEstimate, console: Console) -> None:
@@ -190,9 +215,14 @@ def search_estimate_json(estimate: SearchEstimate) -> dict[str, Any]:
             ],
             "batches": [_batch_json(one) for one in estimate.batches],
             "nodes_in_blocks": asdict(estimate.blocks),
+            "served": [asdict(one) | {"is_chosen": one is _chosen(estimate, one)} for one in estimate.served],
             "plan": None if estimate.requested.plan is None else explain_json(estimate.requested.plan),
         }
     )
+
+
+def _chosen(estimate: SearchEstimate, one: Served) -> Served | None:
+    return best_served(estimate.served, one.num_servers)
 
 
 def _batch_json(one: PlannedBatch) -> dict[str, Any]:

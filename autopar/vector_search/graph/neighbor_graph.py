@@ -28,6 +28,9 @@ from autopar.vector_search.kernels.top_k_merge import is_first
 #: Attempts per node without an incoming edge, and edges that a node accepts per attempt.
 _ATTEMPTS, _MAX_ACCEPTED = 4, 4
 
+#: Nodes pruned at a time.
+CHUNK = 512
+
 
 @partial(register_dataclass, data_fields=["vectors", "terms", "edges", "entries"], meta_fields=["metric"])
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ def connect(
     metric: Metric,
     degree: int = 32,
     alpha: float = 1.2,
-    chunk: int = 512,
+    chunk: int = CHUNK,
 ) -> NeighbourGraph:
     """Build the graph from a table of candidate neighbours.
 

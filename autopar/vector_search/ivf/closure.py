@@ -58,8 +58,32 @@ def _close_chunk(
     part: jax.Array, centroids: jax.Array, own: jax.Array, copies: int, reach: float, alpha: float
 ) -> jax.Array:
     part = part.astype(jnp.float32)
-    num_candidates = min(_CANDIDATES_PER_COPY * copies, centroids.shape[0])
-    near = lax.top_k(scores(part, centroids, "l2"), num_candidates)[1].astype(jnp.int32)
+    near = lax.top_k(scores(part, centroids, "l2"), num_candidates(copies, len(centroids)))[1].astype(jnp.int32)
+    return _kept_among(part, centroids, own, near, copies, reach, alpha)
+
+
+def num_candidates(copies: int, num_lists: int) -> int:
+    """The number of near lists that `closure` considers for a vector."""
+    return min(_CANDIDATES_PER_COPY * copies, num_lists)
+
+
+@partial(jax.jit, static_argnames=("copies", "reach", "alpha"))
+def closure_among(
+    vectors: jax.Array, centroids: jax.Array, near: jax.Array, copies: int, reach: float, alpha: float = 2.0
+) -> jax.Array:
+    """`closure` of vectors whose near lists are known: int32 `[n, m]`, nearest first."""
+    return _kept_among(vectors.astype(jnp.float32), centroids, near[:, 0], near, copies, reach, alpha)
+
+
+def _kept_among(
+    part: jax.Array,
+    centroids: jax.Array,
+    own: jax.Array,
+    near: jax.Array,
+    copies: int,
+    reach: float,
+    alpha: float,
+) -> jax.Array:
     # the assigned list comes first, even if it is not the nearest
     near = jnp.concatenate([own[:, None].astype(jnp.int32), near], axis=1)
     near_centroids = centroids[near]

@@ -7,7 +7,7 @@ per vector.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID, Metric
-from autopar.vector_search.ivf.closure import closure
+from autopar.vector_search.graph.nearest_points import NearestPoints, PointGraph, point_graph
+from autopar.vector_search.ivf.closure import closure, closure_among, num_candidates
 from autopar.vector_search.kernels.k_means import nearest, train
 from autopar.vector_search.on_disk.probing import prepared
 
@@ -37,6 +38,8 @@ class Assignment:
         copies: maximum number of lists per vector.
         reach: maximum distance of a further centroid, relative to the nearest one.
         rows: vectors that are assigned at a time.
+        radii: f32 `[num_lists]`, rms distance of the sample's vectors from the nearest centroid.
+        points, graph: find the nearest centroids, where there are many; None: all are compared.
     """
 
     centroids: NDArray[np.float32]
@@ -45,6 +48,9 @@ class Assignment:
     copies: int
     reach: float
     rows: int
+    radii: NDArray[np.float32]
+    points: NearestPoints | None = None
+    graph: PointGraph | None = None
 
     def lists_of(self, vectors: NDArray[Any]) -> NDArray[np.int32]:
         """int32 `[m, copies]`: the lists of each vector, first the nearest; `NO_ID` for fewer.
@@ -54,13 +60,19 @@ class Assignment:
         """
         padded = np.zeros((self.rows, vectors.shape[1]), np.float32)  # one program for all chunks
         padded[: len(vectors)] = prepared(vectors, self.metric, self.centre)
-        return np.asarray(_assigned(padded, self.centroids, self.copies, self.reach))[: len(vectors)]
+        if self.points is None:
+            return np.asarray(_assigned(padded, self.centroids, self.copies, self.reach))[: len(vectors)]
+        near = self.points.nearest(padded, num_candidates(self.copies, len(self.centroids)))[0].astype(np.int32)
+        if self.copies == 1:
+            return near[: len(vectors), :1]
+        of = (jnp.asarray(padded), jnp.asarray(self.centroids), jnp.asarray(near))
+        return np.asarray(closure_among(*of, self.copies, self.reach, _ALPHA))[: len(vectors)]
 
 
 def trained(
     sample: NDArray[Any], metric: Metric, num_lists: int, copies: int, space: float, rows: int, seed: int = 0
 ) -> Assignment:
-    """Train centroids on a sample, and choose how far further lists may be.
+    """Train centroids on a sample, and choose how far further lists may be. A graph over many centroids is built, too.
 
     Args:
         sample: `[m, d]`, at least `num_lists` vectors.
@@ -73,25 +85,41 @@ def trained(
     order = jax.random.permutation(jax.random.key(seed), len(sample))
     start = placed[order[:num_lists]]
     centroids = np.asarray(train(placed, start, _ITERATIONS, jax.random.key(seed), chunk=min(rows, 8192)))
-    assignment = Assignment(centroids, centre, metric, min(copies, num_lists), 1.0, rows)
-    if assignment.copies == 1 or space <= 1:
-        return Assignment(centroids, centre, metric, 1, 1.0, rows)
+    graph = point_graph(centroids, "l2")
+    points = None if graph is None else NearestPoints(centroids, "l2", graph)
+    single = Assignment(centroids, centre, metric, 1, 1.0, rows, _radii(placed, centroids, rows), points, graph)
+    if min(copies, num_lists) == 1 or space <= 1:
+        return single
     some = sample[np.asarray(order[-_REACH_SAMPLE:])]  # vectors at the first centroids are in fewer lists
     for reach in _REACHES:
-        tried = Assignment(centroids, centre, metric, assignment.copies, reach, rows)
+        tried = replace(single, copies=min(copies, num_lists), reach=reach)
         parts = (some[at : at + rows] for at in range(0, len(some), rows))
         if sum(int((tried.lists_of(part) != NO_ID).sum()) for part in parts) <= space * len(some):
             return tried
-    return Assignment(centroids, centre, metric, 1, 1.0, rows)
+    return single
+
+
+def _radii(placed: jax.Array, centroids: NDArray[np.float32], rows: int) -> NDArray[np.float32]:
+    """The rms distance of vectors from the nearest centroid, for each list; the mean for an empty one."""
+    squares, counts = np.zeros(len(centroids)), np.zeros(len(centroids))
+    for start in range(0, len(placed), rows):
+        some = placed[start : start + rows]
+        padded = jnp.pad(some, ((0, rows - len(some)), (0, 0)))
+        lists, score = (np.asarray(each)[: len(some)] for each in _nearest(padded, jnp.asarray(centroids)))
+        far = np.maximum(np.asarray(jnp.sum(some * some, axis=1)) - score, 0)
+        squares += np.bincount(lists, far, len(centroids))
+        counts += np.bincount(lists, minlength=len(centroids))
+    mean = squares.sum() / max(1, counts.sum())
+    return np.sqrt(np.where(counts > 0, squares / np.maximum(counts, 1), mean)).astype(np.float32)
 
 
 @jax.jit
-def _nearest(vectors: jax.Array, centroids: jax.Array) -> jax.Array:
-    return nearest(vectors, centroids)[0]
+def _nearest(vectors: jax.Array, centroids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return nearest(vectors, centroids)
 
 
 def _assigned(vectors: NDArray[np.float32], centroids: NDArray[np.float32], copies: int, reach: float) -> jax.Array:
-    placed, lists = jnp.asarray(vectors), _nearest(jnp.asarray(vectors), jnp.asarray(centroids))
+    placed, lists = jnp.asarray(vectors), _nearest(jnp.asarray(vectors), jnp.asarray(centroids))[0]
     if copies == 1:
         return lists[:, None]
     return closure(placed, jnp.asarray(centroids), lists, copies, reach, _ALPHA)

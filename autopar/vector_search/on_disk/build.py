@@ -7,8 +7,8 @@ assign vectors to lists, and to find the true neighbours of the recall sample; a
 from __future__ import annotations
 
 import math
-from contextlib import closing
-from dataclasses import dataclass
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,19 +17,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
-from autopar.vector_search.data.duplicates import row_hashes
 from autopar.vector_search.data.metrics import NO_ID, Metric
 from autopar.vector_search.data.progress import Report
-from autopar.vector_search.frame.recall_tuning import MEASURED_AT, Measured, sample_size
+from autopar.vector_search.frame.recall_tuning import Measured, sample_size
+from autopar.vector_search.graph.nearest_points import point_graph
 from autopar.vector_search.on_disk.assignment import Assignment, trained
 from autopar.vector_search.on_disk.chunks import Chunks, Source
+from autopar.vector_search.on_disk.corpus_sample import RecallSample, surveyed
+from autopar.vector_search.on_disk.hit_model import Lists
+from autopar.vector_search.on_disk.hit_rule import HitRule, tuned_rule
 from autopar.vector_search.on_disk.index import KIND
 from autopar.vector_search.on_disk.layout import order_of, packed
-from autopar.vector_search.on_disk.list_scores import ListScores
+from autopar.vector_search.on_disk.list_scores import power_of_two
+from autopar.vector_search.on_disk.long_lists import cut_long_lists
 from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
-from autopar.vector_search.on_disk.probe_tuning import Tuned, tuned
-from autopar.vector_search.on_disk.probing import nearest_lists, prepared
+from autopar.vector_search.on_disk.probe_tuning import Tuned, ranks_of, tuned
+from autopar.vector_search.on_disk.probing import Nearest, nearest_lists, prepared
 from autopar.vector_search.on_disk.spill import AssignedLists, Spill
 from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes
 
@@ -39,6 +43,11 @@ _LIST_PAGES, _LIST_VECTORS = 2.7, 40
 _MAX_LISTS, _SAMPLED = 65_536, 256
 #: Lists near each query of the sample that the tuning considers, before it takes all.
 _TUNED_LISTS = 4096
+#: Maximum lists of a query that the rule by expected neighbours considers, and queries that it is tuned with: a larger
+#: sample has a tighter bound of the recall. Comparing all vectors with them costs at most so many scores.
+_RULE_LISTS, _RULE_QUERIES, _RULE_SCORES = 512, 4096, 2**31
+#: Queries of the sample whose nearest lists are found at a time.
+_QUERIES_AT_ONCE = 256
 #: Minimum and maximum vectors of a chunk.
 _MIN_ROWS, _MAX_ROWS = 64, 8192
 
@@ -74,6 +83,13 @@ class _Assigned(NamedTuple):
     queries: NDArray[Any]
 
 
+class _Tuning(NamedTuple):
+    """Effort and pruning; the rule by expected neighbours, None if there is none."""
+
+    found: Tuned
+    rule: HitRule | None
+
+
 def build_file(
     source: Source, path: Path, metric: Metric, ids: ArrayLike | None, options: DiskOptions, report: Report
 ) -> None:
@@ -87,7 +103,7 @@ def build_file(
         raise SearchError(f"`path` is {str(path)!r}, and its folder does not exist: create it")
     chunks = Chunks(source, _MAX_ROWS)
     report("sample the corpus", 0.0)
-    sampled = _surveyed(chunks, options.budget_bytes / 8)
+    sampled = surveyed(chunks, options.budget_bytes / 8)
     num = chunks.num_vectors
     if num == 0:
         raise SearchError("`vectors` is empty: an index on disk needs at least one vector")
@@ -98,17 +114,25 @@ def build_file(
         queries = inputs.checked_queries(options.queries, chunks.dim, chunks.dtype)
     own_ids = None if ids is None else inputs.checked_ids(ids, num)
     num_lists = _num_lists(chunks, options, len(sampled))
-    rows = chunks.max_rows = _rows(chunks.dim, num_lists, options)
+    num_queries = _num_queries(num, options)
+    rows = chunks.max_rows = _rows(chunks.dim, num_lists, num_queries, options)
     report(f"train {num_lists:,} centroids", 0.1)
     sample = sampled[: max(num_lists, min(len(sampled), _SAMPLED * num_lists))]
     assignment = trained(sample, metric, num_lists, options.copies, options.space, rows)
-    with closing(AssignedLists(assignment.copies, path.parent)) as file:
+    with ExitStack() as files:
+        file = files.enter_context(closing(AssignedLists(assignment.copies, path.parent)))
         report(f"assign {num:,} vectors to {num_lists:,} lists", 0.3)
-        assigned = _assigned(chunks, sampled, assignment, sample_size(options.recall_target), queries, file)
+        recall_sample = RecallSample(sampled, queries, metric, assignment.centre, num_queries, num)
+        assigned = _assigned(chunks, recall_sample, assignment, file)
+        cut = cut_long_lists(file, assigned.counts, num, assignment.copies, path.parent)
+        file = files.enter_context(closing(cut.lists))
+        assigned = assigned._replace(lists=cut.lists, counts=cut.counts)
+        centroids, radii = assignment.centroids[cut.of], assignment.radii[cut.of]
+        graph = assignment.graph if len(cut.of) == num_lists else point_graph(centroids, "l2")
         one = entry_bytes(chunks.dim, chunks.dtype)
-        starts, end = packed(assigned.counts * one, order_of(assignment.centroids))
+        starts, end = packed(assigned.counts * one, order_of(centroids))
         lists = StoredLists(
-            assignment.centroids,
+            centroids,
             starts,
             assigned.counts,
             assignment.centre,
@@ -117,8 +141,10 @@ def build_file(
             metric,
             num,
             assignment.copies,
+            graph=graph,
         )
-        found = _tuned(lists, assigned, options)
+        tuning = _tuned(lists, radii, assigned, options)
+        found, lists = tuning.found, replace(lists, rule=tuning.rule)
         report("write the lists", 0.6)
         max_bytes = int(options.budget_bytes / 8)
         with closing(Spill(starts, assigned.counts, one, end, max_bytes, path.parent)) as spill:
@@ -130,22 +156,6 @@ def build_file(
                 settings, arrays = lists.saved()
                 settings |= {"measured": found.measured.saved(), "pruning": found.pruning, "why": options.why}
                 writer.finish(KIND, settings, arrays)
-
-
-def _surveyed(chunks: Chunks, max_bytes: float) -> NDArray[Any]:
-    """Read the corpus once. A uniform sample of it, `[m, d]`, in random order: the vectors with the smallest keys."""
-    draw = np.random.default_rng(0)
-    keys, kept, most = np.zeros(0), [], 0
-    for _, chunk in chunks:
-        most = most or max(1024, int(max_bytes / (4 * chunk.shape[1])))
-        keys = np.concatenate([keys, draw.random(len(chunk))])
-        kept.append(chunk.copy())
-        if len(keys) > 2 * most:
-            few = np.argpartition(keys, most)[:most]
-            keys, kept = keys[few], [np.concatenate(kept)[few]]
-    if not kept:
-        return np.zeros((0, 1), np.float32)
-    return np.concatenate(kept)[np.argsort(keys, kind="stable")[:most]]
 
 
 def _num_lists(chunks: Chunks, options: DiskOptions, num_sampled: int) -> int:
@@ -165,10 +175,17 @@ def _num_lists(chunks: Chunks, options: DiskOptions, num_sampled: int) -> int:
     return max(1, min(most, _MAX_LISTS, math.ceil(num * options.space / mean)))
 
 
-def _rows(dim: int, num_lists: int, options: DiskOptions) -> int:
+def _num_queries(num: int, options: DiskOptions) -> int:
+    """Queries of the sample: more for a small corpus, as far as the budget allows."""
+    row_bytes = 16 * 2 * _RULE_LISTS  # lists, ratios and distances of each
+    most = min(_RULE_QUERIES, _RULE_SCORES // num, int(options.budget_bytes / 8 / row_bytes))
+    return max(sample_size(options.recall_target), most)
+
+
+def _rows(dim: int, num_lists: int, num_queries: int, options: DiskOptions) -> int:
     """Vectors that are assigned at a time."""
     candidates = 1 + min(4 * options.copies, num_lists)
-    compared = 3 * (num_lists + sample_size(options.recall_target))
+    compared = 3 * (num_lists + num_queries)
     row_bytes = 4 * (compared + 4 * dim + candidates * (2 * dim + 2 * candidates))
     rows = int(options.budget_bytes / 8 / row_bytes)
     if rows < _MIN_ROWS:
@@ -180,45 +197,51 @@ def _rows(dim: int, num_lists: int, options: DiskOptions) -> int:
     return min(rows, _MAX_ROWS)
 
 
-def _assigned(
-    chunks: Chunks,
-    sampled: NDArray[Any],
-    assignment: Assignment,
-    most: int,
-    queries: NDArray[Any] | None,
-    file: AssignedLists,
-) -> _Assigned:
-    """Assign all vectors, and find the true neighbours of the sample on the way: `most` queries, or vectors."""
-    own = None
-    if queries is None:
-        queries = sampled[: 4 * most]
-        own, first = np.unique(row_hashes(queries, assignment.metric), return_index=True)
-        order = np.argsort(first, kind="stable")[:most]  # distinct vectors
-        queries, own = queries[first[order]], own[order]
-    queries = queries[:most]
-    k = min(MEASURED_AT, chunks.num_vectors)
-    nearest = ListScores(queries, k, assignment.metric, assignment.centre, 1)
+def _assigned(chunks: Chunks, sample: RecallSample, assignment: Assignment, file: AssignedLists) -> _Assigned:
+    """Assign all vectors, and find the true neighbours of the sample on the way."""
     counts = np.zeros(len(assignment.centroids), np.int64)
     for start, chunk in chunks:
         lists = assignment.lists_of(chunk)
         counts += np.bincount(lists[lists != NO_ID], minlength=len(counts))
         file.append(lists)
-        is_other = np.ones((len(queries), len(chunk)), bool)
-        if own is not None:  # a query of the corpus does not count itself and its duplicates
-            is_other = own[:, None] != row_hashes(chunk, assignment.metric)[None]
-        nearest.add(chunk, np.arange(start, start + len(chunk), dtype=np.int32), is_other)
-    return _Assigned(file, counts, nearest.best()[1], queries)
+        sample.add(chunk, start)
+    truth = sample.truth()
+    return _Assigned(file, counts, truth.positions, truth.queries)
 
 
-def _tuned(lists: StoredLists, assigned: _Assigned, options: DiskOptions) -> Tuned:
+def _tuned(lists: StoredLists, radii: NDArray[np.float32], assigned: _Assigned, options: DiskOptions) -> _Tuning:
+    """The effort and the pruning, and the rule by expected neighbours if it reads fewer pages."""
     truth = assigned.truth
     if not (truth != NO_ID).any():
-        return Tuned(Measured(lists.num_lists, None, {}), None)
+        return _Tuning(Tuned(Measured(lists.num_lists, None, {}), None), None)
     held = np.full((*truth.shape, lists.copies), NO_ID, np.int32)
     for place in zip(*np.nonzero(truth != NO_ID), strict=True):
         held[place] = assigned.lists.read(int(truth[place]), 1)[0]
-    compared = prepared(assigned.queries, lists.metric, lists.centre)
-    near = nearest_lists(compared, lists.centroids, lists.metric, min(_TUNED_LISTS, lists.num_lists))
-    pages = lists.last_pages + 1 - lists.first_pages
-    found = tuned(near, held, pages, lists.num_lists, options.recall_target)
-    return found if lists.metric != "inner_product" else found._replace(pruning=None)  # which has no distances
+    some = slice(0, sample_size(options.recall_target))
+    near = _nearest(lists, assigned.queries[some], min(_TUNED_LISTS, lists.num_lists))
+    found = tuned(near, held[some], lists.num_pages, lists.num_lists, options.recall_target)
+    if lists.metric == "inner_product":  # which has no ratios
+        found = found._replace(pruning=None)
+    width = min(lists.num_lists, 2 * power_of_two(found.measured.effort))
+    if width > _RULE_LISTS:
+        return _Tuning(found, None)
+    near = _nearest(lists, assigned.queries, width)
+    about = Lists(lists.centroids, lists.counts, radii)
+    ruled = tuned_rule(near, ranks_of(near, held), about, lists.entry_bytes, options.recall_target)
+    if ruled is None:
+        return _Tuning(found, None)
+    rule, recall, _ = ruled
+    known = found.measured
+    measured = Measured(known.effort, recall.found, known.tried, options.recall_target, recall.at_least)
+    return _Tuning(found._replace(measured=measured), rule)
+
+
+def _nearest(lists: StoredLists, queries: NDArray[Any], width: int) -> Nearest:
+    """The nearest lists of the sample's queries, some queries at a time."""
+    compared = prepared(queries, lists.metric, lists.centre)
+    parts = [
+        nearest_lists(compared[at : at + _QUERIES_AT_ONCE], lists.centroids, lists.metric, width, lists.points)
+        for at in range(0, len(compared), _QUERIES_AT_ONCE)
+    ]
+    lists_of, ratios, distances = (np.concatenate(each) for each in zip(*parts, strict=True))
+    return Nearest(lists_of, ratios, distances)

@@ -116,8 +116,8 @@ class DiskIndex:
     def search(
         self, queries: ArrayLike, k: int, *, filter: ArrayLike | None = None, effort: int | None = None
     ) -> Found:
-        """See `Index.search`. With an `effort`, that many lists are probed; without, lists are also pruned by their
-        distance, as `build` found it to reach the recall target. Searches of several threads run one after the other.
+        """See `Index.search`. With an `effort`, that many lists are probed; without, the lists in which `build` has
+        learned to expect neighbours. Searches of several threads run one after the other.
 
         Raises:
             IndexFileError: a page that the search needs is damaged or cannot be read.

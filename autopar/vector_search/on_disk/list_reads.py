@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.vector_search.on_disk.page_checks import check, read_and_check
 from autopar.vector_search.on_disk.page_file import damaged
-from autopar.vector_search.on_disk.pages import PAGE_BYTES, PAYLOAD_BYTES, first_damaged, payloads
+from autopar.vector_search.on_disk.pages import PAGE_BYTES, PAYLOAD_BYTES, payloads
 from autopar.vector_search.on_disk.readers import Reader, Run
 from autopar.vector_search.on_disk.stored_lists import POSITION_BYTES, StoredLists
 
@@ -117,9 +118,7 @@ class ListReads:
         Raises:
             IndexFileError: a page cannot be read, or is damaged.
         """
-        for at in range(first, first + count, WAVE_PAGES):
-            run = Run(at, min(WAVE_PAGES, first + count - at))
-            self._check(self.reader.start([run]).wait(), (run,))
+        read_and_check(self.reader, self.path, self.file_id, Run(first, count))
 
     def payloads_of(self, run: Run) -> NDArray[np.uint8]:
         """The payloads of some pages, which are checked.
@@ -128,19 +127,13 @@ class ListReads:
             IndexFileError: a page cannot be read, or is damaged.
         """
         pages = self.reader.start([run]).wait()
-        self._check(pages, (run,))
+        check(pages, self.path, self.file_id, (run,))
         return payloads(pages)
 
     # -- private ------------------------------------------------------------------------------
 
-    def _check(self, pages: NDArray[np.uint8], runs: tuple[Run, ...]) -> None:
-        numbers = np.concatenate([np.arange(run.first, run.first + run.num_pages) for run in runs])
-        wrong = first_damaged(pages, self.file_id, numbers)
-        if wrong is not None:
-            raise damaged(self.path, f"page {wrong} does not match its checksum")
-
     def _decoded(self, wave: Wave, pages: NDArray[np.uint8]) -> Entries:
-        self._check(pages, wave.runs)
+        check(pages, self.path, self.file_id, wave.runs)
         lists, stream = self.lists, payloads(pages)
         counts = lists.counts[wave.lists]
         run_firsts = np.array([run.first for run in wave.runs])

@@ -5,16 +5,17 @@ In: queries. Out: distances and positions. The lists of a query may also be chos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.graph.nearest_points import NearestPoints
 from autopar.vector_search.on_disk.list_reads import ListReads
 from autopar.vector_search.on_disk.list_scores import ListScores
-from autopar.vector_search.on_disk.probing import Probing, nearest_lists, prepared, probed
+from autopar.vector_search.on_disk.probing import Probing, nearest_lists, of_lists, prepared, probed
 from autopar.vector_search.on_disk.stored_lists import StoredLists
 
 #: Minimum vectors in the probed lists, per neighbour.
@@ -37,6 +38,10 @@ class ListSearch:
     pruning: float | None
     whole_counts: NDArray[np.int64]
     used_bytes: int = 0
+    points: NearestPoints | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.points = self.lists.points
 
     def search(
         self, queries: NDArray[Any], k: int, allowed: NDArray[np.bool_] | None, num_allowed: int, effort: int | None
@@ -50,7 +55,7 @@ class ListSearch:
         """
         probing = self.probing(effort, k, num_allowed)
         distances, positions = self.of_lists(queries, k, self.probed(queries, probing), allowed)
-        while probing.effort < self.lists.num_lists and num_allowed:
+        while (probing.is_usual or probing.effort < self.lists.num_lists) and num_allowed:
             short = np.flatnonzero(positions[:, min(k, num_allowed) - 1] == NO_ID)
             if not short.size:
                 break
@@ -66,16 +71,24 @@ class ListSearch:
         mean = max(1.0, float(self.whole_counts.sum()) / num_lists)
         enough = min(num_lists, -int(-_PER_NEIGHBOUR * min(k, num_allowed) // mean))
         wanted, share = max(effort or self.effort, enough), max(1, num_allowed) / self.lists.num_vectors
-        pruning = self.pruning if effort is None and share == 1 else None
+        is_usual = effort is None and share == 1
+        pruning = self.pruning if is_usual else None
         while share < 1:
             wanted, share = 2 * wanted, 2 * share
-        return Probing(min(wanted, num_lists), pruning, max(1, enough))
+        return Probing(min(wanted, num_lists), pruning, max(1, enough), is_usual)
 
     def probed(self, queries: NDArray[Any], probing: Probing) -> NDArray[np.bool_]:
         """bool `[num_queries, num_lists]`: which query probes which list."""
         lists = self.lists
         compared = prepared(queries, lists.metric, lists.centre)
-        return probed(nearest_lists(compared, lists.centroids, lists.metric, probing.effort), probing, lists.num_lists)
+        rule = lists.rule if probing.is_usual and lists.rule and probing.least <= lists.rule.width else None
+        effort = probing.effort if rule is None else rule.width
+        nearest = nearest_lists(compared, lists.centroids, lists.metric, effort, self.points)
+        if rule is None:
+            return probed(nearest, probing, lists.num_lists)
+        is_near = rule.is_probed(nearest, lists.centroids, self.whole_counts, lists.entry_bytes)
+        is_near[:, : probing.least] = True
+        return of_lists(nearest, is_near, lists.num_lists)
 
     def of_lists(
         self, queries: NDArray[Any], k: int, is_probed: NDArray[np.bool_], allowed: NDArray[np.bool_] | None

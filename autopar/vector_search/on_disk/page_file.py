@@ -58,7 +58,7 @@ class PageFileWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.num_pages = 1
-        self._id = os.urandom(ID_BYTES)
+        self.file_id = os.urandom(ID_BYTES)
         self._name: Path | None = None
         try:
             self._file = self._opened()
@@ -71,12 +71,20 @@ class PageFileWriter:
         first = self.num_pages
         try:
             for start in range(0, stream.size, _AT_ONCE * PAYLOAD_BYTES):
-                pages = sealed(stream[start : start + _AT_ONCE * PAYLOAD_BYTES], self._id, self.num_pages)
+                pages = sealed(stream[start : start + _AT_ONCE * PAYLOAD_BYTES], self.file_id, self.num_pages)
                 self._file.write(memoryview(pages.reshape(-1)))
                 self.num_pages += len(pages)
         except OSError as error:
             raise self._refused(error) from None
         return first
+
+    def readable(self) -> Path:
+        """A path by which the pages that were appended can be read before the file has its name."""
+        try:
+            self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from None
+        return self._name or Path(f"/proc/self/fd/{self._file.fileno()}")
 
     def finish(self, kind: str, settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
         """Write the arrays, the directory and the superblock, and give the file its name, replacing an older one."""
@@ -86,8 +94,8 @@ class PageFileWriter:
             entries.append({"name": name, "dtype": array.dtype.name, "shape": array.shape, "first_page": first})
         directory = json.dumps({"kind": kind, "settings": dict(settings), "arrays": entries}).encode()
         first = self.append(np.frombuffer(directory, np.uint8))
-        fields = (MAGIC, VERSION, PAGE_BYTES, self.num_pages, first, len(directory), self._id)
-        superblock = sealed(np.frombuffer(_SUPERBLOCK.pack(*fields), np.uint8), self._id, 0)
+        fields = (MAGIC, VERSION, PAGE_BYTES, self.num_pages, first, len(directory), self.file_id)
+        superblock = sealed(np.frombuffer(_SUPERBLOCK.pack(*fields), np.uint8), self.file_id, 0)
         try:
             self._file.seek(0)
             self._file.write(memoryview(superblock.reshape(-1)))
@@ -121,7 +129,7 @@ class PageFileWriter:
 
     def _publish(self) -> None:
         if self._name is None:
-            name = self.path.parent / f".{self.path.name}.{self._id.hex()}"
+            name = self.path.parent / f".{self.path.name}.{self.file_id.hex()}"
             # a directory descriptor, which an absolute path ignores, makes Python follow the link of /proc
             source = f"/proc/self/fd/{self._file.fileno()}"
             os.link(source, name, src_dir_fd=self._file.fileno(), follow_symlinks=True)
@@ -190,12 +198,29 @@ def open_page_file(path: str | os.PathLike[str]) -> PageFile:
         raise IndexFileError(f"{target} cannot be read: {error.strerror or error}") from None
 
 
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The kind of the index in a page file, which is not checked further.
+
+    Raises:
+        IndexFileError: the file is missing, no page file, of another version, truncated, or its directory is damaged.
+    """
+    target = Path(path)
+    try:
+        with target.open("rb") as file:
+            return str(_directory(target, file)[0]["kind"])
+    except OSError as error:
+        raise IndexFileError(f"{target} cannot be read: {error.strerror or error}") from None
+    except (LookupError, TypeError) as error:
+        raise damaged(target, f"its directory is invalid ({error!r})") from None
+
+
 def damaged(path: Path, what: str) -> IndexFileError:
     """The error of a damaged file."""
     return IndexFileError(f"{path} is damaged: {what}. {_WAY_OUT}")
 
 
-def _opened(target: Path, file: Any) -> PageFile:
+def _directory(target: Path, file: Any) -> tuple[dict[str, Any], bytes, int, int]:
+    """The directory, the file id, the number of pages, and the first page of the directory."""
     size = os.fstat(file.fileno()).st_size
     page = np.frombuffer(file.read(PAGE_BYTES), np.uint8)
     if bytes(page[: len(MAGIC)]) != MAGIC:
@@ -215,11 +240,21 @@ def _opened(target: Path, file: Any) -> PageFile:
         raise damaged(target, f"it has {size:,} bytes, and its superblock says {num_pages * PAGE_BYTES:,}")
     try:
         directory = json.loads(bytes(_stream(target, file, file_id, num_pages, first, length)))
+        if not isinstance(directory, dict):
+            raise TypeError("no object")
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        # a matching checksum proves that the page is unchanged, not that its author is trusted
+        raise damaged(target, f"its directory is invalid ({error!r})") from None
+    return directory, file_id, num_pages, first
+
+
+def _opened(target: Path, file: Any) -> PageFile:
+    directory, file_id, num_pages, first = _directory(target, file)
+    try:
         arrays = {entry["name"]: _array(target, file, file_id, num_pages, entry) for entry in directory["arrays"]}
         kind, settings = str(directory["kind"]), dict(directory["settings"])
         firsts = [int(entry["first_page"]) for entry in directory["arrays"]]
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        # a matching checksum proves that the page is unchanged, not that its author is trusted
         raise damaged(target, f"its directory is invalid ({error!r})") from None
     return PageFile(target, file_id, num_pages, min([*firsts, first]) - 1, kind, settings, arrays)
 

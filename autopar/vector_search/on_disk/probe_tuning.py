@@ -42,10 +42,8 @@ def tuned(
     is_known = (truth != NO_ID).any(axis=2)
     wanted = is_known.sum(axis=1)
     is_counted = wanted > 0
-    rank = np.full((num_queries, num_lists), width, np.int32)
-    np.put_along_axis(rank, nearest.lists, np.arange(width, dtype=np.int32)[None], axis=1)
-    near = np.take_along_axis(rank[:, None], np.maximum(truth, 0), axis=2)
-    near = np.where(truth == NO_ID, width, near)
+    near = ranks_of(nearest, truth)
+    near = np.where(near == NO_ID, width, near)
     ratios = np.append(nearest.ratios, np.full((num_queries, 1), np.inf, np.float32), axis=1)
     far = np.take_along_axis(ratios[:, None], near, axis=2)
     costs = np.cumsum(pages[nearest.lists], axis=1)
@@ -72,3 +70,15 @@ def tuned(
         return Tuned(Measured(num_lists, 1.0, {num_lists: 1.0}, recall_target, 1.0), None)
     _, effort, pruning, found = best
     return Tuned(Measured(effort, found.found, {effort: found.found}, recall_target, found.at_least), pruning)
+
+
+def ranks_of(nearest: Nearest, truth: NDArray[np.int32]) -> NDArray[np.int32]:
+    """int32 `[num_queries, k, copies]`: the rank of each list of `truth` among the nearest; their number for others,
+    `NO_ID` for `NO_ID`."""
+    width = nearest.lists.shape[1]
+    order = np.argsort(nearest.lists, axis=1)
+    ranks = np.empty(truth.shape, np.int32)
+    for row, lists in enumerate(np.take_along_axis(nearest.lists, order, axis=1)):
+        at = np.minimum(np.searchsorted(lists, truth[row]), width - 1)
+        ranks[row] = np.where(lists[at] == truth[row], order[row][at], width)
+    return np.where(truth == NO_ID, NO_ID, ranks)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import Metric, scores
+from autopar.vector_search.graph.nearest_points import NearestPoints
 
 
 class Probing(NamedTuple):
@@ -24,11 +25,13 @@ class Probing(NamedTuple):
         effort: maximum lists per query.
         pruning: maximum distance of a centroid, relative to the nearest one, minus 1; None: no pruning.
         least: lists that are never pruned.
+        is_usual: whether the user gave neither an effort nor a filter.
     """
 
     effort: int
     pruning: float | None = None
     least: int = 1
+    is_usual: bool = False
 
 
 class Nearest(NamedTuple):
@@ -38,10 +41,17 @@ class Nearest(NamedTuple):
         lists: `[num_queries, effort]`.
         ratios: f32 `[num_queries, effort]`, distance of the centroid relative to the nearest one; 1 for inner products,
             which have no such rule.
+        distances: f32 `[num_queries, effort]`, distance of the centroid; for inner products, after a further element
+            has made the lengths of all centroids equal.
     """
 
     lists: NDArray[np.int64]
     ratios: NDArray[np.float32]
+    distances: NDArray[np.float32]
+
+    def of(self, some: slice) -> Nearest:
+        """Those of some queries."""
+        return Nearest(self.lists[some], self.ratios[some], self.distances[some])
 
 
 def prepared(vectors: NDArray[Any], metric: Metric, centre: NDArray[np.float32] | None) -> NDArray[np.float32]:
@@ -55,25 +65,46 @@ def prepared(vectors: NDArray[Any], metric: Metric, centre: NDArray[np.float32] 
     return (wide / np.where(length > 0, length, 1)).astype(np.float32)
 
 
-def nearest_lists(queries: NDArray[np.float32], centroids: NDArray[np.float32], metric: Metric, effort: int) -> Nearest:
+def nearest_lists(
+    queries: NDArray[np.float32],
+    centroids: NDArray[np.float32],
+    metric: Metric,
+    effort: int,
+    graph: NearestPoints | None = None,
+) -> Nearest:
     """The nearest lists of each query.
 
     Args:
         queries: `[num_queries, d]`, `prepared`.
         effort: at most the number of lists.
+        graph: finds the centroids near a query, where there are many; None: all are compared.
     """
-    padded = np.zeros((1 << max(0, len(queries) - 1).bit_length(), queries.shape[1]), np.float32)
-    padded[: len(queries)] = queries
-    found = np.asarray(_scores(padded, centroids, metric=metric))[: len(queries)]
-    near = np.argsort(-found, axis=1, kind="stable")[:, :effort]
-    best = np.take_along_axis(found, near, axis=1)
+    if graph is None:
+        padded = np.zeros((1 << max(0, len(queries) - 1).bit_length(), queries.shape[1]), np.float32)
+        padded[: len(queries)] = queries
+        found = np.asarray(_scores(padded, centroids, metric=metric))[: len(queries)]
+        near = np.argsort(-found, axis=1, kind="stable")[:, :effort]
+        best = np.take_along_axis(found, near, axis=1)
+    else:
+        near, best = graph.nearest(queries, effort)
+    if metric == "cosine":  # that of a query of unit length
+        squares = 2 - 2 * best
+    else:  # l2 scores lack |q|^2, inner products both squares
+        squares = (queries**2).sum(axis=1, keepdims=True) - (best if metric == "l2" else 2 * best)
+        squares = squares + (0 if metric == "l2" else (centroids**2).sum(axis=1).max())
+    distances = np.sqrt(np.maximum(squares, 0)).astype(np.float32)
     if metric == "inner_product":
-        return Nearest(near, np.ones(best.shape, np.float32))
-    # l2 scores lack |q|^2; the cosine is that of a query of unit length
-    squares = (queries**2).sum(axis=1, keepdims=True) - best if metric == "l2" else 2 - 2 * best
-    distances = np.sqrt(np.maximum(squares, 0))
-    ratios = distances / np.maximum(distances[:, :1], np.finfo(np.float32).tiny)
-    return Nearest(near, ratios.astype(np.float32))
+        return Nearest(near, np.ones(best.shape, np.float32), distances)
+    with np.errstate(over="ignore"):
+        ratios = distances / np.maximum(distances[:, :1], np.finfo(np.float32).tiny)
+    return Nearest(near, ratios.astype(np.float32), distances)
+
+
+def of_lists(nearest: Nearest, is_near: NDArray[np.bool_], num_lists: int) -> NDArray[np.bool_]:
+    """bool `[num_queries, num_lists]`, from bool `[num_queries, effort]`, which of the nearest lists are probed."""
+    which = np.zeros((len(nearest.lists), num_lists), bool)
+    np.put_along_axis(which, nearest.lists, is_near, axis=1)
+    return which
 
 
 def probed(nearest: Nearest, probing: Probing, num_lists: int) -> NDArray[np.bool_]:
@@ -83,9 +114,7 @@ def probed(nearest: Nearest, probing: Probing, num_lists: int) -> NDArray[np.boo
         is_near = nearest.ratios <= 1 + probing.pruning
         is_near[:, : probing.least] = True
     is_near[:, probing.effort :] = False
-    which = np.zeros((len(nearest.lists), num_lists), bool)
-    np.put_along_axis(which, nearest.lists, is_near, axis=1)
-    return which
+    return of_lists(nearest, is_near, num_lists)
 
 
 @partial(jax.jit, static_argnames=("metric",))

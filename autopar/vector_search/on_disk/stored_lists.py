@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.inputs import DTYPES, MAX_VECTORS, checked_metric
 from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.graph.nearest_points import NearestPoints, PointGraph, why_invalid_graph
+from autopar.vector_search.on_disk.hit_rule import HitRule, loaded_rule
 from autopar.vector_search.on_disk.page_file import PageFile, damaged
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 
@@ -37,6 +39,8 @@ class StoredLists:
         dtype: dtype of the vectors.
         num_vectors: n; a vector may be in several lists.
         copies: maximum number of lists per vector.
+        rule: how the lists of a query are chosen; None: by effort and pruning.
+        graph: over the centroids, where they are many.
     """
 
     centroids: NDArray[np.float32]
@@ -48,6 +52,8 @@ class StoredLists:
     metric: Metric
     num_vectors: int
     copies: int
+    rule: HitRule | None = None
+    graph: PointGraph | None = None
 
     @property
     def num_lists(self) -> int:
@@ -77,7 +83,20 @@ class StoredLists:
     def memory_bytes(self) -> int:
         """Bytes of the arrays."""
         arrays = (self.centroids, self.starts, self.counts, self.centre, self.ids)
-        return sum(array.nbytes for array in arrays if array is not None)
+        rule = () if self.rule is None else self.rule.arrays.values()
+        return sum(array.nbytes for array in (*arrays, *rule, *(self.graph or ())) if array is not None)
+
+    @property
+    def points(self) -> NearestPoints | None:
+        """Finds the centroids near a query; None if all are compared."""
+        if self.graph is None or self.metric == "inner_product":  # the edges are those of near centroids
+            return None
+        return NearestPoints(self.centroids, self.metric, self.graph)
+
+    @property
+    def num_pages(self) -> NDArray[np.int64]:
+        """Pages of each list."""
+        return self.last_pages + 1 - self.first_pages
 
     def ids_of(self, positions: NDArray[Any]) -> NDArray[np.int64]:
         """The ids of positions that are not `NO_ID`."""
@@ -87,8 +106,11 @@ class StoredLists:
         """Settings and arrays for the page file."""
         settings = {"metric": self.metric, "dtype": self.dtype.name}
         settings |= {"num_vectors": self.num_vectors, "copies": self.copies}
-        arrays = {"centroids": self.centroids, "starts": self.starts, "counts": self.counts}
-        optional = {"centre": self.centre, "ids": self.ids}
+        settings |= {"rule": None if self.rule is None else self.rule.saved()}
+        arrays: dict[str, NDArray[Any]] = {"centroids": self.centroids, "starts": self.starts, "counts": self.counts}
+        arrays |= {} if self.rule is None else self.rule.arrays
+        edges, entries = self.graph or (None, None)
+        optional = {"centre": self.centre, "ids": self.ids, "centroid_edges": edges, "centroid_entries": entries}
         return settings, arrays | {name: array for name, array in optional.items() if array is not None}
 
 
@@ -115,6 +137,8 @@ def loaded(pages: PageFile) -> StoredLists:
         checked_metric(settings["metric"]),
         int(settings["num_vectors"]),
         int(settings["copies"]),
+        loaded_rule(settings.get("rule"), arrays),
+        PointGraph(arrays["centroid_edges"], arrays["centroid_entries"]) if "centroid_edges" in arrays else None,
     )
     why = _inconsistent(lists, pages.num_data_pages)
     if why:
@@ -141,6 +165,10 @@ def _inconsistent(lists: StoredLists, num_data_pages: int) -> str | None:
         return "a list lies outside the file"
     if (lists.starts + lists.counts * lists.entry_bytes > most).any():
         return "a list lies outside the file"
+    if lists.rule is not None and (why := lists.rule.why_invalid(lists.num_lists)):
+        return why
+    if lists.graph is not None and (why := why_invalid_graph(lists.graph, lists.num_lists)):
+        return why
     if not np.isfinite(lists.centroids).all():
         return "`centroids` has elements that are not finite"
     return None

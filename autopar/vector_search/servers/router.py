@@ -174,7 +174,7 @@ class ServedIndex:
         wanted = min(k, num_allowed)
         probing = self._index.searches.probing(effort, wanted, num_allowed)
         found = self._requested(queries, k, allowed, self._index.searches.probed(queries, probing))
-        while probing.effort < lists.num_lists and wanted:
+        while (probing.is_usual or probing.effort < lists.num_lists) and wanted:
             short = np.flatnonzero((found[1][:, wanted - 1] == NO_ID) & (found[2] == 1))
             if not short.size:
                 break

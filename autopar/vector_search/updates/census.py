@@ -155,7 +155,8 @@ def nearest_lists(lists: ListMap, queries: NDArray[np.float32], effort: int) -> 
     products = queries @ lists.centroids.T
     if lists.metric == "inner_product":
         near = _top(products, effort)
-        return Nearest(near, np.ones(near.shape, np.float32))
+        ones = np.ones(near.shape, np.float32)  # lists that change have no rule, which would need distances
+        return Nearest(near, ones, ones)
     if lists.metric == "l2":
         squares = (queries**2).sum(axis=1)[:, None] + (lists.centroids**2).sum(axis=1)[None] - 2 * products
     else:
@@ -164,7 +165,7 @@ def nearest_lists(lists: ListMap, queries: NDArray[np.float32], effort: int) -> 
     near = _top(-squares, effort)
     distances = np.sqrt(np.maximum(np.take_along_axis(squares, near, axis=1), 0))
     ratios = distances / np.maximum(distances[:, :1], np.finfo(np.float32).tiny)
-    return Nearest(near, ratios.astype(np.float32))
+    return Nearest(near, ratios.astype(np.float32), distances.astype(np.float32))
 
 
 def _top(scores: NDArray[np.floating], num: int) -> NDArray[np.int64]:

@@ -1,0 +1,60 @@
+"""Compare queries with codes in memory and with vectors from the disk; smaller is nearer.
+
+In: queries. Out: costs. A cost is the squared distance for l2, and minus the similarity for the others. Codes have
+costs by tables: for each query and subvector, the cost of each of the 256 codes; a code's cost is a sum of entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.vector_search.data.metrics import Metric
+
+
+class Compared:
+    """Queries, ready to be compared.
+
+    Args:
+        queries: `[num_queries, d]`, checked, in the dtype of the vectors.
+        prepared: f32 `[num_queries, d]`, as `probing.prepared`.
+        codebooks: f32 `[num_parts, num_codes, d / num_parts]`.
+    """
+
+    def __init__(
+        self, queries: NDArray[Any], prepared: NDArray[np.float32], codebooks: NDArray[np.float32], metric: Metric
+    ) -> None:
+        self._metric: Metric = metric
+        self._queries = _wide(queries)
+        parts = prepared.reshape(len(prepared), *codebooks.shape[::2])  # [num_queries, num_parts, width]
+        tables = -np.einsum("qpw,pcw->qpc", parts, codebooks)
+        if metric == "l2":
+            tables = 2 * tables + (codebooks**2).sum(axis=2) + (parts**2).sum(axis=2)[..., None]
+        self._num_codes = tables.shape[2]
+        self._tables = np.ascontiguousarray(tables, np.float32).reshape(len(prepared), -1)
+        self._offsets = np.arange(codebooks.shape[0]) * self._num_codes
+        self._lengths = None if metric != "cosine" else np.maximum(np.linalg.norm(self._queries, axis=1), 1e-30)
+
+    def with_codes(self, which: NDArray[np.int64], codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+        """Costs `[m]` of codes, `[m, num_parts]`, each for the query `which`, `[m]`."""
+        places = codes + (self._offsets + (which * self._tables.shape[1])[:, None])
+        return self._tables.reshape(-1)[places].sum(axis=1, dtype=np.float64)
+
+    def with_vectors(self, which: NDArray[np.int64], vectors: NDArray[Any]) -> NDArray[np.float64]:
+        """Costs `[m, p]` of vectors, `[m, p, d]`, for the queries `which`, `[m]`; exact for int8, except cosine."""
+        wide, queries = _wide(vectors), self._queries[which]
+        if self._metric == "l2":
+            difference = wide - queries[:, None]
+            return np.einsum("mpd,mpd->mp", difference, difference).astype(np.float64)
+        products = np.einsum("mpd,md->mp", wide, queries).astype(np.float64)
+        if self._lengths is None:
+            return -products
+        lengths = np.maximum(np.sqrt(np.einsum("mpd,mpd->mp", wide, wide)), 1e-30) * self._lengths[which][:, None]
+        return -products / lengths
+
+
+def _wide(vectors: NDArray[Any]) -> NDArray[Any]:
+    """int32 for int8, whose sums of products are then exact; f32 otherwise."""
+    return vectors.astype(np.int32 if vectors.dtype == np.int8 else np.float32)

@@ -1,0 +1,131 @@
+"""Choose the lists of a query by the neighbours that a `HitModel` expects in them, per page.
+
+In: a sample with known neighbours. Out: `HitRule`: a query probes, of its `width` nearest lists, those with at least
+`least` expected neighbours per page, which no nearer list holds; and always the nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.vector_search.frame.recall_tuning import Recall
+from autopar.vector_search.on_disk.hit_model import HitModel, Lists, first_hits, fitted, why_invalid
+from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
+from autopar.vector_search.on_disk.probing import Nearest
+
+#: Steps of the bisection for `least`; minimum pages of a list.
+_STEPS, _LEAST_PAGES = 24, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class HitRule:
+    """A rule.
+
+    Args:
+        radii: f32 `[num_lists]`, rms distance of a list's vectors from its centroid.
+        width: nearest lists of a query that are considered.
+        least: minimum expected neighbours per page.
+    """
+
+    model: HitModel
+    radii: NDArray[np.float32]
+    width: int
+    least: float
+
+    def is_probed(
+        self, nearest: Nearest, centroids: NDArray[np.float32], counts: NDArray[np.int64], entry_bytes: int
+    ) -> NDArray[np.bool_]:
+        """bool `[num_queries, width]`: which of the nearest lists are probed.
+
+        Args:
+            centroids: `[num_lists, d]`.
+            counts: vectors of each list.
+            entry_bytes: bytes of a vector in a list.
+        """
+        values = _values(self.model, nearest, Lists(centroids, counts, self.radii), entry_bytes)
+        is_probed = values >= self.least
+        is_probed[:, 0] = True
+        return is_probed
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Arrays for the page file."""
+        return {"radii": self.radii, "hit_edges": self.model.edges, "hit_factors": self.model.factors}
+
+    def saved(self) -> dict[str, Any]:
+        """Settings for the page file."""
+        return {"width": self.width, "least": self.least}
+
+    def why_invalid(self, num_lists: int) -> str | None:
+        """Why the rule of a file contradicts its lists, as text."""
+        if self.radii.dtype != np.float32 or self.radii.shape != (num_lists,):
+            return f"`radii` is {self.radii.dtype} of shape {list(self.radii.shape)}, expected float32 of shape [{num_lists}]"
+        if type(self.width) is not int or not 1 <= self.width <= num_lists:
+            return f"its rule considers {self.width!r} of {num_lists:,} lists"
+        return why_invalid(self.model)
+
+
+def loaded_rule(saved: Mapping[str, Any] | None, arrays: Mapping[str, NDArray[Any]]) -> HitRule | None:
+    """The rule of a page file; None if it has none.
+
+    Raises:
+        LookupError, TypeError, ValueError: an invalid or missing setting or array.
+    """
+    if saved is None:
+        return None
+    model = HitModel(arrays["hit_edges"], arrays["hit_factors"])
+    return HitRule(model, arrays["radii"], saved["width"], float(saved["least"]))
+
+
+def tuned_rule(
+    nearest: Nearest, ranks: NDArray[np.int32], lists: Lists, entry_bytes: int, recall_target: float
+) -> tuple[HitRule, Recall, float] | None:
+    """The rule that reaches a recall target on a sample, its recall, and the mean pages' worth of bytes; None if none
+    does.
+
+    Args:
+        nearest: the nearest lists of the sample's queries, `width` of them.
+        ranks: int32 `[num_queries, k, copies]`, ranks of the lists that hold each neighbour, `width` for others; -1
+            where there is no neighbour.
+        entry_bytes: bytes of a vector in a list.
+    """
+    width = nearest.lists.shape[1]
+    is_known = (ranks >= 0).any(axis=2)
+    wanted = is_known.sum(axis=1)
+    is_counted = wanted > 0
+    held = np.where(ranks < 0, width, ranks)
+    model = fitted(nearest, lists, first_hits(np.where(is_known, held.min(axis=2), width), width))
+    values = _values(model, nearest, lists, entry_bytes)
+    values[:, 0] = np.inf
+    best = np.take_along_axis(
+        np.append(values, np.full((len(values), 1), -np.inf, np.float32), axis=1)[:, None], held, axis=2
+    ).max(axis=2)
+
+    def recall(least: float) -> Recall:
+        hits = ((best >= least) & is_known).sum(axis=1)
+        return Recall.of(hits[is_counted] / wanted[is_counted])
+
+    low, high = 0.0, float(values[:, 1:].max(initial=0)) + 1
+    if recall(low).at_least < recall_target:
+        return None
+    for _ in range(_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if recall(middle).at_least >= recall_target else (low, middle)
+    cost = float((_pages(nearest, lists, entry_bytes) * (values >= low)).sum(axis=1).mean())
+    return HitRule(model, lists.radii, width, low), recall(low), cost
+
+
+def _values(model: HitModel, nearest: Nearest, lists: Lists, entry_bytes: int) -> NDArray[np.float32]:
+    """Expected neighbours per page, f32 `[num_queries, width]`."""
+    values = model.hits(nearest, lists) / np.maximum(_pages(nearest, lists, entry_bytes), _LEAST_PAGES)
+    return values.astype(np.float32)
+
+
+def _pages(nearest: Nearest, lists: Lists, entry_bytes: int) -> NDArray[np.float32]:
+    """The pages that the bytes of each list fill, which do not depend on where it lies."""
+    return (lists.counts * (entry_bytes / PAYLOAD_BYTES)).astype(np.float32)[nearest.lists]
