@@ -102,6 +102,7 @@ _SERVED = {
     "paging": ("timing.py",),
     "chunked prefill": ("timing.py",),
     "speculation": (),
+    "quantized weights": (),
     "start": (),
     "eight devices": (),
     "transformers": ("inference/torch_generate.py",),

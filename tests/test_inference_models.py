@@ -21,6 +21,7 @@ from autopar.errors import ModelError
 from autopar.inference import Checkpoint, DecoderConfig, load_tokenizer, write_checkpoint
 from autopar.inference.kv_cache import device_pages as kv_pages
 from autopar.inference.model.attention import AttendContiguous, ContiguousCache
+from autopar.inference.model.parameter_names import Source
 from autopar.inference.model.rotary import Llama3Scaling, Rotary
 
 GPT2 = {
@@ -250,13 +251,22 @@ def test_parameters_equal_the_tensors_of_the_safetensors_library(name: str, fold
     stored = {key: array for file in folders[name].glob("*.safetensors") for key, array in load_file(file).items()}
     checkpoint = Checkpoint.open(folders[name])
     loaded = traverse_util.flatten_dict(checkpoint.load()["params"])
-    assert {name for source, _ in checkpoint.tensors.values() for name in source.names} == set(stored)
-    for path, (source, tensors) in checkpoint.tensors.items():
-        mapped = [tensor.mapped() for tensor in tensors]
+    assert {name for source in checkpoint.sources.values() for name in source.names} == set(stored)
+    for path, source in checkpoint.sources.items():
+        assert isinstance(source, Source)
+        mapped = [checkpoint.stored[name].mapped() for name in source.names]
         every = tuple(slice(size) for size in source.shape)
         assert np.shares_memory(source.view(mapped)[every], mapped[0])
         expected = source.view([stored[name] for name in source.names])[every]
         np.testing.assert_array_equal(np.asarray(loaded[path]), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_trained_weights_are_written(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    """What is written is what is read, also from fused and transposed tensors."""
+    params = Checkpoint.open(folders[name]).load()
+    write_checkpoint(tmp_path / name, FAMILIES[name], params=params)
+    jax.tree.map(np.testing.assert_array_equal, Checkpoint.open(tmp_path / name).load(), params)
 
 
 @pytest.mark.slow
@@ -298,7 +308,7 @@ def test_a_bare_model_with_buffers_is_read(folders: dict[str, Path], tmp_path: P
         ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "no `low_freq_factor`"),
         ({**LLAMA, "partial_rotary_factor": 1.5}, "`partial_rotary_factor` is 1.5"),
         ({**LLAMA, "partial_rotary_factor": 0.4}, "rotates 3 of 8 elements"),
-        ({**LLAMA, "quantization_config": {"bits": 4}}, "`quantization_config`"),
+        ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config has no `quant_method`"),
         ({**LLAMA, "hidden_size": "32"}, "`hidden_size` is '32', and must be a positive int"),
         ({**LLAMA, "num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
         ({**LLAMA, "num_key_value_heads": 3}, "3 heads of keys"),
@@ -358,7 +368,7 @@ def test_damaged_folders_name_the_tensor_and_the_file(folders: dict[str, Path], 
     file.write_bytes(len(whole[8:]).to_bytes(8, "little") + whole[8:])
     refused("header cannot be read")
     save_file({**tensors, key: tensors[key].astype(np.int8)}, file)
-    with pytest.raises(ModelError, match=rf"dtype of `{key}` is I8"):
+    with pytest.raises(ModelError, match=rf"dtype of `{key}` is I8, but it must be one of F64"):
         Checkpoint.open(tmp_path).load()
     (tmp_path / "config.json").write_text("{")
     refused("is not JSON")

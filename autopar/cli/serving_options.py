@@ -26,6 +26,8 @@ def add_serving_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype", metavar="NAME", help="dtype of weights and KV cache, e.g. bfloat16 (default: the checkpoint's)"
     )
+    about = "quantize float weights: int8 or int4, with a group of inputs as int8-g128 (default: as in the checkpoint)"
+    group.add_argument("--quantize", metavar="NAME", help=about)
     group.add_argument("--slots", type=int, metavar="N", help="sequences in a batch (default: 16)")
     about = "maximum tokens of a text, with its prompt (default: the model's maximum, at most 4096)"
     group.add_argument("--max-length", type=int, metavar="N", help=about)
@@ -70,6 +72,7 @@ def serving_of(
         "attention": options.attention,
         "memory_budget_bytes": options.memory_budget,
         "dtype": _dtype(options.dtype),
+        "quantize": options.quantize,
     }
 
 

@@ -43,6 +43,8 @@ def add_command(added: Any) -> None:
     command.add_argument("--max-length", type=shared.count, metavar="N", help=about)
     about = "dtype of weights and KV cache: bfloat16, float16 or float32 (default: the model's)"
     command.add_argument("--dtype", metavar="DTYPE", help=about)
+    about = "quantize float weights: int8 or int4, with a group of inputs as int8-g128 (default: as in the config.json)"
+    command.add_argument("--quantize", metavar="NAME", help=about)
     command.add_argument("--page-size", type=shared.count, metavar="N", help="tokens in a KV cache page (default: 16)")
     about = "latency: the lowest TPOT (default); throughput: the most tokens per second of all devices"
     command.add_argument("--objective", metavar="NAME", help=about)
@@ -69,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     from autopar.inference.schedule.requests import Shape
 
     workload = {field: getattr(options, name) for name, field in _FIELDS.items() if getattr(options, name) is not None}
-    case = PaperInference(config=DecoderConfig.read(options.model), **workload)
+    case = PaperInference(config=DecoderConfig.read(options.model).quantized(options.quantize), **workload)
     more.pop("pin")
     with progress() as report:
         found = inference_on_paper(case, progress=report, **more)

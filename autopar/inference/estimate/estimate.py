@@ -97,7 +97,10 @@ class PaperInference:
         """The model and the static sizes of its engine."""
         dtype, model = jnp.dtype(self.dtype), Decoder(self.config.for_length(self.max_length))
         shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+        params = jax.tree.map(
+            lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.integer) else jax.ShapeDtypeStruct(leaf.shape, dtype),
+            shapes,
+        )
         options = Options(num_slots=self.batch, max_length=self.max_length)
         return Served(model, params, options, self.page_size, dtype)
 

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax.numpy as jnp
+
 from autopar.hardware.profile import HardwareProfile
 from autopar.inference.schedule.requests import Shape
 from autopar.inference.schedule.steady_state import num_chunks, steady_state
@@ -142,11 +144,12 @@ def _parts(served: Served, layout: Layout[PlanOnly], decode: Plan, profile: Hard
     slots = served.options.num_slots
     pages = slots * served.pages_held * layout.page_bytes
     memory = (sum(tensor.num_bytes for tensor in weights) + pages) / profile.memory_bytes_per_s
-    arithmetic = 0.0
+    arithmetic, how = 0.0, served.model.config.quantization
     for tensor in weights:
-        if len(tensor.shape) > 1:
-            elements = tensor.sharding.local_size(tensor.shape, decode.mesh)
-            arithmetic += 2.0 * slots * elements / profile.matrix_rate(tensor.dtype)
+        if tensor.path.endswith("/weight") and len(tensor.shape) > 1:
+            packed = how.per_byte if how is not None and tensor.dtype == "uint8" else 1  # 4 bits are packed in bytes
+            elements = packed * tensor.sharding.local_size(tensor.shape, decode.mesh)
+            arithmetic += 2.0 * slots * elements / profile.matrix_rate(str(jnp.dtype(served.dtype)))
     predicted = decode.prediction
     return DecodeParts(
         memory_s=memory,

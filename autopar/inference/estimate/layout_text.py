@@ -16,6 +16,10 @@ from autopar.rules.table import traits_of
 #: (pattern of the end of a path, names of the dims). The first match counts.
 _DIMS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"/experts/(gate|up|down)/weight", ("experts", "outputs", "inputs")),
+    (r"/experts/(gate|up|down)/(scale|zero)", ("experts", "outputs", "groups")),
+    (r"/(query|key|value)/(scale|zero)", ("heads", "head dim", "groups")),
+    (r"/(embed|head)/scale", ("vocabulary", "groups")),
+    (r"/(\w+)/(scale|zero)", ("outputs", "groups")),
     (r"/(query|key|value)/weight", ("heads", "head dim", "inputs")),
     (r"/(query|key|value)/bias", ("heads", "head dim")),
     (r"/out/weight", ("outputs", "heads", "head dim")),

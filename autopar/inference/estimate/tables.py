@@ -74,11 +74,16 @@ def _weights_text(estimate: InferenceOnPaper) -> str:
 
 
 def num_weights(estimate: InferenceOnPaper) -> int:
-    """The number of weights of the model."""
+    """The number of weights of the model. Those of 4 bits share a byte."""
     layout = estimate.chosen.layout
     assert layout is not None
     inputs = layout.programs[Shape()].plan.inputs
-    return sum(math.prod(tensor.shape) for tensor in inputs if tensor.path.startswith("params/"))
+    weights = [tensor for tensor in inputs if tensor.path.startswith("params/")]
+    return sum(
+        math.prod(tensor.shape) * (2 if tensor.dtype == "uint8" else 1)
+        for tensor in weights
+        if not tensor.path.endswith(("/scale", "/zero"))
+    )
 
 
 def _print_replicas(estimate: InferenceOnPaper, console: Console) -> None:

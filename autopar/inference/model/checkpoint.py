@@ -29,9 +29,11 @@ from autopar.errors import ModelError
 from autopar.inference.model import parameter_names as names
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.decoder import Decoder
+from autopar.inference.model.quantized_sources import QuantizedSource
 from autopar.inference.model.safetensors import DTYPES, StoredTensor, read_header, write_file
 from autopar.inference.model.sharded_load import load_sharded
 
+AnySource = names.Source | QuantizedSource
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LISTED = 5  # names in an error
 
@@ -41,22 +43,27 @@ class Checkpoint:
     """A model's folder that holds every parameter in its shape, and nothing else.
 
     Args:
-        tensors: for each parameter path, the stored tensors and the part of them that is the parameter.
+        sources: for each parameter path, the part of the stored tensors that is the parameter.
+        stored: the tensors by name.
     """
 
     folder: Path
     config: DecoderConfig
-    tensors: Mapping[names.Path, tuple[names.Source, tuple[StoredTensor, ...]]]
+    sources: Mapping[names.Path, AnySource]
+    stored: Mapping[str, StoredTensor]
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Checkpoint:
+    def open(cls, folder: str | os.PathLike[str], quantize: str | None = None) -> Checkpoint:
         """Read the configuration and the headers of the weight files, but no weights.
+
+        Args:
+            quantize: how to quantize float weights when they are read, such as "int8"; by default they stay as they are.
 
         Raises:
             ModelError: a tensor is missing, damaged, unexpected, of another shape, or the model is not supported.
         """
         folder = Path(folder)
-        config = DecoderConfig.read(folder)
+        config = DecoderConfig.read(folder).quantized(quantize)
         stored = _stored(folder)
         sources = _sources(config)
         # Checkpoints of the bare model lack the prefix. Every checkpoint has the embedding, so its name shows which it is.
@@ -65,11 +72,7 @@ class Checkpoint:
         if embedding not in stored and embedding.removeprefix(prefix) in stored:
             stored = {name if name == head else prefix + name: tensor for name, tensor in stored.items()}
         _check(folder, config, sources, stored)
-        return cls(
-            folder,
-            config,
-            {path: (source, tuple(stored[name] for name in source.names)) for path, source in sources.items()},
-        )
+        return cls(folder, config, sources, stored)
 
     @property
     def model(self) -> Decoder:
@@ -84,8 +87,10 @@ class Checkpoint:
         """
         return _tree(
             {
-                path: jax.ShapeDtypeStruct(source.shape, _dtype(tensors[0], dtype))
-                for path, (source, tensors) in self.tensors.items()
+                path: jax.ShapeDtypeStruct(
+                    source.shape, jax.dtypes.canonicalize_dtype(source.dtype(self.stored, dtype))
+                )
+                for path, source in self.sources.items()
             }
         )
 
@@ -112,11 +117,11 @@ class Checkpoint:
                 " `abstract_params()` as its first argument, and use `plan.in_shardings(mesh)[0]`"
             )
         by_path: Any = traverse_util.flatten_dict(shardings["params"])
-        loaded = {}
-        for path, (source, tensors) in self.tensors.items():
+        loaded: dict[names.Path, Any] = {}
+        dtypes: Any = traverse_util.flatten_dict(abstract["params"])
+        for path, source in self.sources.items():
             report = partial(progress, "/".join(path)) if progress is not None else None
-            view = source.view([tensor.mapped() for tensor in tensors])
-            loaded[path] = load_sharded(view, _dtype(tensors[0], dtype), by_path[path], report)
+            loaded[path] = load_sharded(source.of(self.stored, dtype), dtypes[path].dtype, by_path[path], report)
         return _tree(loaded)
 
 
@@ -126,10 +131,11 @@ def write_checkpoint(
     seed: int = 0,
     dtype: str = "F32",
     max_file_bytes: int = 5 * 1024**3,
+    params: Any = None,
 ) -> None:
-    """Write a model with random weights in Hugging Face's format, for tests and measurements.
+    """Write a model in Hugging Face's format: its trained weights, or random ones for tests and measurements.
 
-    The scale of the weights keeps activations from vanishing or growing over the layers. Tensors are generated and written
+    The scale of random weights keeps activations from vanishing or growing over the layers. Tensors are generated and written
     one by one.
 
     Args:
@@ -137,6 +143,7 @@ def write_checkpoint(
         fields: the fields of its `config.json`.
         dtype: "F32", "BF16", "F16" or "F64".
         max_file_bytes: the largest size of one file; larger models have several files.
+        params: the weights, as `Decoder(config).init` returns them; by default random ones.
 
     Raises:
         ModelError: a field is not supported, the folder exists, or it cannot be written.
@@ -146,10 +153,19 @@ def write_checkpoint(
         raise ModelError(f"weights cannot be written as {dtype!r}; give one of {', '.join(DTYPES)}")
     if target.exists():
         raise ModelError(f"{target} already exists. Give the name of a new folder")
-    sources = _sources(config)
+    sources = {path: source for path, source in _sources(config).items() if isinstance(source, names.Source)}
     paths = {name: path for path, source in sources.items() for name in source.names}
     shapes = {name: sources[path].stored_shape for name, path in paths.items()}
     center = 0 if config.norm == "rms_one" else 1
+    values: Any = {} if params is None else traverse_util.flatten_dict(params["params"])
+
+    def trained(name: str) -> NDArray[Any]:
+        found = np.zeros(shapes[name], np.float32)
+        for path, source in sources.items():
+            if name in source.names:
+                value = np.asarray(values[path], np.float32)
+                source.put(found, value[source.names.index(name)] if source.is_stacked else value)
+        return found
 
     def make(name: str) -> NDArray[Any]:
         path = paths[name]
@@ -162,7 +178,7 @@ def write_checkpoint(
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         text = json.dumps({**fields, "torch_dtype": DTYPES[dtype].name}, indent=2)
         (unfinished / "config.json").write_text(text, encoding="utf-8")
-        _write_files(unfinished, shapes, dtype, max_file_bytes, make)
+        _write_files(unfinished, shapes, dtype, max_file_bytes, make if params is None else trained)
         unfinished.chmod(0o755)
         unfinished.rename(target)
     except OSError as error:
@@ -172,12 +188,12 @@ def write_checkpoint(
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _sources(config: DecoderConfig) -> dict[names.Path, names.Source]:
+def _sources(config: DecoderConfig) -> dict[names.Path, AnySource]:
     """Map each parameter to its stored tensors. Layers of one kind have the same shapes, so one is traced for all."""
     of_kind: dict[Any, list[int]] = {}
     for layer, kind in enumerate(config.layers):
-        of_kind.setdefault(kind.experts, []).append(layer)
-    sources: dict[names.Path, names.Source] = {}
+        of_kind.setdefault((kind.experts, kind.plain), []).append(layer)
+    sources: dict[names.Path, AnySource] = {}
     for layers in of_kind.values():
         one = replace(config, num_layers=1, layers=(config.layers[layers[0]],))
         shapes: Any = jax.eval_shape(Decoder(one).init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
@@ -185,17 +201,29 @@ def _sources(config: DecoderConfig) -> dict[names.Path, names.Source]:
         for path, leaf in flat.items():
             in_layers = [(f"layers_{layer}", *path[1:]) for layer in layers]
             for each in in_layers if path[0] == "layers_0" else [path]:
-                sources[each] = names.source(config, each, leaf.shape)
+                is_quantized = path[-1] != "bias" and (*path[:-1], "scale") in flat
+                weight = flat[(*path[:-1], "weight")].shape if is_quantized else None
+                sources[each] = _source(config, each, leaf.shape, weight)
     return sources
+
+
+def _source(
+    config: DecoderConfig, path: names.Path, shape: tuple[int, ...], weight: tuple[int, ...] | None
+) -> AnySource:
+    """The source of a parameter.
+
+    Args:
+        weight: the shape of the quantized weight of its module; None if the parameter is not part of one.
+    """
+    how = config.quantization_of(path[-2])
+    if how is None or weight is None:
+        return names.source(config, path, shape)
+    base = names.source(config, (*path[:-1], "weight"), (*weight[:-1], weight[-1] * how.per_byte))
+    return QuantizedSource(base, path[-1], shape, how)
 
 
 def _tree(by_path: Mapping[names.Path, Any]) -> Any:
     return {"params": traverse_util.unflatten_dict(dict(by_path))}
-
-
-def _dtype(tensor: StoredTensor, dtype: Any) -> Any:
-    """The dtype of a tensor on the devices: float64 becomes float32 unless JAX has x64 enabled."""
-    return jax.dtypes.canonicalize_dtype(dtype or DTYPES.get(tensor.dtype, np.float32))
 
 
 def _stored(folder: Path) -> dict[str, StoredTensor]:
@@ -231,7 +259,7 @@ def _stored(folder: Path) -> dict[str, StoredTensor]:
 def _check(
     folder: Path,
     config: DecoderConfig,
-    sources: Mapping[names.Path, names.Source],
+    sources: Mapping[names.Path, AnySource],
     stored: Mapping[str, StoredTensor],
 ) -> None:
     """Refuse tensors that are missing, unexpected, or of another shape than the configuration requires."""

@@ -17,7 +17,8 @@ from autopar.errors import ModelError
 from autopar.inference.kv_cache.scores import Scores
 from autopar.inference.model.config_fields import Fields
 from autopar.inference.model.families import FAMILIES
-from autopar.inference.model.layer_kinds import LayerKind
+from autopar.inference.model.layer_kinds import LAYER_MODULES, LayerKind
+from autopar.inference.model.quantization import Quantization, quantization_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class DecoderConfig:
         attention_scale: the factor of dot products of queries and keys; by default 1 / sqrt(head_dim).
         attention_softcap, logit_softcap: the bounds of attention scores and of logits by tanh.
         slopes: the slope of each head (ALiBi).
+        quantization: how the weights of matmuls are quantized; None if they are floats.
         embedding_scale, residual_scale, logit_scale: the factors of embeddings, of what a layer adds, and of logits.
     """
 
@@ -76,6 +78,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
+    quantization: Quantization | None = None
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> DecoderConfig:
@@ -116,10 +119,56 @@ class DecoderConfig:
                 f"{source}: model_type is {family!r}, which is not supported. Use a checkpoint of one of"
                 f" {', '.join(sorted(FAMILIES))}"
             )
-        reader.refuse("quantization_config", None)
         config = cls(family=family, dtype=reader.dtype(), **FAMILIES[family].fields(reader))
         config._check(source)
+        found = quantization_of(reader)
+        config = config if found is None else config._with(found, source)
         return config.for_length(config.max_positions)
+
+    def quantized(self, name: str | None) -> DecoderConfig:
+        """The configuration with float weights that are quantized when they are read.
+
+        Args:
+            name: as for `Quantization.named`; None changes nothing.
+
+        Raises:
+            ModelError: there is no such quantization, or the checkpoint's weights are quantized already.
+        """
+        if name is None:
+            return self
+        if self.quantization is not None:
+            raise ModelError(f"the weights are quantized already, so they cannot be quantized as {name!r}: omit it")
+        return self._with(Quantization.named(name), "the model")
+
+    def _with(self, how: Quantization, source: str) -> DecoderConfig:
+        """The configuration with quantized weights, and the modules of each layer that are not quantized."""
+        experts = [kind.experts for kind in self.layers if kind.experts is not None]
+        sizes = {"hidden_size": self.hidden_size, "heads x head_dim": self.num_heads * self.head_dim}
+        sizes |= {"intermediate_size": self.mlp_size} if len(experts) < self.num_layers else {}
+        sizes |= {"moe_intermediate_size": experts[0].size} if experts else {}
+        sizes |= {"shared_expert_intermediate_size": experts[0].shared_size} if experts else {}
+        unit = how.group or how.per_byte
+        odd = [f"{name} is {size}" for name, size in sizes.items() if size % unit]
+        odd += [f"head_dim is {self.head_dim}"] if self.head_dim % how.per_byte else []
+        if odd:
+            raise ModelError(
+                f"{source}: weights cannot be quantized in {'groups' if how.group else 'bytes'} of {unit}:"
+                f" {', '.join(odd)}, and must be a multiple of it"
+            )
+        names = FAMILIES[self.family].names(self)
+        layers = []
+        for layer, kind in enumerate(self.layers):
+            stored = {module: names.prefix + name.format(layer, e=0) for module, name in names.modules.items()}
+            plain = {module for module, name in stored.items() if how.is_skipped(name)} & LAYER_MODULES
+            layers.append(replace(kind, plain=tuple(sorted(plain))))
+        return replace(self, quantization=how, layers=tuple(layers))
+
+    def quantization_of(self, module: str) -> Quantization | None:
+        """The quantization of the weight of a module, by its name. Embedding and head have 8 bits, if the weights are
+        quantized when they are read; a checkpoint has them as floats."""
+        if self.quantization is None or module not in ("embed", "embed_positions", "head"):
+            return self.quantization
+        return Quantization(8, None) if self.quantization.format == "made" and module != "embed_positions" else None
 
     def _check(self, source: str) -> None:
         """Refuse sizes that contradict each other."""

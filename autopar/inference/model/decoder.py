@@ -17,6 +17,7 @@ from autopar.inference.model.attention import Attend, attend_causally
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.experts import MixtureOfExperts
 from autopar.inference.model.modules import ACTIVATIONS, Embedding, Linear, Norm
+from autopar.inference.model.quantization import Quantization
 from autopar.inference.model.rotary import rotate
 
 
@@ -27,13 +28,13 @@ class Decoder(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, config.quantization_of("embed"))
         if config.learned_positions:
             self.embed_positions = Embedding(config.max_positions, config.hidden_size)
         self.layers = [Layer(config, layer) for layer in range(config.num_layers)]
         self.norm = norm_of(config)
         if not config.tied:
-            self.head = Embedding(config.vocab_size, config.hidden_size)
+            self.head = Embedding(config.vocab_size, config.hidden_size, config.quantization_of("head"))
 
     def __call__(
         self,
@@ -101,20 +102,26 @@ class Layer(nn.Module):
         if config.post_norm:
             self.attention_post_norm, self.mlp_post_norm = norm_of(config), norm_of(config)
         heads, kv_heads = (config.num_heads, config.head_dim), (config.num_kv_heads, config.head_dim)
-        self.query = Linear((config.hidden_size,), heads, config.qkv_bias)
-        self.key = Linear((config.hidden_size,), kv_heads, config.qkv_bias)
-        self.value = Linear((config.hidden_size,), kv_heads, config.qkv_bias)
-        self.out = Linear(heads, (config.hidden_size,), config.out_bias)
+
+        def how(module: str) -> Quantization | None:
+            return None if module in kind.plain else config.quantization
+
+        self.query = Linear((config.hidden_size,), heads, config.qkv_bias, how("query"))
+        self.key = Linear((config.hidden_size,), kv_heads, config.qkv_bias, how("key"))
+        self.value = Linear((config.hidden_size,), kv_heads, config.qkv_bias, how("value"))
+        self.out = Linear(heads, (config.hidden_size,), config.out_bias, how("out"))
         if config.qk_norm:
             shapes = (heads, kv_heads) if config.qk_norm == "all" else 2 * ((config.head_dim,),)
             self.query_norm, self.key_norm = (norm_of(config, shape) for shape in shapes)
         if kind.experts is not None:
-            self.experts = MixtureOfExperts(kind.experts, config.hidden_size, config.activation)
+            self.experts = MixtureOfExperts(
+                kind.experts, config.hidden_size, config.activation, config.quantization, kind.plain
+            )
             return
         if config.gated:
-            self.gate = Linear((config.hidden_size,), (config.mlp_size,), config.mlp_bias)
-        self.up = Linear((config.hidden_size,), (config.mlp_size,), config.mlp_bias)
-        self.down = Linear((config.mlp_size,), (config.hidden_size,), config.mlp_bias)
+            self.gate = Linear((config.hidden_size,), (config.mlp_size,), config.mlp_bias, how("gate"))
+        self.up = Linear((config.hidden_size,), (config.mlp_size,), config.mlp_bias, how("up"))
+        self.down = Linear((config.mlp_size,), (config.hidden_size,), config.mlp_bias, how("down"))
 
     def __call__(self, hidden: jax.Array, positions: jax.Array, attend: Attend, cache: Any) -> tuple[jax.Array, Any]:
         """Return the hidden states, [batch, tokens, hidden] like `hidden`, and the cache."""

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from autopar.inference.model.layer_kinds import Experts
-from autopar.inference.model.modules import ACTIVATIONS, Linear, parameter
+from autopar.inference.model.modules import ACTIVATIONS, Linear, parameter, quantized_parameter
+from autopar.inference.model.quantization import Quantization
 
 #: `t i, e o i -> t o`, where consecutive rows t belong to one expert e.
 _BY_EXPERT = jax.lax.RaggedDotDimensionNumbers(
@@ -26,18 +27,24 @@ class MixtureOfExperts(nn.Module):
     experts: Experts
     hidden_size: int
     activation: str
+    quantization: Quantization | None = None
+    plain: tuple[str, ...] = ()
 
     def setup(self) -> None:
         experts, hidden = self.experts, self.hidden_size
-        self.router = Linear((hidden,), (experts.num,), False)
-        self.gate = ExpertLinear(experts.num, hidden, experts.size)
-        self.up = ExpertLinear(experts.num, hidden, experts.size)
-        self.down = ExpertLinear(experts.num, experts.size, hidden)
+
+        def how(module: str) -> Quantization | None:
+            return None if f"experts/{module}" in self.plain else self.quantization
+
+        self.router = Linear((hidden,), (experts.num,), False, how("router"))
+        self.gate = ExpertLinear(experts.num, hidden, experts.size, how("gate"))
+        self.up = ExpertLinear(experts.num, hidden, experts.size, how("up"))
+        self.down = ExpertLinear(experts.num, experts.size, hidden, how("down"))
         if experts.shared_size:
-            self.shared_gate = Linear((hidden,), (experts.shared_size,), False)
-            self.shared_up = Linear((hidden,), (experts.shared_size,), False)
-            self.shared_down = Linear((experts.shared_size,), (hidden,), False)
-            self.shared_router = Linear((hidden,), (1,), False)
+            self.shared_gate = Linear((hidden,), (experts.shared_size,), False, how("shared_gate"))
+            self.shared_up = Linear((hidden,), (experts.shared_size,), False, how("shared_up"))
+            self.shared_down = Linear((experts.shared_size,), (hidden,), False, how("shared_down"))
+            self.shared_router = Linear((hidden,), (1,), False, how("shared_router"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the outputs, [batch, tokens, hidden] like `x`."""
@@ -70,9 +77,15 @@ class ExpertLinear(nn.Module):
     num: int
     ins: int
     outs: int
+    how: Quantization | None = None
 
     @nn.compact
     def __call__(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """Multiply rows, of which the first `sizes[0]` belong to the first expert, and so on."""
-        weight = parameter(self, "weight", nn.initializers.normal(0.02), (self.num, self.outs, self.ins))
+        if self.how is None:
+            weight = parameter(self, "weight", nn.initializers.normal(0.02), (self.num, self.outs, self.ins))
+        else:
+            outs = (self.num, self.outs)
+            weight, factor = quantized_parameter(self, self.how, outs, (self.ins,), rows.dtype)
+            weight = weight if factor is None else (weight * factor[..., None]).astype(rows.dtype)
         return jax.lax.ragged_dot_general(rows, weight, sizes, _BY_EXPERT)

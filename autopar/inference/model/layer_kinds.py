@@ -10,6 +10,15 @@ from dataclasses import dataclass, replace
 
 from autopar.inference.model.rotary import Rotary
 
+#: The matmuls of a layer.
+LAYER_MODULES = frozenset(
+    [
+        *("query", "key", "value", "out", "gate", "up", "down"),
+        *(f"experts/{name}" for name in ("router", "gate", "up", "down")),
+        *(f"experts/shared_{name}" for name in ("router", "gate", "up", "down")),
+    ]
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -37,11 +46,13 @@ class LayerKind:
         rotary: the rotary embedding; None if there is none.
         window: the tokens that each token sees, itself included; None is all before it.
         experts: the mixture of experts; None is one feed-forward network.
+        plain: the modules whose weights are not quantized, if the others' are.
     """
 
     rotary: Rotary | None = None
     window: int | None = None
     experts: Experts | None = None
+    plain: tuple[str, ...] = ()
 
     def for_length(self, longest: int) -> LayerKind:
         """The same for sequences of at most `longest` tokens."""

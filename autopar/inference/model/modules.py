@@ -5,11 +5,15 @@ In: arrays. Out: Flax modules whose parameters are [out, in], as in a checkpoint
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+
+from autopar.inference.model.quantization import Quantization
+from autopar.inference.model.quantized_weights import dequantized, unpacked
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -25,12 +29,18 @@ class Linear(nn.Module):
     ins: tuple[int, ...]
     outs: tuple[int, ...]
     bias: bool
+    how: Quantization | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        weight = parameter(self, "weight", nn.initializers.normal(0.02), (*self.outs, *self.ins))
+        factor = None
+        if self.how is None:
+            weight = parameter(self, "weight", nn.initializers.normal(0.02), (*self.outs, *self.ins))
+        else:
+            weight, factor = quantized_parameter(self, self.how, self.outs, self.ins, x.dtype)
         x_dims, weight_dims = range(x.ndim - len(self.ins), x.ndim), range(len(self.outs), weight.ndim)
         y = jax.lax.dot_general(x, weight, ((tuple(x_dims), tuple(weight_dims)), ((), ())))
+        y = y if factor is None else (y * factor).astype(x.dtype)
         return y + parameter(self, "bias", nn.initializers.zeros, self.outs) if self.bias else y
 
 
@@ -39,18 +49,30 @@ class Embedding(nn.Module):
 
     count: int
     size: int
+    how: Quantization | None = None
 
     def setup(self) -> None:
-        self.weight = parameter(self, "weight", nn.initializers.normal(0.02), (self.count, self.size))
+        if self.how is None:
+            self.weight = parameter(self, "weight", nn.initializers.normal(0.02), (self.count, self.size))
+            return
+        assert self.how == Quantization(8, None), "an embedding is quantized by rows, with 8 bits"
+        self.weight = parameter(self, "weight", _zeros(jnp.int8), (self.count, self.size))
+        self.scale = parameter(self, "scale", nn.initializers.ones, (self.count, 1))
 
     def __call__(self, indices: jax.Array) -> jax.Array:
         """Look up the vectors of `indices`."""
-        return jnp.take(self.weight, indices, axis=0, mode="clip")
+        found = jnp.take(self.weight, indices, axis=0, mode="clip")
+        if self.how is None:
+            return found
+        scale = jnp.take(self.scale, indices, axis=0, mode="clip")
+        return (found * scale.astype(jnp.float32)).astype(scale.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Multiply hidden states with all vectors; float32."""
-        contracted = ((hidden.ndim - 1,), (1,))
-        return jax.lax.dot_general(hidden, self.weight, (contracted, ((), ())), preferred_element_type=jnp.float32)
+        contracted, weight = ((hidden.ndim - 1,), (1,)), self.weight
+        weight = weight if self.how is None else weight.astype(hidden.dtype)
+        logits = jax.lax.dot_general(hidden, weight, (contracted, ((), ())), preferred_element_type=jnp.float32)
+        return logits if self.how is None else logits * self.scale[:, 0].astype(jnp.float32)
 
 
 class Norm(nn.Module):
@@ -74,6 +96,31 @@ class Norm(nn.Module):
             return (wide * (1 + weight.astype(jnp.float32))).astype(x.dtype)
         bias = parameter(self, "bias", nn.initializers.zeros, self.shape)
         return (wide * weight + bias).astype(x.dtype)
+
+
+def quantized_parameter(
+    module: nn.Module, how: Quantization, outs: tuple[int, ...], ins: tuple[int, ...], dtype: Any
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the quantized weight of a module as floats `[*outs, *ins]`, and the factor of its results `[*outs]`.
+
+    The factor is the scale of each output, if all its inputs share one; otherwise the weights have it, and it is None.
+    """
+    groups = how.num_groups(math.prod(ins))
+    stored = (*outs, *ins[:-1], ins[-1] // how.per_byte)
+    weight = parameter(module, "weight", _zeros(jnp.uint8 if how.bits == 4 else jnp.int8), stored)
+    scale = parameter(module, "scale", nn.initializers.ones, (*outs, groups))
+    zero = parameter(module, "zero", _zeros(jnp.int16), (*outs, groups)) if how.has_zeros else None
+    if groups == 1 and zero is None:
+        whole = unpacked(weight, how)
+        whole = whole if how.zero == 0 else whole - jnp.int8(how.zero)
+        return whole.astype(dtype), scale[..., 0].astype(jnp.float32)
+    flat = weight.reshape(*outs, -1)
+    return dequantized(flat, scale, zero, how, dtype).reshape(*outs, *ins), None
+
+
+def _zeros(dtype: Any) -> Any:
+    """An initializer of integers."""
+    return lambda key, shape: jnp.zeros(shape, dtype)
 
 
 def parameter(module: nn.Module, name: str, init: Any, shape: tuple[int, ...]) -> Any:

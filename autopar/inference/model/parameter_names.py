@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.families import FAMILIES
+from autopar.inference.model.safetensors import DTYPES, StoredTensor
 from autopar.inference.model.tensor_names import Names, Rows
 
 Path = tuple[str, ...]
@@ -33,6 +34,7 @@ class Source:
         num_outs: the number of dims of the output, which lead the shape, apart from that of the experts.
         rows: the rows of the tensors that are the parameter; None if all are.
         transposed: whether the tensors are [in, out].
+        is_stacked: whether the first dim is that of the experts.
     """
 
     names: tuple[str, ...]
@@ -41,16 +43,27 @@ class Source:
     num_outs: int
     rows: Rows | None = None
     transposed: bool = False
+    is_stacked: bool = False
 
     @property
     def stored(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each tensor."""
         return dict.fromkeys(self.names, self.stored_shape)
 
-    @property
-    def is_stacked(self) -> bool:
-        """Whether the parameter's first dim is that of the experts."""
-        return len(self.names) > 1
+    def put(self, tensor: NDArray[Any], value: NDArray[Any]) -> None:
+        """Write the parameter, or that of one expert, to its rows of a tensor."""
+        outs_first = tensor.T if self.transposed else tensor
+        flat = value.reshape(-1, *outs_first.shape[1:])
+        rows = slice(None) if self.rows is None else self.rows.numbers.reshape(-1)
+        outs_first[rows] = flat
+
+    def of(self, tensors: Mapping[str, StoredTensor], dtype: Any = None) -> StoredParameter:
+        """The parameter as an array that is read where it is sliced, of the tensors of a checkpoint."""
+        return self.view([tensors[name].mapped() for name in self.names])
+
+    def dtype(self, tensors: Mapping[str, StoredTensor], dtype: Any) -> Any:
+        """The dtype of the parameter on the devices: the given one, or the stored one."""
+        return dtype or DTYPES.get(tensors[self.names[0]].dtype, np.float32)
 
     def view(self, tensors: Sequence[NDArray[Any]]) -> StoredParameter:
         """The parameter as an array that is read where it is sliced."""
@@ -81,8 +94,7 @@ class StoredParameter:
         outs_first = tensor.T if self.source.transposed else tensor
         if rows is None:
             return outs_first.reshape(*outs, *ins)[bounds]
-        numbers = np.arange(rows.num_stored).reshape(rows.groups, rows.parts, rows.size)
-        wanted = numbers[:, rows.first : rows.last].reshape(outs)[bounds[:num]]
+        wanted = rows.numbers.reshape(outs)[bounds[:num]]
         columns = outs_first.reshape(rows.num_stored, *ins)[(slice(None), *bounds[num:])]
         flat = wanted.reshape(-1)
         is_range = flat.size and flat[-1] - flat[0] == flat.size - 1
@@ -121,7 +133,8 @@ def source(config: DecoderConfig, path: Path, shape: tuple[int, ...]) -> Source:
     flat = flat if rows is None else (rows.num_stored, *flat[1:])
     transposed = names.transposed and leaf == "weight" and len(flat) == 2 and not module.startswith("embed")
     every = tuple(name.replace("{e}", str(expert)) for expert in range(num_experts or 1))
-    return Source(every, flat[::-1] if transposed else flat, shape, num_outs, rows, transposed)
+    stored = flat[::-1] if transposed else flat
+    return Source(every, stored, shape, num_outs, rows, transposed, is_stacked=num_experts > 0)
 
 
 def is_ignored(config: DecoderConfig, name: str) -> bool:

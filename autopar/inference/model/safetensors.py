@@ -30,6 +30,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
 """The supported dtypes of weights."""
+_INTEGERS: dict[str, np.dtype[Any]] = {
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+}
 _BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     "I64": 8,
@@ -64,18 +70,22 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
 
-    def mapped(self) -> NDArray[Any]:
+    def mapped(self, *, integers: bool = False) -> NDArray[Any]:
         """Map the tensor into memory. Its bytes are read on access.
+
+        Args:
+            integers: whether it is a tensor of integers, as those of quantized weights are.
 
         Raises:
             ModelError: the tensor's dtype is not supported for weights.
         """
-        if self.dtype not in DTYPES:
+        allowed = _INTEGERS if integers else DTYPES
+        if self.dtype not in allowed:
             raise ModelError(
-                f"{self.file}: the dtype of `{self.name}` is {self.dtype}, but weights must be {', '.join(DTYPES)}. Convert"
+                f"{self.file}: the dtype of `{self.name}` is {self.dtype}, but it must be one of {', '.join(allowed)}. Convert"
                 " the checkpoint to one of these"
             )
-        dtype = DTYPES[self.dtype]
+        dtype = allowed[self.dtype]
         if math.prod(self.shape) == 0:
             return np.zeros(self.shape, dtype)
         return np.memmap(self.file, dtype, "r", self.begin, self.shape)

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 class Rows(NamedTuple):
     """The rows of a stored tensor that are a parameter: those of the parts `first` to `last` of each group.
@@ -29,6 +32,12 @@ class Rows(NamedTuple):
     def num_stored(self) -> int:
         """The rows of the stored tensor."""
         return self.groups * self.parts * self.size
+
+    @property
+    def numbers(self) -> NDArray[np.intp]:
+        """The numbers of the rows, in order, `[groups, parts, size]`."""
+        every = np.arange(self.num_stored).reshape(self.groups, self.parts, self.size)
+        return every[:, self.first : self.last]
 
 
 #: The rows of a module's tensor, by the decoder's configuration.

@@ -109,7 +109,7 @@ class DraftModel:
         self._cached: list[list[int]] = [[] for _ in range(num_slots)]  # the tokens in each row of the cache
 
         def empty() -> ContiguousCache:
-            return ContiguousCache.empty(config, num_slots, self._length, jax.tree.leaves(params)[0].dtype)
+            return ContiguousCache.empty(config, num_slots, self._length, params["params"]["norm"]["weight"].dtype)
 
         resident = jax.eval_shape(lambda: (params, empty()))
         slots, rows, pairs = (jax.ShapeDtypeStruct(n, np.int32) for n in (chunk[:1], chunk, (num_slots, 2)))

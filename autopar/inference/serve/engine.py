@@ -68,6 +68,7 @@ class Serving(TypedDict, total=False):
             start.
         pages_of: the engine of another model on the same mesh, whose pages this model shares. Its pages must have the same
             shape and dtype, and it must have at least as many layers.
+        quantize: how to quantize a folder's float weights: "int8", "int4", by groups as "int8-g128"; by default they stay floats.
         progress: called with a stage's name and the fraction done.
     """
 
@@ -82,6 +83,7 @@ class Serving(TypedDict, total=False):
     attention: str | None
     pages_of: Engine | None
     cache: bool | str | os.PathLike[str]
+    quantize: str | None
     progress: Progress | None
 
 
@@ -144,7 +146,7 @@ class Engine:
         Raises:
             ModelError: the folder is not a supported model. InferenceError: the model does not fit, or sizes are invalid.
         """
-        checkpoint = Checkpoint.open(folder)
+        checkpoint = Checkpoint.open(folder, serving.get("quantize"))
         shapes = checkpoint.abstract_params(dtype)
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
         stop_tokens = stop_tokens_of(folder)
@@ -372,6 +374,10 @@ def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Servin
     """Open a model and run each program once. Returns the runner and the options of its `Engine`."""
     propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
     attention = serving.get("attention")
+    if serving.get("quantize") is not None and config.quantization is None:
+        raise InferenceError(
+            "`quantize` is for the weights of a folder: write them with `write_checkpoint(params=)` first"
+        )
     served = served_of(
         config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
     )

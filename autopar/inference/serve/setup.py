@@ -258,7 +258,8 @@ def served_of(
     """Make the model's static sizes from the user's options.
 
     Args:
-        params: the shapes and dtypes of its weights. Keys and values have the dtype of the embedding.
+        params: the shapes and dtypes of its weights. Keys and values have the dtype of the norms, which are never
+            quantized.
         options: the scheduler's options; by default those for the model.
         page_size: tokens per page.
         propose: the source of draft tokens. If it is given, four tokens are drafted unless the options set another number.
@@ -266,7 +267,7 @@ def served_of(
     options = options_for(config, options)
     if propose is not None and not options.num_proposals:
         options = replace(options, num_proposals=_NUM_PROPOSALS)
-    dtype = params["params"]["embed"]["weight"].dtype
+    dtype = params["params"]["norm"]["weight"].dtype
     backend_named(attention)  # raises if there is none
     return Served(Decoder(config.for_length(options.max_length)), params, options, page_size, dtype, attention)
 
