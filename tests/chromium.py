@@ -73,17 +73,20 @@ class Tab:
             self.asked_for.append(params["request"]["url"])
         return message
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False, media: str = "") -> None:
+    def open(
+        self, page: Path | str, *, width: int = 1280, height: int = 900, dark: bool = False, media: str = ""
+    ) -> None:
         """Open a page and wait until it has loaded.
 
         Args:
+            page: a file, or an address.
             media: `print` shows it as it would be printed.
         """
         self.said, self.asked_for = [], []
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
-        self.call("Page.navigate", url=page.resolve().as_uri())
+        self.call("Page.navigate", url=page if isinstance(page, str) else page.resolve().as_uri())
         while self._next().get("method") != "Page.loadEventFired":
             pass
 
