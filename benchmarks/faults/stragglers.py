@@ -61,7 +61,7 @@ def measure() -> list[dict[str, Any]]:
         return [measured(Path(folder), "4608")]
 
 
-def measured(folder: Path, batch: str) -> dict[str, Any]:
+def measured(folder: Path, batch: str, steps: int = STEPS) -> dict[str, Any]:
     """One run, with the throttled member."""
     command = [str(PROGRAM), "kept", str(folder / "log"), "1000000", "0"]
     options = ("--ahead", "0", "--timeout", "20", "--microbatches", str(MICROBATCHES))
@@ -77,15 +77,15 @@ def measured(folder: Path, batch: str) -> dict[str, Any]:
         try:
             job.wait(lambda: "members differ in speed" in job.text(), 240)
             job.wait(lambda: len({_deal(one) for one in job.events("step")}) > 1)
-            job.at(job.events("step")[-1]["step"] + STEPS // 2)
+            job.at(job.events("step")[-1]["step"] + steps // 2)
             job.wait(
-                lambda: sum(_deal(one) == _deal(job.events("step")[-1]) for one in job.events("step")) > STEPS // 2
+                lambda: sum(_deal(one) == _deal(job.events("step")[-1]) for one in job.events("step")) > steps // 2
             )
         finally:
             throttle.close()
-        steps = job.events("step")
-        first, last = _deal(steps[0]), _deal(steps[-1])
-        of = {deal: [one["at_s"] - one["began_s"] for one in steps if _deal(one) == deal] for deal in (first, last)}
+        done = job.events("step")
+        first, last = _deal(done[0]), _deal(done[-1])
+        of = {deal: [one["at_s"] - one["began_s"] for one in done if _deal(one) == deal] for deal in (first, last)}
         equal_s, dealt_s = (statistics.median(of[deal][5:]) for deal in (first, last))
         return {
             "batch": batch,
@@ -95,7 +95,7 @@ def measured(folder: Path, batch: str) -> dict[str, Any]:
             "dealt, s": round(dealt_s, 4),
             "ratio": round(equal_s / dealt_s, 2),
             "best": round(2 * first[1] / max(last[0], 2 * last[1]), 2),
-            "largest difference of a loss": f"{worst_difference(losses(steps)):.1g}",
+            "largest difference of a loss": f"{worst_difference(losses(done)):.1g}",
         }
 
 
