@@ -254,6 +254,7 @@ def test_what_json_has_no_number_for_is_kept_as_text() -> None:
 # -- what a piece runs ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plain_jit_compiles_the_step_once(caplog: pytest.LogCaptureFixture) -> None:
     training = MODELS["gpt2"]["tiny"](1)
     state = jax.jit(training.create_state)(quick_key(0))

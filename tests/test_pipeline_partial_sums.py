@@ -133,6 +133,7 @@ def convolved(params: dict[str, jax.Array], batch: jax.Array) -> tuple[dict[str,
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_reductions_of_one_size_are_listed_as_each_runs(absent_gpus: Compiler) -> None:
     shapes = {f"kernel{n}": (128, 128, 1, 1) for n in range(2)} | {f"matrix{n}": (128, 128) for n in range(2)}

@@ -43,6 +43,7 @@ def arguments(num_layers: int = 4) -> Any:
     return [shape] * num_layers, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize(("mesh", "pin"), [("data=2,model=2", P(("data", "model"))), ("4", P("data"))])
 def test_casts_come_before_gathers_and_sums_are_wide(mesh: str, pin: P, absent_gpus: Compiler) -> None:
@@ -79,6 +80,7 @@ def read_reversed(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return x @ narrow + x[:, ::-1] @ narrow[::-1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("layer", [read_uncast, read_reversed])
 def test_a_parameter_with_other_readers_is_gathered_as_it_is(
