@@ -72,6 +72,8 @@ NOT_HELD = (
     "vector-search",
     "graph-on-disk",
     "vector-search-on-disk",
+    "vector-search-servers",
+    "vector-search-updates",
     "api",
     "inference-on-paper",
     "many-models",

@@ -20,7 +20,7 @@ import autopar
 from autopar.api.elastic.background_copies import BackgroundCopies
 from autopar.api.elastic.carried_state import CarriedState
 from autopar.api.elastic.device_probe import DeviceProbe
-from autopar.api.elastic.shards import PeerCopies, shards_of
+from autopar.api.elastic.shards import PeerCopies, in_bytes, shards_of
 from autopar.errors import CheckpointError, ProcessError, StepSignatureError
 from autopar.membership import wire
 from autopar.membership.peer_memory import PeerMemory
@@ -182,7 +182,7 @@ def test_a_state_is_found_in_the_results_and_made_again(shape: tuple[int, ...]) 
     returned: list[Any] = []
     first.observer = returned.append
     state, _ = first(state, **others)
-    index, data = shards_of(carried.arrays(returned[-1]), True)
+    index, data = in_bytes(shards_of(carried.arrays(returned[-1]), True))
     assert sum(part.nbytes for part in data) == sum(entry[5] for entry in index)
 
     second = autopar.parallelize(step, mesh=Mesh(devices[:4], ("data",)), cache=False)
@@ -212,13 +212,6 @@ def test_a_step_that_loses_a_part_of_its_state_is_refused() -> None:
     state = {"w": jnp.ones(8), "frozen": jnp.ones(3)}
     with pytest.raises(StepSignatureError, match="does not return `state/frozen` of its state"):
         CarriedState(step, step.abstract_state(state, batch=jnp.ones(8)))
-
-
-def test_a_pipeline_is_refused() -> None:
-    step, create, others = step_and_state()
-    staged = autopar.parallelize(step, mesh="2", stages=2, cache=False)
-    with pytest.raises(StepSignatureError, match="planned as a pipeline"):
-        CarriedState(staged, staged.abstract_state(create, jax.random.key(0), **others))
 
 
 def test_a_probe_of_devices_is_seldom_and_needs_several() -> None:

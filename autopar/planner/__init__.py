@@ -2,5 +2,5 @@
 
 In: a `Program`, a `PlanRequest`.
 Out: a `Plan`.
-Imported by: pipeline, api, verification, diagnosis, comparison, inference, vector_search, cli.
+Imported by: pipeline, api, verification, diagnosis, comparison, inference, placement, vector_search, cli.
 """

@@ -75,7 +75,7 @@ class PlannedShardings:
             kept: equations whose results keep their constraints.
         """
         waited = {value for one in self.plan.early_reductions for value in one.values}
-        remain = {*waited, *self.barriers, *self.trace.outputs}
+        remain = {*waited, *self.barriers, *(value for value in self.trace.outputs if isinstance(value, int))}
         for value in [value for value in self.at_definition if value not in remain]:
             made, users = self.trace.producers.get(value), self.trace.users.get(value, [])
             if made is None or len(users) != 1 or not kept.isdisjoint((made, *users)):
