@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar import vector_search
-from benchmarks.vector_disk.lists import DIM, NUM_VECTORS, K, _data, _distances, _nearest, _recall
+from benchmarks.vector_disk.lists import DIM, NUM_VECTORS, K, _distances, data_of, nearest_of, recall_of
 
 Row = dict[str, Any]
 
@@ -28,10 +28,10 @@ NUM_SERVERS, REPLICAS, TRACE, BATCH = 4, 2, 2_000, 50
 
 def measure(num_vectors: int = NUM_VECTORS) -> list[Row]:
     """One row for each figure."""
-    corpus, queries = _data("synthetic", 21, num_vectors)
+    corpus, queries = data_of("synthetic", 21, num_vectors)
     draw, share = np.random.default_rng(0), 1 / np.arange(1, len(queries) + 1)
     drawn = lambda num: queries[draw.choice(len(queries), num, p=share / share.sum())]  # noqa: E731
-    nearest = _nearest(corpus, queries)
+    nearest = nearest_of(corpus, queries)
     with tempfile.TemporaryDirectory() as folder:
         index = vector_search.build_on_disk(corpus, Path(folder) / "index", recall_target=0.95, progress=False)
         parts = vector_search.divide(index, folder, NUM_SERVERS, replicas=REPLICAS, queries=drawn(TRACE))
@@ -50,7 +50,7 @@ def measure(num_vectors: int = NUM_VECTORS) -> list[Row]:
                 process.wait()
                 with vector_search.ServedIndex(parts[0], urls, deadline_s=60, retry_s=3600) as router:
                     ids, _, coverage = _searched(router, queries)
-                lost.append((_recall(corpus, queries, nearest, ids), float(coverage.min())))
+                lost.append((recall_of(corpus, queries, nearest, ids), float(coverage.min())))
                 processes[which] = _started(parts[which], int(urls[which].rsplit(":", 1)[1]))
         finally:
             for process, _ in processes:
@@ -62,7 +62,7 @@ def measure(num_vectors: int = NUM_VECTORS) -> list[Row]:
     figures: list[tuple[str, float, float | str, bool | str]] = [
         ("results that differ from one process", differing, 0, differing == 0),
         ("servers per query, of 4", float(requested.mean()), 2, bool(requested.mean() <= 2)),
-        ("recall@10", _recall(corpus, queries, nearest, found), "", ""),
+        ("recall@10", recall_of(corpus, queries, nearest, found), "", ""),
         (
             "recall@10 without one server, lowest",
             min(each for each, _ in lost),
