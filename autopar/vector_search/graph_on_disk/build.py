@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
-from autopar.vector_search.data import inputs
 from autopar.vector_search.data.metrics import NO_ID, Metric
 from autopar.vector_search.data.progress import Report
 from autopar.vector_search.frame.recall_tuning import (
@@ -36,7 +35,7 @@ from autopar.vector_search.graph_on_disk.shards import ShardNodes, Shards, centr
 from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph
 from autopar.vector_search.ivf.product_quantization import Codebooks, encode, train_codebooks
 from autopar.vector_search.on_disk.chunks import Chunks, Source
-from autopar.vector_search.on_disk.corpus_sample import RecallSample, surveyed
+from autopar.vector_search.on_disk.corpus_sample import RecallSample, checked_corpus
 from autopar.vector_search.on_disk.mapped_reader import MappedReader
 from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.probing import prepared
@@ -98,20 +97,9 @@ def build_file(
         SearchError: invalid vectors, ids or options, or a memory budget that is too small.
         IndexFileError: the file cannot be written.
     """
-    if not path.parent.is_dir():
-        raise SearchError(f"`path` is {str(path)!r}, and its folder does not exist: create it")
     chunks = Chunks(source, _MAX_ROWS)
-    report("sample the corpus", 0.0)
-    sampled = surveyed(chunks, options.budget_bytes / 16)
+    sampled, queries, own_ids = checked_corpus(chunks, path, ids, options.queries, options.budget_bytes / 16, report)
     num = chunks.num_vectors
-    if num == 0:
-        raise SearchError("`vectors` is empty: an index on disk needs at least one vector")
-    if num > inputs.MAX_VECTORS:
-        raise SearchError(f"`vectors` has {num:,} rows: one index holds at most {inputs.MAX_VECTORS:,}")
-    queries = None
-    if options.queries is not None:
-        queries = inputs.checked_queries(options.queries, chunks.dim, chunks.dtype)
-    own_ids = None if ids is None else inputs.checked_ids(ids, num)
     num_parts = _num_parts(chunks.dim, options.code_bytes)
     per_shard = _per_shard(chunks, num_parts, options)
     is_centred = metric == "l2" and chunks.dtype != np.int8

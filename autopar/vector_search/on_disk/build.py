@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
-from autopar.vector_search.data import inputs
 from autopar.vector_search.data.metrics import NO_ID, Metric
 from autopar.vector_search.data.progress import Report
 from autopar.vector_search.frame.recall_tuning import Measured, sample_size
 from autopar.vector_search.graph.nearest_points import point_graph
 from autopar.vector_search.on_disk.assignment import Assignment, trained
 from autopar.vector_search.on_disk.chunks import Chunks, Source
-from autopar.vector_search.on_disk.corpus_sample import RecallSample, surveyed
+from autopar.vector_search.on_disk.corpus_sample import RecallSample, checked_corpus
 from autopar.vector_search.on_disk.hit_model import Lists
 from autopar.vector_search.on_disk.hit_rule import HitRule, tuned_rule
 from autopar.vector_search.on_disk.index import KIND
@@ -99,20 +98,9 @@ def build_file(
         SearchError: invalid vectors, ids or options, or a memory budget that is too small.
         IndexFileError: the file cannot be written.
     """
-    if not path.parent.is_dir():
-        raise SearchError(f"`path` is {str(path)!r}, and its folder does not exist: create it")
     chunks = Chunks(source, _MAX_ROWS)
-    report("sample the corpus", 0.0)
-    sampled = surveyed(chunks, options.budget_bytes / 8)
+    sampled, queries, own_ids = checked_corpus(chunks, path, ids, options.queries, options.budget_bytes / 8, report)
     num = chunks.num_vectors
-    if num == 0:
-        raise SearchError("`vectors` is empty: an index on disk needs at least one vector")
-    if num > inputs.MAX_VECTORS:
-        raise SearchError(f"`vectors` has {num:,} rows: one index holds at most {inputs.MAX_VECTORS:,}")
-    queries = None
-    if options.queries is not None:
-        queries = inputs.checked_queries(options.queries, chunks.dim, chunks.dtype)
-    own_ids = None if ids is None else inputs.checked_ids(ids, num)
     num_lists = _num_lists(chunks, options, len(sampled))
     num_queries = _num_queries(num, options)
     rows = chunks.max_rows = _rows(chunks.dim, num_lists, num_queries, options)

@@ -5,13 +5,17 @@ In: chunks. Out: a uniform sample; and `RecallSample`, which finds the true neig
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from autopar.errors import SearchError
+from autopar.vector_search.data import inputs
 from autopar.vector_search.data.duplicates import row_hashes
 from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.data.progress import Report
 from autopar.vector_search.frame.recall_tuning import MEASURED_AT
 from autopar.vector_search.on_disk.chunks import Chunks
 from autopar.vector_search.on_disk.list_scores import ListScores
@@ -34,6 +38,31 @@ def surveyed(chunks: Chunks, max_bytes: float) -> NDArray[Any]:
     if not kept:
         return np.zeros((0, 1), np.float32)
     return np.concatenate(kept)[np.argsort(keys, kind="stable")[:most]]
+
+
+def checked_corpus(
+    chunks: Chunks, path: Path, ids: ArrayLike | None, queries: ArrayLike | None, max_bytes: float, report: Report
+) -> tuple[NDArray[Any], NDArray[Any] | None, NDArray[np.int64] | None]:
+    """Read the corpus once: `surveyed`, the user's queries and the user's ids.
+
+    Args:
+        path: the file to write.
+        max_bytes: of the sample.
+
+    Raises:
+        SearchError: invalid vectors, ids or queries, or no folder to write to.
+    """
+    if not path.parent.is_dir():
+        raise SearchError(f"`path` is {str(path)!r}, and its folder does not exist: create it")
+    report("sample the corpus", 0.0)
+    sampled = surveyed(chunks, max_bytes)
+    num = chunks.num_vectors
+    if num == 0:
+        raise SearchError("`vectors` is empty: an index on disk needs at least one vector")
+    if num > inputs.MAX_VECTORS:
+        raise SearchError(f"`vectors` has {num:,} rows: one index holds at most {inputs.MAX_VECTORS:,}")
+    checked = None if queries is None else inputs.checked_queries(queries, chunks.dim, chunks.dtype)
+    return sampled, checked, None if ids is None else inputs.checked_ids(ids, num)
 
 
 class Truth(NamedTuple):

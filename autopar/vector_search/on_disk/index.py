@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
-from autopar.vector_search.data.index import Found, IndexStats, found_at
+from autopar.vector_search.data.index import Found, IndexStats, padded
 from autopar.vector_search.data.index_file import written_whole
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.frame.recall_tuning import Measured
@@ -137,7 +137,7 @@ class DiskIndex:
         distances, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
         ids = np.full(positions.shape, NO_ID, np.int64)
         ids[positions != NO_ID] = lists.ids_of(positions[positions != NO_ID])
-        found = _padded(Found(ids, distances), k, lists.metric)
+        found = padded(Found(ids, distances), k, lists.metric)
         return found.of_one() if np.ndim(queries) == 1 else found
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -251,14 +251,3 @@ class DiskIndex:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _padded(found: Found, k: int, metric: Any) -> Found:
-    """Pad results to k columns."""
-    positions = np.where(found.ids == NO_ID, NO_ID, 0)
-    if found.ids.shape[1] == k:
-        return found
-    padded = found_at(positions, found.distances, np.zeros(1, np.int64), k, metric)
-    ids = np.full(padded.ids.shape, NO_ID, np.int64)
-    ids[:, : found.ids.shape[1]] = found.ids
-    return Found(ids, padded.distances)
