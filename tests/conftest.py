@@ -41,6 +41,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in a shell's back
 import pytest  # noqa: E402
 
 if TYPE_CHECKING:
+    from chromium import Tab
+
     from autopar.xla_compiler.compiler import Compiler
 
 
@@ -108,6 +110,18 @@ def absent_gpus(gpu_compiler: None) -> Iterator[Compiler]:
 
     with Compiler(platform=None) as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    """A tab of a browser, for the tests of a module."""
+    from chromium import NAMES, chromium, find_chromium
+
+    command = find_chromium()
+    if command is None:
+        pytest.skip(f"no Chromium ({', '.join(NAMES)}): on Debian, apt-get install chromium-headless-shell")
+    with chromium(command) as opened:
+        yield opened
 
 
 def _skip_but_in_ci(reason: str) -> None:

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from chromium import NAMES, Tab, chromium, find_chromium
+from chromium import Tab
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_explained_values import transformer_plan
 from test_stages import plan as staged_plan
 
 import autopar
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    command = find_chromium()
-    if command is None:
-        pytest.skip(f"no Chromium ({', '.join(NAMES)}): on Debian, apt-get install chromium-headless-shell")
-    with chromium(command) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import NAMES, Tab, chromium, find_chromium
+from chromium import Tab
 from tiny_models import LENGTH, opened, write_model
 
 pytest.importorskip("starlette")
@@ -24,15 +23,6 @@ from autopar.serving import Limits, ServedModel
 KEY = "a key, & more"
 #: Pictures go there, to look at.
 PICTURES = os.environ.get("AUTOPAR_PICTURES")
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    command = find_chromium()
-    if command is None:
-        pytest.skip(f"no Chromium ({', '.join(NAMES)}): on Debian, apt-get install chromium-headless-shell")
-    with chromium(command) as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
