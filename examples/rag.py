@@ -364,7 +364,7 @@ def main() -> None:
     if (options.limit is not None and options.limit < 1) or options.show < 1:
         parser.error("--limit and --show are numbers of passages: give 1 or more")
     if importlib.util.find_spec("sklearn") is None and importlib.util.find_spec("sentence_transformers") is None:
-        sys.exit("text becomes vectors by scikit-learn here: pip install 'autopar[search]'")
+        sys.exit("text becomes vectors by scikit-learn here: pip install '.[search]' in the checkout")
     with tempfile.TemporaryDirectory() as folder:
         corpus, found = grown(Path(folder), options.limit)
         for question in options.questions or QUESTIONS:

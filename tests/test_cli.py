@@ -27,6 +27,7 @@ from autopar.errors import BudgetError, PinError, TargetError
 from autopar.hardware.profile import known_names
 from autopar.pipeline.plan_files import load_plan
 from autopar.report.explain import explain
+from autopar.system.install_command import install_command
 from autopar.system.text_tables import TEXT_WIDTH
 from autopar.system.units import parse_size
 
@@ -219,7 +220,7 @@ def test_a_plot_without_matplotlib_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     err = fails(capsys, "estimate", "collectives", "--devices", "8", "--hardware", "h100-sxm", "--plot", "a.png")
     message, where = err.splitlines()
-    assert message == "autopar: --plot draws with matplotlib, which is missing: pip install 'autopar[plot]'"
+    assert message == f"autopar: --plot draws with matplotlib, which is missing: {install_command('plot')}"
     assert where == "More on this: docs/troubleshooting.md#ploterror"
 
 
@@ -280,7 +281,7 @@ def test_the_doctor_says_what_to_install(capsys: pytest.CaptureFixture[str], mon
     assert (found["jax"]["state"], found["rich"]["state"]) == ("broken", "broken")
     assert "pip install 'jax" in found["jax"]["advice"]
     assert found["autopar[plot]"]["state"] == "missing"
-    assert "pip install 'autopar[plot]'" in found["autopar[plot]"]["advice"]
+    assert found["autopar[plot]"]["advice"].endswith(install_command("plot"))
 
 
 def test_piped_text_is_plain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from autopar.cli import options as shared
 from autopar.cli.terminal import output
 from autopar.errors import AutoparError
+from autopar.system.install_command import requirement
 from autopar.version import __version__
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def examine() -> Iterator[Finding]:
     yield _gpu_compiler()
     for extra, purpose in _EXTRAS.items():
         missing = [name for name in required.get(extra, {}) if _version(name) is None]
-        advice = f"for {purpose}: {_pip(f'autopar[{extra}]')}" if missing else ""
+        advice = f"for {purpose}: {_pip(requirement(extra))}" if missing else ""
         yield Finding(f"autopar[{extra}]", "missing" if missing else "ok", ", ".join(missing) or purpose, advice)
 
 
@@ -111,7 +112,9 @@ def _gpu_compiler() -> Finding:
         require_wheels()
     except AutoparError as error:
         reason = str(error).splitlines()[0]
-        return Finding("XLA's GPU compiler", "missing", reason, f"for verify and diagnose: {_pip('autopar[verify]')}")
+        return Finding(
+            "XLA's GPU compiler", "missing", reason, f"for verify and diagnose: {_pip(requirement('verify'))}"
+        )
     return Finding("XLA's GPU compiler", "ok", "verify and diagnose compile for GPUs that this machine need not have")
 
 

@@ -19,6 +19,7 @@ from autopar.cli.options import size
 from autopar.cli.serving_options import add_serving_options, serving_of
 from autopar.cli.terminal import progress
 from autopar.errors import InferenceError
+from autopar.system.install_command import install_command
 
 _LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 _EXAMPLES = """
@@ -92,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
         from autopar.serving.server import serve
     except ModuleNotFoundError as error:
         raise InferenceError(
-            f"the package {error.name!r} of the server is not installed: pip install 'autopar[serve]'"
+            f"the package {error.name!r} of the server is not installed: {install_command('serve')}"
         ) from None
     from autopar.inference import Engine
     from autopar.planner.request import requested_profile

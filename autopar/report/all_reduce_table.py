@@ -25,6 +25,7 @@ from autopar.cost.collectives import all_reduce_choice, collective_time, groupin
 from autopar.errors import PlotError
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.mesh import MeshShape
+from autopar.system.install_command import install_command
 from autopar.system.units import human_bytes, human_seconds
 
 #: The buffer sizes of the table's columns: 1 KB to 1 GB.
@@ -222,7 +223,7 @@ def check_can_plot(path: str) -> None:
     try:
         importlib.import_module("matplotlib")
     except ImportError as error:
-        raise PlotError("--plot draws with matplotlib, which is missing: pip install 'autopar[plot]'") from error
+        raise PlotError(f"--plot draws with matplotlib, which is missing: {install_command('plot')}") from error
     if Path(path).is_dir() or not os.access(Path(path).resolve().parent, os.W_OK):
         raise PlotError(f"cannot write {path!r}: give --plot a file in a folder that can be written to")
 

@@ -120,7 +120,9 @@ class Grammars:
         try:
             library = importlib.import_module("llguidance")
         except ModuleNotFoundError:
-            raise RequestError(501, "the package `llguidance` is not installed: pip install 'autopar[serve]'") from None
+            raise RequestError(
+                501, "the server has no `llguidance`: autopar's extra `serve` is not installed"
+            ) from None
         if self._tokenizer is None:
             wrapper = library.TokenizerWrapper(_Vocabulary(engine))
             stops = sorted(engine.stop_tokens)

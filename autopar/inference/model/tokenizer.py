@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import InferenceError, ModelError
+from autopar.system.install_command import install_command
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -31,7 +32,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         library = importlib.import_module("tokenizers")
     except ModuleNotFoundError:
         raise ModelError(
-            "the package `tokenizers`, which tokenizes text, is not installed: pip install 'autopar[inference]'"
+            f"the package `tokenizers`, which tokenizes text, is not installed: {install_command('inference')}"
         ) from None
     try:
         return library.Tokenizer.from_file(str(path))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import IndexFileError
+from autopar.system.install_command import install_command
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
 from autopar.vector_search.on_disk.readers import ReadCounts, Run, read_error, requests_of
 
@@ -34,7 +35,7 @@ class UringEngine:
         if not hasattr(os, "O_DIRECT"):
             return "this operating system has no O_DIRECT: use reader='mmap'"
         if importlib.util.find_spec("liburing") is None:
-            return "the package liburing is missing: pip install 'autopar[disk]', or use reader='direct'"
+            return f"the package liburing is missing: {install_command('disk')}, or use reader='direct'"
         liburing, ring = importlib.import_module("liburing"), None
         try:
             ring = liburing.Ring()
