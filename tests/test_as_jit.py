@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -35,6 +36,15 @@ def by_row(x: Any, num: Any) -> Any:
 @pytest.mark.contract
 def test_a_while_loop_with_a_condition_for_each_row() -> None:
     assert_as_jit(lambda w, x, num: (by_row(x, num) @ w).sum(1), W, X, np.arange(16, dtype=np.int32) % 5)
+
+
+def test_numpys_64_bit_arrays_are_narrowed_without_a_warning() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        return jnp.take_along_axis(batch["x"] @ w, batch["label"][:, None], 1).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_as_jit(step, W.astype(np.float64), {"x": X.astype(np.float64), "label": np.arange(16) % 8})
 
 
 def test_a_callback_with_a_scalar_result() -> None:

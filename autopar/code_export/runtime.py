@@ -162,7 +162,8 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype without a sharding; Python numbers stay weakly typed."""
     if not hasattr(leaf, "dtype"):
         return jax.ShapeDtypeStruct((), jax.numpy.result_type(leaf), weak_type=True)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # of NumPy, silently as `jax.jit` does
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, weak_type=getattr(leaf, "weak_type", False))
 
 
 def leaf_paths(tree: Any, root: str) -> list[str]:

@@ -177,8 +177,10 @@ def as_function(closed: Any) -> Callable[..., Sequence[Any]]:
 
 
 def shape_struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array or a Python scalar, without sharding. Python scalars stay weakly typed."""
+    """The shape and dtype of an array or a Python scalar, without sharding. Python scalars stay weakly typed, and NumPy's
+    64-bit types are narrowed silently where JAX has none, as `jax.jit` does."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.result_type(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
     weak = getattr(leaf, "weak_type", isinstance(leaf, bool | int | float | complex))
     return jax.ShapeDtypeStruct(jax.numpy.shape(leaf), dtype, weak_type=weak)
 
