@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from autopar.api.elastic.run import ElasticRun as ElasticRun
     from autopar.api.elastic.run import join as join
     from autopar.api.make_plan import plan as plan
+    from autopar.api.microbatched_step import MicrobatchedStep as MicrobatchedStep
     from autopar.api.parallel_step import ParallelStep as ParallelStep
     from autopar.api.parallelize import parallelize as parallelize
     from autopar.api.pipeline_templates import plan_templates as plan_templates
@@ -71,6 +72,7 @@ _DEFINED_IN = {
     "let_arrays_pass": "autopar.runtime.distributed.cpu_transport",
     "load_plan": "autopar.pipeline.plan_files",
     "parallelize": "autopar.api.parallelize",
+    "MicrobatchedStep": "autopar.api.microbatched_step",
     "ParallelStep": "autopar.api.parallel_step",
     "PipelinePlan": "autopar.pipeline.plan",
     "PipelineTemplates": "autopar.pipeline.templates.templates",

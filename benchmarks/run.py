@@ -168,6 +168,8 @@ _PLACED = (
     ),
     "scale",
     "real engine",
+    "update weights",
+    "lend",
 )
 _GRAPHS_ON_DISK = tuple(f"graph: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")
@@ -334,11 +336,11 @@ BENCHMARKS = {
         sources=("inference/rows.py",),
         summary="benchmarks.placement.page",
         module="placement.parts",
-        xla_flags_of={"real engine": "--xla_force_host_platform_device_count=2"},
+        xla_flags_of=dict.fromkeys(("real engine", "update weights"), "--xla_force_host_platform_device_count=2"),
         sources_of={
             part: (
                 f"placement/{part.partition(':')[0].replace(' ', '_')}.py",
-                *(("placement/settings.py",) if part.partition(":")[0] not in ("md1", "scale", "real engine") else ()),
+                *(("placement/settings.py",) if part.startswith(("goodput", "overhead", "brute", "rates")) else ()),
                 *(("placement/every_placement.py",) if part.startswith("brute") else ()),
                 *(("inference/models.py",) if part == "real engine" else ()),
             )

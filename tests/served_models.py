@@ -29,8 +29,8 @@ TEMPLATE = (
 def copied(engine: Engine) -> Engine:
     """An engine with the same programs and weights, and pages of its own."""
     runner = Runner(engine.runner.served, engine.runner.layout, engine.runner._params)
-    proposer = engine.options["proposer"]
-    return Engine(runner, engine.tokenizer, engine.stop_tokens, num_pages=engine.pool.num_pages, proposer=proposer)
+    num_pages = engine.pool.num_pages
+    return Engine(runner, engine.tokenizer, engine.stop_tokens, num_pages=num_pages, proposer=engine.proposer)
 
 
 class Server:

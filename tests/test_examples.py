@@ -75,6 +75,17 @@ def test_admm_on_a_parameter_server_finds_the_optimum_of_scikit_learn() -> None:
 
 
 @pytest.mark.slow
+def test_the_reward_rises() -> None:
+    """A quarter of the rounds, in which answers are sampled and trained on at the same time."""
+    told = run("examples/reinforcement.py", "--rounds", "60")
+    found = re.search(r"([\d.]+)% of the microbatches ran while.*\nreward: ([\d.]+) at first, ([\d.]+) at last", told)
+    assert found is not None, told
+    share, first, last = map(float, found.groups())
+    assert share > 50
+    assert last > first + 0.2
+
+
+@pytest.mark.slow
 def test_servers_and_workers_train_by_one_command() -> None:
     printed = run("examples/parameter_server.py", "ssp(3)")
     assert printed.count(": version 450,") == 2

@@ -279,25 +279,31 @@ async def _load(models: Models, request: Request) -> Response:
     return JSONResponse(_described(model))
 
 
-async def _named(models: Models, request: Request) -> ServedModel:
+async def _named(
+    models: Models, request: Request, others: frozenset[str] = frozenset()
+) -> tuple[ServedModel, dict[str, Any]]:
+    """The model that a body names, and the body, which may have the fields `others`."""
     body = await json_of(request, models.limits)
-    fields.check_known(body, frozenset({"model"}))
-    return only_or_named(models, body)
+    fields.check_known(body, frozenset({"model"}) | others)
+    return only_or_named(models, body), body
 
 
 async def _unload(models: Models, request: Request) -> Response:
-    name = (await _named(models, request)).name
-    await models.unload(name)
-    return JSONResponse({"unloaded": name})
+    model, _ = await _named(models, request)
+    await models.unload(model.name)
+    return JSONResponse({"unloaded": model.name})
 
 
 async def _sleep(models: Models, request: Request) -> Response:
-    model = await _named(models, request)
-    await model.sleep()
+    model, body = await _named(models, request, frozenset({"weights"}))
+    weights = fields.text(body, "weights", "host")
+    if weights not in ("host", "dropped"):
+        raise RequestError(400, f"'weights' is {weights!r}: give 'host' or 'dropped'", "weights")
+    await model.sleep(weights)
     return JSONResponse(_described(model))
 
 
 async def _wake_up(models: Models, request: Request) -> Response:
-    model = await _named(models, request)
+    model, _ = await _named(models, request)
     await model.wake_up()
     return JSONResponse(_described(model))

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 from autopar.errors import AutoparError, InferenceError
 from autopar.inference import Engine, Generation
-from autopar.inference.serve.engine import renewed
 from autopar.serving.chat import ChatTemplate
 from autopar.serving.choice_text import ChoiceText
 from autopar.serving.engine_thread import EngineThread, Mailbox
@@ -84,7 +83,7 @@ class ServedModel:
         template: its chat template. limits: of the server.
 
     Attributes:
-        state: "ready", "sleeping" or "failed". queued_tokens: tokens of requests that wait for a slot.
+        state: "ready", "sleeping", "waking" or "failed". queued_tokens: tokens of requests that wait for a slot.
     """
 
     def __init__(
@@ -216,7 +215,7 @@ class ServedModel:
 
     def check_ready(self) -> None:
         """Raise what a request to a model gets that serves none now."""
-        if self.state == "sleeping":
+        if self.state in ("sleeping", "waking"):
             raise RequestError(
                 503, f"the model {self.name!r} sleeps: wake it up", code="model_sleeping", retry_after_s=5
             )
@@ -244,20 +243,30 @@ class ServedModel:
     def _fail(self, error: BaseException) -> None:
         self.state, self.failure = "failed", f"{type(error).__name__}: {error}"
 
-    async def sleep(self) -> None:
-        """Move the weights to the host, and drop the pages. Requests that run are aborted."""
+    async def sleep(self, weights: str = "host") -> None:
+        """Free the devices' memory, as `Engine.sleep` does. Requests are aborted."""
         self.check_ready()
-        self.state = "sleeping"
+        engine, names, self.state = self.engine, list(self.thread.boxes), "sleeping"
         await self.thread.stop()
-        await asyncio.to_thread(self.engine.runner.sleep)
+
+        def sleep() -> None:
+            for name in names:
+                engine.abort(name)
+            engine.sleep("dropped" if weights == "dropped" else "host")
+
+        await asyncio.to_thread(sleep)
 
     async def wake_up(self) -> None:
-        """Move the weights back, and serve again. The prefix cache is empty."""
+        """Load the weights again, and serve. The prefix cache is empty."""
         if self.state != "sleeping":
             return
-        engine = self.engine
-        await asyncio.to_thread(engine.runner.wake_up)
-        self.thread = EngineThread(renewed(engine), self._fail)
+        engine, self.state = self.engine, "waking"
+        try:
+            await asyncio.to_thread(engine.wake_up)
+        except BaseException:
+            self.state = "sleeping"
+            raise
+        self.thread = EngineThread(engine, self._fail)
         self.state = "ready"
 
     async def close(self) -> None:

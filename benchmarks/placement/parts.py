@@ -12,6 +12,8 @@ both placements.
 *scale*: CPU seconds of a search for 24 models on 16 devices.
 *real engine*: engines on two CPU devices, driven by ten traces in real time, and the simulation of the same traces with the recorded
 times of their iterations; three runs, of which the worst counts for each trace.
+*update weights*: an engine whose weights a second thread replaces under load: tokens that the weights in force would not have given.
+*lend*: training in the gaps of an engine, on a fake clock that recorded times of iterations and microbatches advance.
 
 AlpaServe (Li et al., OSDI 2023) reports up to 10 times the rate or 6 times the burstiness at 99 % of the bounds.
 """

@@ -52,7 +52,7 @@ class GradientWork:
         if self._cut.whole is not None:
             self._whole = PlannedPart.of(self._cut.whole.program, division.options)
         self.plans = {"worker": self._worker.plan, "update": self._update.plan}
-        self._keys = tuple(f"term {n}" for n in range(len(self._cut.terms)))
+        self.keys = tuple(f"term {n}" for n in range(len(self._cut.terms)))
         self.pushed_bytes = bytes_of([*self._worker.output_shapes, np.int32()])
         self.pulls = [self._path(one) for one in self._cut.worker.inputs if one.source == "state"]
         values = self._worker.program.trace
@@ -90,7 +90,7 @@ class GradientWork:
             for n in self._results():
                 shape = self._update.output_shapes[n]
                 placed[result_key(n)] = jax.device_put(np.zeros(shape.shape, shape.dtype), server.out_shardings[n])
-        update = TermsUpdate(self._takes(), self._updating(note))
+        update = TermsUpdate(self._takes(), self.updating(note))
         return VersionedStore(placed, update=update, workers=self._num_workers, consistency=self._policy)
 
     def results_in(self, pulled: Callable[[list[str]], Mapping[str, Any]]) -> list[Any] | None:
@@ -106,7 +106,22 @@ class GradientWork:
         """A worker's terms, by key."""
         given = iter(share)
         inputs = [weights[self._path(one)] if one.source == "state" else next(given) for one in self._cut.worker.inputs]
-        return dict(zip(self._keys, self._worker.on(self.devices[worker])(inputs), strict=True))
+        return dict(zip(self.keys, self._worker.on(self.devices[worker])(inputs), strict=True))
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What each worker hands to the update, by `keys`."""
+        return self._cut.terms
+
+    def placed(self, weights: Mapping[str, Any], worker: int = 0) -> dict[str, Any]:
+        """The weights that a worker reads, where it reads them, so that several runs do not move them again."""
+        places = self._worker.on(self.devices[worker]).in_shardings
+        inputs = zip(self._cut.worker.inputs, places, strict=True)
+        return {
+            self._path(one): jax.device_put(weights[self._path(one)], place)
+            for one, place in inputs
+            if one.source == "state"
+        }
 
     # -- helpers -----------------------------------------------------------------------------
 
@@ -141,12 +156,13 @@ class GradientWork:
         for n, (term, made) in enumerate(zip(self._cut.terms, self._worker.output_shapes, strict=True)):
             place = everywhere if term.kind == "rows" else place_of[n]
             may_wait = term.kind == "sum" and bool(term.shape)
-            takes[self._keys[n]] = Taken(made.shape, made.dtype, place, may_wait)
+            takes[self.keys[n]] = Taken(made.shape, made.dtype, place, may_wait)
         return takes | {SHARES: Taken((), np.dtype("int32"), everywhere, may_wait=False)}
 
-    def _updating(self, note: Note) -> Any:
+    def updating(self, note: Note) -> Any:
+        """The function `(weights, None, pushed terms) -> (new weights, None)`; `note` takes what the step returns besides."""
         server, sources = self._update.on(self.devices[0]), self._cut.update.inputs
-        adding = jax.jit(functools.partial(combined, self._cut.terms, self._keys, self._num_workers))
+        adding = jax.jit(functools.partial(combined, self._cut.terms, self.keys, self._num_workers))
         output_of = {self.step.paths[i]: o for i, o in self.step.pairs}
         carried = set(output_of.values())
         output_of |= {result_key(n): n for n in self._results()}

@@ -108,6 +108,14 @@ class PagePool:
         assert page not in self._on_evict, f"page {page} is already cached"
         self._on_evict[page] = on_evict
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Take cached pages out of their prefix cache, which calls this: those that no sequence refers to are free."""
+        for page in pages:
+            del self._on_evict[page]
+            if page in self._evictable:
+                del self._evictable[page]
+                self._free.append(page)
+
     def _evict(self) -> None:
         page = next(iter(self._evictable))
         del self._evictable[page]

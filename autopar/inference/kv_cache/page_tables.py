@@ -176,6 +176,11 @@ class PagedCache:
         num_cached = min(table.num_cached_pages, num_tokens // self.page_size)
         return PageTable([NO_PAGE] * first + shared, num_tokens, num_cached, first)
 
+    def forget_prefixes(self) -> None:
+        """Forget all cached prefixes, such as those that other weights have computed. No sequence may run."""
+        if self._tree is not None:
+            self._tree.clear()
+
     def release(self, table: PageTable) -> None:
         """Release all pages of a sequence. Those in the prefix cache can be found until they are evicted."""
         self.pool.release(table.held)

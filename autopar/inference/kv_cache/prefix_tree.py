@@ -87,6 +87,12 @@ class PrefixTree:
         first = self._first_found(longest)
         return [NO_PAGE] * first + found[first:longest]
 
+    def clear(self) -> None:
+        """Forget all prefixes. No sequence of the model may have been started from one and still run."""
+        self._pool.forget(self._nodes)
+        self._nodes.clear()
+        self._root = Node(NO_PAGE, b"", None)
+
     def _first_found(self, num: int) -> int:
         """The first page that must be there to find a prefix of `num` pages; at least the last one must."""
         return max(0, min(self._first_needed(num), num - 1))

@@ -192,6 +192,11 @@ class Admission:
         self._queue(self.remove(slot), rank, tokens)
         return slot
 
+    def preempt_all(self) -> None:
+        """Preempt all sequences."""
+        while self.requests:
+            self._preempt_last()
+
     def grow(self, slot: int, num_tokens: int, copies: list[Copy], *, may_preempt: bool = True) -> bool:
         """Allocate pages for `num_tokens` tokens of a sequence, by preemption if necessary and allowed.
 

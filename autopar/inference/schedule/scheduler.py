@@ -80,6 +80,11 @@ class Scheduler:
         return len(self._admission.requests)
 
     @property
+    def running(self) -> set[str]:
+        """The names of running requests."""
+        return {request.name for request in self._admission.requests.values()}
+
+    @property
     def num_preempted(self) -> int:
         """The number of preemptions so far."""
         return self._admission.num_preempted
@@ -124,11 +129,17 @@ class Scheduler:
 
     def abort(self, name: str) -> bool:
         """Abort a request; False if no request has the name."""
-        if name not in self._names:
-            return False
-        self._admission.drop(name)
-        self._names.remove(name)
-        return True
+        if name in self._names:
+            self._admission.drop(name)
+            self._names.remove(name)
+            return True
+        return False
+
+    def start_over(self) -> None:
+        """Let running requests wait again, and forget all prefixes, so that no page is held. No iteration may be in flight."""
+        self._admission.preempt_all()
+        self._started.clear()
+        self.cache.forget_prefixes()
 
     def next(self) -> Iteration | None:
         """Decide the next iteration; None if nothing can run before an update, a new request, or a released page."""
@@ -157,11 +168,8 @@ class Scheduler:
         self._names.difference_update(name for name, slot in zip(update.names, update.slots.tolist(), strict=True)
                                       if slot in update.ended)  # fmt: skip
         if self._policy is not None and iteration.decodes.slots.size:
-            if iteration.shape.width == 1:
-                self._policy.record_plain(iteration.shape.steps)
-            else:
-                counts = results.num[iteration.decodes.slots]
-                self._policy.record_verified(int(counts.sum()), counts.size)
+            counts = results.num[iteration.decodes.slots] if iteration.shape.width > 1 else None
+            self._policy.record(iteration.shape.steps, counts)
         return update
 
     def _decoding(self) -> NDArray[np.intp]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 
 class DraftRequest(NamedTuple):
@@ -118,3 +118,14 @@ class SpeculationPolicy:
     def record_plain(self, num_steps: int = 1) -> None:
         """Record plain decode steps."""
         self._steps_disabled = max(0, self._steps_disabled - num_steps)
+
+    def record(self, num_steps: int, counts: NDArray[np.int32] | None) -> None:
+        """Record an iteration.
+
+        Args:
+            counts: the number of tokens of each slot after verification; None if nothing was verified.
+        """
+        if counts is None:
+            self.record_plain(num_steps)
+        else:
+            self.record_verified(int(counts.sum()), counts.size)

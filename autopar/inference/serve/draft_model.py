@@ -118,7 +118,8 @@ class DraftModel:
         self._draft, self._prefill = draft.run, prefill.run
         shardings = jax.tree.unflatten(jax.tree.structure(resident), draft.shardings[: len(jax.tree.leaves(resident))])
         self._params = jax.device_put(params, shardings[0])
-        self._cache = jax.jit(empty, out_shardings=shardings[1])()
+        self._places, self._empty = shardings[0], jax.jit(empty, out_shardings=shardings[1])
+        self._cache: Any = self._empty()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Sequence[int]]:
         """See `Proposer`. The draft tokens are the model's own greedy continuation, once a sequence is prefilled."""
@@ -130,6 +131,16 @@ class DraftModel:
         ready = [each for each in short if self._num_to_prefill(each) <= 0]
         drafts = self._draft_tokens(ready) if ready else {}
         return [drafts.get(each.slot, ()) for each in requests]
+
+    def sleep(self) -> None:
+        """Move the weights to the host, and free the cache. `wake_up` comes before the next call."""
+        self._params, self._cache = jax.tree.map(np.asarray, self._params), None
+
+    def wake_up(self) -> None:
+        """Move the weights back, and allocate an empty cache."""
+        self._params, self._cache = jax.device_put(self._params, self._places), self._empty()
+        for cached in self._cached:
+            cached.clear()
 
     def warm_up(self) -> float:
         """Compile both programs, and return the seconds of a call of the draft program."""

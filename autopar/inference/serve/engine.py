@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
-import numpy as np
 
+from autopar.api.microbatched_step import MicrobatchedStep
 from autopar.errors import InferenceError
 from autopar.inference.kernels.paged_attention import REFERENCE
 from autopar.inference.kv_cache.page_pool import PagePool
@@ -25,12 +23,14 @@ from autopar.inference.model.async_load import Load, Progress
 from autopar.inference.model.checkpoint import Checkpoint
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.model.tokenizer import load_tokenizer, text_stream, tokens_of
-from autopar.inference.schedule.requests import Iteration, Options, Request, Results, Shape, Update
-from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.schedule.requests import Options, Request, Update
 from autopar.inference.schedule.speculation_policy import Proposer, SpeculationPolicy
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.serve.generation import Generation
-from autopar.inference.serve.runner import DispatchedIteration, PageMemory, Runner
+from autopar.inference.serve.iterations import Iterations, Processed
+from autopar.inference.serve.lend import in_microbatches, lend
+from autopar.inference.serve.lending import Training
+from autopar.inference.serve.runner import PageMemory, Runner
 from autopar.inference.serve.setup import (
     OpenedModel,
     Propose,
@@ -40,18 +40,17 @@ from autopar.inference.serve.setup import (
     served_of,
     stop_tokens_of,
 )
-from autopar.inference.serve.slot_outputs import SlotOutputs
-from autopar.inference.serve.stats import Counts, Stats, stats_of
-from autopar.inference.serve.token_masks import AllowedDrafts, Constraint, TokenMasks
-from autopar.inference.step.sampling import NUM_CANDIDATES, num_words
+from autopar.inference.serve.shared_pages import SharedPages
+from autopar.inference.serve.stats import Stats, stats_of
+from autopar.inference.serve.token_masks import Constraint
+from autopar.inference.serve.weights import Weights
+from autopar.inference.step.sampling import NUM_CANDIDATES
 from autopar.inference.step.sampling_params import SamplingOptions
 from autopar.inference.step.step import Out
 from autopar.jax_interop.compat import shape_struct
 
 #: Called with the new tokens of each step, and the arrays they come from.
 Listener = Callable[[Update, Out], None]
-#: The number of iterations in flight while the next one is dispatched.
-_AHEAD = 1
 
 
 class Serving(TypedDict, total=False):
@@ -96,9 +95,11 @@ class Engine:
         pages_of: the engine of another model that shares its pages; `runner` must use its memory.
         num_pages: the number of pages to use; by default all.
         proposer: the source of draft tokens. policy: decides when to speculate.
+        load: reads the weights from where they came from; None if they came from memory.
 
     Attributes:
-        listener: called at the end of each step that has results; None by default. options: as given.
+        listener: called at the end of each step that has results; None by default.
+        shared, pool, lock: what engines that share its pages have in common.
     """
 
     def __init__(
@@ -112,29 +113,20 @@ class Engine:
         shares_prefixes: bool = True,
         proposer: Proposer | None = None,
         policy: SpeculationPolicy | None = None,
+        load: Load | None = None,
     ) -> None:
-        self.runner, self.tokenizer = runner, tokenizer
-        self.proposer = proposer
+        self.runner, self.tokenizer, self.proposer = runner, tokenizer, proposer
         self.stop_tokens = frozenset(stop_tokens)
-        self.pool = pages_of.pool if pages_of is not None else PagePool(num_pages or runner.layout.num_pages)
         served = runner.served
+        shared = SharedPages(PagePool(num_pages or runner.layout.num_pages)) if pages_of is None else pages_of.shared
+        self.shared, self.pool, self.lock = shared, shared.pool, shared.lock
         window = served.model.config.window
         cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes, window=window)
-        options = served.options
-        self._masks = TokenMasks(options.num_slots, num_words(served.model.config.vocab_size))
-        drafts = None if proposer is None else AllowedDrafts(proposer, self._masks)
-        self._scheduler = Scheduler(cache, options, drafts, policy, runner.layout.num_pages)
-        self._outputs = SlotOutputs(options.num_slots, max(options.steps, 1 + options.num_proposals))
-        self._generations: dict[str, Generation] = {}
-        self._in_flight: deque[DispatchedIteration] = deque()
-        self.lock = pages_of.lock if pages_of is not None else threading.RLock()
-        self._engines = pages_of._engines if pages_of is not None else []  # all that share the pages
-        self._engines.append(self)
+        self._iterations = Iterations(runner, cache, proposer, policy, self._listen)
+        shared.members.append(self._iterations)
+        self._weights = Weights(shared, self._iterations, proposer, load)
         self._names = itertools.count()
-        self._broken: BaseException | None = None
-        self._counts = Counts()
         self.listener: Listener | None = None
-        self.options: dict[str, Any] = {"shares_prefixes": shares_prefixes, "proposer": proposer, "policy": policy}
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, dtype: Any = None, **serving: Unpack[Serving]) -> Engine:
@@ -146,16 +138,9 @@ class Engine:
         Raises:
             ModelError: the folder is not a supported model. InferenceError: the model does not fit, or sizes are invalid.
         """
-        checkpoint = Checkpoint.open(folder, serving.get("quantize"))
-        shapes = checkpoint.abstract_params(dtype)
+        runner, options = _open_folder(folder, dtype, serving)
         tokenizer = load_tokenizer(folder) if (Path(folder) / "tokenizer.json").is_file() else None
-        stop_tokens = stop_tokens_of(folder)
-
-        def load(shardings: Any, on_read: Callable[[int], None]) -> Any:
-            return checkpoint.load(shardings, dtype, lambda _, num_bytes: on_read(num_bytes))
-
-        runner, options = _open_runner(checkpoint.config, shapes, load, serving)
-        return cls(runner, tokenizer, stop_tokens, **options)
+        return cls(runner, tokenizer, stop_tokens_of(folder), **options)
 
     @classmethod
     def of(
@@ -177,7 +162,7 @@ class Engine:
         """
 
         def load(shardings: Any, _: Callable[[int], None]) -> Any:
-            return jax.device_put(params, shardings)
+            return jax.device_put(params, shardings, may_alias=False)  # a trainer donates its own
 
         runner, options = _open_runner(config, jax.tree.map(shape_struct, params), load, serving)
         return cls(runner, tokenizer, stop_tokens, **options)
@@ -212,22 +197,20 @@ class Engine:
         Raises:
             InferenceError: the request can never be served.
         """
-        tokens = self.tokens_of(prompt)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        sampling = sampling or SamplingOptions()
+        tokens, sampling = self.tokens_of(prompt), sampling or SamplingOptions()
         _check_options(sampling, num_best, scored_from, len(tokens), self.runner.served.model.config.vocab_size)
-        stops = TextUntilStop(stop)
-        if stop and self.tokenizer is None:
+        stops = TextUntilStop((stop,) if isinstance(stop, str) else tuple(stop))
+        if stops.stop_strings and self.tokenizer is None:
             raise InferenceError("stop strings need a tokenizer, but the model's folder has none: give stop_tokens")
         ends = self.stop_tokens if stop_tokens is None else frozenset(stop_tokens)
         with self.lock:
-            self._check()
-            name = name or next(new for n in self._names if (new := f"request-{n}") not in self._generations)
+            self.shared.check()
+            name = name or next(n for i in self._names if (n := f"request-{i}") not in self._iterations.generations)
             request = Request(name, tokens, max_tokens, ends, priority, constraint is not None, scored_from)
-            self._scheduler.submit(request)
             decode = None if self.tokenizer is None else text_stream(self.tokenizer)
             generation = Generation(request, sampling, num_best, decode, self, stops, constraint, wants_state)
-            self._generations[name] = generation
+            generation.note_weights(self.weights_version)
+            self._iterations.add(generation)
             return generation
 
     def generate(self, prompts: Iterable[str | Sequence[int]], **options: Any) -> list[Generation]:
@@ -238,13 +221,11 @@ class Engine:
     def abort(self, name: str) -> None:
         """Abort a request. An unknown name has no effect."""
         with self.lock:
-            if name in self._generations:
-                self._scheduler.abort(name)
-                self._end(self._generations[name], "aborted")
+            self._iterations.abort(name)
 
     def collect(self, generation: Generation) -> None:
         """Pass new tokens to a generation. It calls this when it is read."""
-        self._outputs.collect(generation)
+        self._iterations.collect(generation)
 
     def tokens_of(self, prompt: str | Sequence[int], *, special: bool = True) -> tuple[int, ...]:
         """Tokenize a text prompt, or check a prompt of tokens.
@@ -258,95 +239,102 @@ class Engine:
         return tokens_of(prompt, self.tokenizer, self.runner.served.model.config.vocab_size, special=special)
 
     def step(self) -> bool:
-        """Dispatch the next iteration, and process the results of an earlier one. Returns whether there was anything to do."""
+        """Dispatch the next iteration, and process the results of an earlier one; or run a microbatch, if the devices are lent.
+
+        Returns:
+            Whether there was anything to do.
+        """
         with self.lock:
-            if self._did_step():
-                return True
-            # These requests wait for pages that another model's requests hold, so run those.
-            others = [engine for engine in self._engines if engine is not self] if self._generations else []
-            return any(engine._did_step() for engine in others)
+            return self.shared.run_in_gap() or self.shared.step(self._iterations)
 
     def run(self) -> None:
         """Run until all requests have ended."""
-        while self.step():
-            pass
+        self.shared.run(self._iterations)
 
-    def _did_step(self) -> bool:
-        self._check()
-        try:
-            return self._step()
-        except BaseException as error:
-            # The failed program may have consumed its donated buffers, and with them the pages of all models.
-            for engine in self._engines:
-                engine._break(error)
-            raise
+    def sleep(self, weights: Literal["host", "dropped"] = "host") -> None:
+        """Free the devices' memory: the weights and, unless another engine uses them, the pages. Requests wait for `wake_up`.
 
-    def _break(self, error: BaseException) -> None:
-        self._broken = error
-        for generation in list(self._generations.values()):
-            self._end(generation, "failed")
+        Running requests keep their tokens, and are computed again afterwards. To read a request meanwhile raises an `InferenceError`.
 
-    def _step(self) -> bool:
-        iteration = self._scheduler.next()
-        if iteration is not None:
-            for slot, name, num_shared in iteration.started:
-                if (generation := self._generations.get(name)) is not None:  # it may be aborted since
-                    self._outputs.assign(slot, generation)
-                    self.runner.start(slot, generation.sampling, generation.request.prompt, generation.tokens)
-                    self._masks.assign(slot, generation.constraint)
-                    self._counts.num_cached_tokens += generation.start(num_shared)
-            self._in_flight.append(_dispatched(self, iteration))
-            self._counts.num_iterations += 1
-            self._counts.num_steps += iteration.shape.steps
-        elif not self._in_flight:
-            return False
-        if len(self._in_flight) > (_AHEAD if iteration is not None else 0):
-            self._process(self._in_flight.popleft())
-        return True
+        Args:
+            weights: whether they are kept in the host's memory, or dropped.
 
-    def _process(self, dispatched: DispatchedIteration) -> None:
-        out = dispatched.fetch(needs_best=self._outputs.needs_best, needs_states=self._outputs.needs_states)
-        self._outputs.score_prompts(dispatched.iteration, out)
-        results = Results(*map(np.asarray, (out.tokens, out.num, out.is_sound)))
-        update = self._scheduler.update(dispatched.iteration, results)
-        self._counts.num_tokens += int(update.num_new.sum())
-        self._masks.take(update)
-        ended = self._outputs.record(update, out)
+        Raises:
+            InferenceError: `weights` is neither.
+        """
+        self._weights.sleep(weights)
+
+    def wake_up(self, params: Any = None) -> None:
+        """Load the weights again, and allocate the pages, which are empty. The programs are still compiled.
+
+        Args:
+            params: other weights, as for `update_weights`; by default those from before.
+
+        Raises:
+            InferenceError: the weights were dropped, and there is no folder to read them from.
+        """
+        self._weights.wake_up(params)
+
+    def update_weights(self, params: Any) -> None:
+        """Replace the weights between two iterations, for example by those of a train step. No request is dropped.
+
+        Each token is that of the weights in force: running requests keep their tokens, and their keys and values are computed again.
+        `Generation.versions` has the weights of each token.
+
+        Args:
+            params: as `Decoder(config).init` has them, in any shardings and floating-point dtype. They are copied.
+
+        Raises:
+            InferenceError: they are not weights of this model, or it sleeps. Nothing has changed.
+        """
+        self._weights.update(params)
+
+    def lend(
+        self,
+        step: MicrobatchedStep | Callable[..., Any],
+        state: Any,
+        batches: Iterable[Any],
+        *,
+        tpot_s: float | None = None,
+        num_microbatches: int = 8,
+        **options: Any,
+    ) -> Training:
+        """Train in the gaps: between two iterations a microbatch runs whenever no request becomes late by it.
+
+        Whoever steps the engine runs the microbatches. They run while there are no requests, and while all running ones stay within
+        `tpot_s`; a new one waits for the rest of one microbatch. The first call compiles the step and measures it.
+
+        Args:
+            step: a function such as `(state, batch) -> (state, loss)`, or one that is in microbatches already.
+            batches: an iterable; a batch is taken when the step before has ended.
+            tpot_s: the most seconds per output token, on average over a request; by default 1.2 times those of a decode step.
+            num_microbatches, options: as for `MicrobatchedStep`.
+
+        Raises:
+            InferenceError: the devices are lent already. AutoparError: the step cannot run in microbatches.
+        """
+        step = in_microbatches(step, num_microbatches, {"mesh": self.runner.mesh, **options})
+        return lend(self.shared, self._iterations, step, state, batches, tpot_s)
+
+    @property
+    def weights_version(self) -> int:
+        """The number of updates of the weights so far."""
+        return self._weights.version
+
+    def check_awake(self) -> None:
+        """Raise an `InferenceError` if the engine sleeps. A generation calls this when it waits."""
+        self._weights.check_awake()
+
+    def _listen(self, processed: Processed) -> None:
+        self.shared.note(self._iterations, processed)
         if self.listener is not None:
-            self.listener(update, out)
-        for generation in ended:
-            self._scheduler.abort(generation.name)  # if a stop string has ended it
-            del self._generations[generation.name]
-
-    def _end(self, generation: Generation, why: str) -> None:
-        self._outputs.release(generation)
-        generation.ended = why
-        del self._generations[generation.name]
-
-    def _check(self) -> None:
-        if self._broken is not None:
-            raise InferenceError(
-                f"the engine has failed: {type(self._broken).__name__}: {self._broken}. Open the model again"
-            ) from self._broken
+            self.listener(processed.update, processed.out)
 
     @property
     def stats(self) -> Stats:
         """The counters and the current state."""
         with self.lock:
-            return stats_of(self._scheduler, self.pool, self.runner.num_compiled, self._counts)
-
-
-def _dispatched(engine: Engine, iteration: Iteration) -> DispatchedIteration:
-    """Dispatch an iteration. If masks depend on results in flight, the devices compute the logits meanwhile, where they can."""
-    runner, masks, in_flight = engine.runner, engine._masks, engine._in_flight
-    if not masks.needs_results(iteration):
-        return runner.dispatch(iteration, masks.of(iteration))
-    is_apart = runner.served.options.samples_apart and iteration.shape == Shape()
-    packed = runner.forward(iteration) if is_apart else None
-    while in_flight:
-        engine._process(in_flight.popleft())
-    allowed = masks.of(iteration)
-    return runner.dispatch(iteration, allowed) if packed is None else runner.sample(iteration, packed, allowed)
+            return stats_of(self._iterations, self.pool)
 
 
 def _check_options(
@@ -364,10 +352,15 @@ def _check_options(
         )
 
 
-def renewed(engine: Engine) -> Engine:
-    """An engine with the same programs and weights, and without requests and cached prefixes."""
-    num_pages = engine.pool.num_pages
-    return Engine(engine.runner, engine.tokenizer, engine.stop_tokens, num_pages=num_pages, **engine.options)
+def _open_folder(folder: str | os.PathLike[str], dtype: Any, serving: Serving) -> tuple[Runner, dict[str, Any]]:
+    """Open a model's folder. Returns the runner and the options of its `Engine`."""
+    checkpoint = Checkpoint.open(folder, serving.get("quantize"))
+
+    def load(shardings: Any, on_read: Callable[[int], None]) -> Any:
+        return checkpoint.load(shardings, dtype, lambda _, num_bytes: on_read(num_bytes))
+
+    runner, options = _open_runner(checkpoint.config, checkpoint.abstract_params(dtype), load, serving)
+    return runner, {**options, "load": load}
 
 
 def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Serving) -> tuple[Runner, dict[str, Any]]:

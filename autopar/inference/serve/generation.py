@@ -58,6 +58,10 @@ class Source(Protocol):
         """Abort a request."""
         ...
 
+    def check_awake(self) -> None:
+        """Raise an `InferenceError` if requests wait until somebody wakes the engine up."""
+        ...
+
 
 @dataclass(eq=False)
 class Generation:
@@ -104,6 +108,7 @@ class Generation:
     _text: str = ""
     _num_decoded: int = 0  # tokens whose text is in `_text` or withheld
     _has_whole_text: bool = False
+    _weights: list[tuple[int, int]] = field(default_factory=list)  # the number of tokens before, and the version
     _num_read: tuple[int, int] = (0, 0)  # tokens and characters in pieces so far
 
     @property
@@ -154,7 +159,7 @@ class Generation:
                 elif ended is not None:
                     break
                 else:
-                    self.source.step()
+                    self._wait()
             self._check()
         finally:
             self.abort()
@@ -166,7 +171,7 @@ class Generation:
             InferenceError: the logits were NaN or infinite.
         """
         while self.ended is None:
-            self.source.step()
+            self._wait()
         self._check()
         return self
 
@@ -174,6 +179,18 @@ class Generation:
         """Abort the request. The tokens so far remain."""
         if self.ended is None:
             self.source.abort(self.name)
+
+    @property
+    def versions(self) -> list[int]:
+        """For each token so far, the version of the weights that it was computed with (`Engine.weights_version`)."""
+        found: list[int] = []
+        for start, version in reversed(self._weights):
+            found = [version] * max(0, len(self.tokens) - len(found) - start) + found
+        return found
+
+    def note_weights(self, version: int) -> None:
+        """Record the weights that the next tokens are computed with. The engine calls this, with no token in flight."""
+        self._weights.append((len(self.tokens), version))
 
     def start(self, num_cached: int) -> int:
         """Record the number of prompt tokens found in the cache, and return it; 0 after a preemption. The engine calls this."""
@@ -204,6 +221,11 @@ class Generation:
             del each[self._num_decoded :]
         self.ended = "stop"
         return True
+
+    def _wait(self) -> None:
+        """Step the engine. If it sleeps, the request would wait forever."""
+        if not self.source.step() and self.ended is None:
+            self.source.check_awake()
 
     def _collect(self) -> None:
         if self.slot is not None:

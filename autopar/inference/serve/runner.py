@@ -6,19 +6,22 @@ while the devices work on the next. The KV cache and the last token of each slot
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from autopar.api.planned_function import Compiled
 from autopar.inference.kv_cache.device_pages import KVPages
 from autopar.inference.kv_cache.page_tables import Copy
+from autopar.inference.model.sharded_load import load_sharded
 from autopar.inference.schedule.requests import Iteration, Run, Shape
 from autopar.inference.serve.layout import Layout, Served
 from autopar.inference.step.host_inputs import sampling_block
@@ -54,6 +57,21 @@ class PageMemory:
     """The KV cache pages on the devices. Several models can share them; each uses its first layers."""
 
     pages: tuple[KVPages, ...]
+    _freed: Any = None
+
+    def free(self) -> None:
+        """Free the pages, until `allocate`."""
+        if self._freed is None:
+            self._freed = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), self.pages)
+            self.pages = ()
+
+    def allocate(self) -> None:
+        """Allocate the pages again, empty. Without effect if they are there."""
+        if self._freed is not None:
+            self.pages = tuple(
+                KVPages(*(jnp.zeros(*each[:2], device=each[2]) for each in layer)) for layer in self._freed
+            )
+            self._freed = None
 
 
 class Runner:
@@ -63,7 +81,12 @@ class Runner:
         layout: the compiled programs.
         params: the weights, in the shardings of the plans.
         memory: the pages of another model to share; by default the runner allocates its own.
+
+    Attributes:
+        clock: the seconds at which iterations begin and end; a simulation has another one.
     """
+
+    clock: Callable[[], float] = staticmethod(time.perf_counter)
 
     def __init__(self, served: Served, layout: Layout[Compiled], params: Any, memory: PageMemory | None = None) -> None:
         self.served, self.layout = served, layout
@@ -101,22 +124,60 @@ class Runner:
         self.memory.pages = (*resident.pages, *self.memory.pages[len(resident.pages) :])
         self._own = resident._replace(pages=())
 
-    def sleep(self) -> None:
-        """Move the weights to the host, and free the pages. `wake_up` comes before the next iteration."""
-        self._asleep = jax.tree.map(lambda leaf: (np.asarray(leaf), leaf.sharding), self._params)
-        self.close()
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the programs."""
+        return self.layout.programs[self.served.keys[0]].mesh
 
-    def wake_up(self) -> None:
-        """Move the weights back to the devices, and allocate pages, which are empty."""
-        self._params = jax.tree.map(
-            lambda pair: jax.device_put(*pair), self._asleep, is_leaf=lambda node: isinstance(node, tuple)
-        )
-        self._asleep = None
-        self._store(self._empty(whole=True))
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the weights are not on the devices, so that nothing can run."""
+        return self._params is None
+
+    @property
+    def shardings(self) -> tuple[Any, ...]:
+        """The sharding of each weight."""
+        primary = self.layout.programs[self.served.keys[0]]
+        return primary.shardings[: len(jax.tree.leaves(self.served.params))]
+
+    def sleep(self, *, keeps_weights: bool) -> None:
+        """Free the weights and the state of the slots; the pages stay. `wake_up` or `place` comes before the next iteration.
+
+        Args:
+            keeps_weights: whether to keep the weights on the host.
+        """
+        self._asleep = [np.asarray(leaf) for leaf in jax.tree.leaves(self._params)] if keeps_weights else None
+        self._params = self._own = None
+        self._masks.clear()
+
+    def wake_up(self) -> bool:
+        """Move the weights that are kept on the host to the devices. Returns False, without a change, if none are."""
+        if self._asleep is None:
+            return False
+        pairs = zip(self._asleep, self.shardings, strict=True)
+        self.place([(leaf, functools.partial(load_sharded, dtype=leaf.dtype, sharding=place)) for leaf, place in pairs])
+        return True
+
+    def place(self, moving: Iterable[tuple[Any, Callable[[Any], jax.Array]]]) -> None:
+        """Replace the weights, one after the other, so that there is memory for one more; also those of a runner that sleeps.
+
+        Args:
+            moving: the new weights, each with what moves it to the devices in the sharding of the plans.
+        """
+        old = None if self._params is None else jax.tree.leaves(self._params)
+        self._params, new = None, list[jax.Array]()
+        for number, (array, move) in enumerate(moving):
+            if old is not None:
+                old[number] = None
+            new.append(move(array))
+        if self._own is None:
+            self.memory.allocate()
+            self._own = self._empty(whole=False)
+        self._params, self._asleep = jax.tree.unflatten(jax.tree.structure(self.served.params), new), None
 
     def close(self) -> None:
         """Free the weights and the pages."""
-        self._params, self._own, self.memory.pages = None, None, ()
+        self._params, self._own, self._asleep, self.memory.pages = None, None, None, ()
         self._masks.clear()
 
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], generated: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from autopar.inference.kv_cache.page_pool import PagePool
-from autopar.inference.schedule.scheduler import Scheduler
+from autopar.inference.serve.iterations import Iterations
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +38,17 @@ class Stats:
     num_compiled: int
 
 
-@dataclass(slots=True)
-class Counts:
-    """The counters among the `Stats`."""
-
-    num_iterations: int = 0
-    num_steps: int = 0
-    num_cached_tokens: int = 0
-    num_tokens: int = 0
-
-
-def stats_of(scheduler: Scheduler, pool: PagePool, num_compiled: int, counts: Counts) -> Stats:
+def stats_of(iterations: Iterations, pool: PagePool) -> Stats:
     """The counters and the current state."""
+    scheduler = iterations.scheduler
     return Stats(
         num_waiting=scheduler.num_waiting,
         num_running=scheduler.num_running,
         free_pages=pool.num_free,
         evictable_pages=pool.num_evictable,
         held_pages=pool.num_held,
-        num_compiled=num_compiled,
+        num_compiled=iterations.runner.num_compiled,
         num_prompt_tokens=scheduler.num_prompt_tokens,
         num_preempted=scheduler.num_preempted,
-        **asdict(counts),
+        **asdict(iterations.counts),
     )

@@ -45,9 +45,9 @@ class Wire:
 
 def wire(shape: Shape, source: NamedSharding, target: NamedSharding) -> Wire:
     """The wire for a value that is sharded as `source` and needed as `target`; see `wire_between`."""
-    here, there = wire_between(shape, _split(source, shape), _split(target, shape))
+    here, there = wire_between(shape, split_of(source, shape), split_of(target, shape))
     if source.mesh.size == target.mesh.size:
-        given = target if there == _split(target, shape) else source
+        given = target if there == split_of(target, shape) else source
         return Wire(_on(given, devices_of(source)), _on(given, devices_of(target)))
     ends = (
         NamedSharding(_mesh(devices.reshape(end.mesh.axis_sizes), end.mesh.axis_names), partition_spec(end.sharding))
@@ -114,7 +114,7 @@ class Crossing:
         if not self._receives:
             return None
         if len(arrived) == 1 and self.legs[0][1].mesh.size == self.wire.target.mesh.size:
-            return _seen_as(arrived[0], self.wire.target)
+            return seen_as(arrived[0], self.wire.target)
         shards = [shard.data for one in arrived for shard in one.addressable_shards]
         return jax.make_array_from_single_device_arrays(self.shape, self.wire.target, shards, dtype=self.dtype)
 
@@ -166,7 +166,7 @@ def _legs(shape: Shape, wire: Wire) -> list[Leg]:
     ]
 
 
-def _seen_as(value: Any, sharding: NamedSharding) -> Any:
+def seen_as(value: Any, sharding: NamedSharding) -> Any:
     """The same shards under another, equivalent sharding."""
     if value.sharding == sharding:
         return value
@@ -186,6 +186,6 @@ def _mesh(devices: np.ndarray, names: Sequence[str]) -> Mesh:
     return Mesh(devices, tuple(names), axis_types=(AxisType.Auto,) * len(names))
 
 
-def _split(sharding: NamedSharding, shape: Shape) -> Split:
+def split_of(sharding: NamedSharding, shape: Shape) -> Split:
     mesh = MeshShape(tuple(sharding.mesh.axis_names), tuple(sharding.mesh.axis_sizes))
     return Split(mesh, tensor_sharding(sharding.spec, len(shape)))
