@@ -275,6 +275,21 @@ def test_few_pages_make_sequences_wait() -> None:
     assert outcomes[0].latency_s.max() > 2 * outcomes[1].latency_s.max()
 
 
+def test_a_sequence_holds_the_pages_of_its_window_only() -> None:
+    """A budget for one sequence without a window has room for all four with one."""
+    own = times(ONE, 0.01, DECODING, token_bytes=1.0)
+    narrow = replace(own, window=32)
+    assert (own.pages_of_sequence, narrow.pages_of_sequence) == (16, -(-(32 + DECODING.num_ahead) // 16) + 1)
+    assert narrow.least_bytes() < own.least_bytes()
+    whole, windowed = (
+        simulate(
+            Placement((Group(ONE, ("a",)),)), {"a": spec("a", each)}, at(0, 0, 0, 0, prompt=100, output=100), 256.0 + 16
+        )
+        for each in (own, narrow)
+    )
+    assert windowed.latency_s.max() < 0.7 * whole.latency_s.max()
+
+
 # -- prediction --------------------------------------------------------------------------------
 
 
@@ -317,3 +332,24 @@ def test_times_by_two_depths_are_those_of_the_whole_model() -> None:
     assert halves.weight_bytes < 0.7 * own[Layout(2)].weight_bytes
     with pytest.raises(PlacementError, match="pipeline of 16 stages"):
         estimate_times(served, [Layout(1, 16)], load("h100-sxm"), cache=False)
+
+
+@pytest.mark.slow
+def test_windows_and_quantized_weights_are_priced() -> None:
+    from autopar.hardware.profile import load
+    from autopar.inference.model.config import DecoderConfig
+    from autopar.placement.estimate_times import ServedSpec, estimate_times
+
+    fields = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4, "num_attention_heads": 16}
+    fields |= {"num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 4096}
+    config = DecoderConfig.of({"model_type": "mistral", "sliding_window": 128, **fields})
+    options = Options(num_slots=4, max_length=1024)
+    found = [
+        estimate_times(ServedSpec(config=each, options=options), [ONE], load("h100-sxm"), cache=False)[ONE]
+        for each in (config, config.quantized("int8"), config.quantized("int4"))
+    ]
+    assert [each.window for each in found] == [128] * 3
+    assert found[0].pages_of_sequence < 1024 // 16
+    whole, bytes_8, bytes_4 = (each.weight_bytes for each in found)
+    assert bytes_4 < 0.9 * bytes_8 < 0.9 * 0.6 * whole  # embedding and head have eight bits in both
+    assert sum(found[1].seconds(Shape())) < sum(found[0].seconds(Shape()))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
 from autopar.cli import main as cli
-from autopar.errors import PlacementError
+from autopar.errors import AutoparError, PlacementError
 from autopar.hardware.profile import load
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.placement import (
@@ -25,6 +26,7 @@ from autopar.placement import (
     synthetic_trace,
 )
 from autopar.placement.change import Running, change_bytes, first_devices
+from autopar.placement.cost_of_change import cost_of_change
 from autopar.placement.draw import placement_svg
 from autopar.placement.estimate_serving import estimate_serving
 from autopar.placement.evaluate import Evaluator
@@ -33,7 +35,7 @@ from autopar.placement.measured_times import read_step_times, write_step_times
 from autopar.placement.models_file import read_models
 from autopar.placement.rate_bound import largest_rates
 from autopar.placement.search import busiest, place
-from autopar.placement.tables import notes, read_placement, render_serving, serving_json
+from autopar.placement.tables import change_text, notes, read_placement, render_serving, serving_json
 from autopar.system.text_tables import plain_text
 from benchmarks.placement.every_placement import every_placement
 
@@ -193,6 +195,43 @@ def test_a_group_in_the_way_of_a_larger_one_moves() -> None:
     assert change_bytes(crowded, Running.of(current), models, 3) == (120.0, {0: 0, 1: 2})
 
 
+def test_groups_that_are_kept_change_their_models_only() -> None:
+    layouts = (ONE, TWO)
+    models = [model(name, 0.2, 0.8, layouts=layouts) for name in "ab"]
+    current = Running.of(Placement((Group(ONE, ("a",)), Group(ONE, ("a",)), Group(ONE, ("b",)))))
+    trace = trace_of({"a": 0.5, "b": 6.0}, 30.0)
+    found = place(models, trace, 3, 60.0, current=current, keeps_groups=True)
+    assert {group.layout for group in found.placement.groups} == {ONE}
+    assert sorted(group.models for group in found.placement.groups) == [("a",), ("b",), ("b",)]
+    assert found.load_bytes == 60.0
+    at = {first: found.placement.groups[number].models for number, first in found.firsts.items()}
+    assert at[2] == ("b",)  # it stays where it was
+    swapped = Placement((Group(ONE, ("b",)), Group(TWO, ("a",))))
+    running = Running(Placement((Group(TWO, ("b",)), Group(ONE, ()), Group(ONE, ("a",)))), {0: 0, 1: 2, 2: 3})
+    named = {each.name: each for each in models}
+    assert change_bytes(swapped, running, named, 4, keeps_groups=True)[1] == {0: 2, 1: 0}
+
+
+def test_a_change_costs_the_requests_of_groups_that_stop_and_pays_by_what_it_brings() -> None:
+    models = [model(name, 0.2, 0.8, layouts=(ONE,)) for name in "ab"]
+    named = {each.name: each for each in models}
+    current = Running.of(Placement((Group(ONE, ("a",)), Group(ONE, ("a",)), Group(ONE, ("b",)))))
+    trace = trace_of({"a": 0.5, "b": 6.0}, 30.0)
+    found = place(models, trace, 3, 60.0, current=current)
+    cost = cost_of_change(found, current, named, 60.0, load_bytes_per_s=30.0)
+    before = simulate(current.placement, named, trace, 60.0)
+    assert (cost.goodput_before, cost.seconds) == (before.goodput, 2.0)
+    good = int(before.is_good[trace.model == 0].sum())
+    assert cost.lost == pytest.approx(good / 2 / 30.0 * 2.0)  # one of two replicas of `a` stops
+    assert cost.pays_after_s == pytest.approx(cost.lost / cost.gain_per_s)
+    assert "has paid after" in change_text(cost)
+    same = place(models, trace, 3, 60.0, current=found.running)
+    nothing = cost_of_change(same, found.running, named, 60.0, load_bytes_per_s=30.0)
+    assert (nothing.seconds, nothing.lost, nothing.pays_after_s) == (0.0, 0.0, math.inf)
+    roomy = cost_of_change(found, Running.of(Placement(())), named, 60.0, load_bytes_per_s=30.0)
+    assert roomy.lost == 0.0
+
+
 # -- files and the command ---------------------------------------------------------------------
 
 CONFIG = {
@@ -272,6 +311,10 @@ def test_the_command_places_prints_draws_and_goes_on(files: Path, capsys: pytest
     assert cli.main(["estimate", "serving", *common, "--current", str(saved), "--json", "--no-neighbours"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["load_bytes"], content["goodput"]) == (0.0, 1.0)
+    assert content["change"]["goodput_before"] == 1.0
+    assert content["change"]["pays_after_s"] is None  # nothing to gain
+    assert cli.main(["estimate", "serving", *common, "--keep-groups"]) == 2
+    assert "give `--current FILE` too" in capsys.readouterr().err
     assert content["groups"] == [{"first_device": 0, "tensor": 1, "pipeline": 1, "models": ["chat", "code"]}]
 
 
@@ -280,6 +323,7 @@ def test_the_command_places_prints_draws_and_goes_on(files: Path, capsys: pytest
     [
         ("slots = 4", "slot = 4", "'slot' is no key: the keys are config"),
         ("slots = 4", 'slots = "4"', "slots is '4', and must be an integer"),
+        ("slots = 4", 'quantize = "int3"', "int3"),
         ("slots = 4", "slots = 0", "slots is 0: give at least 1"),
         ("max_length = 256", "max_length = 9999", "the model has 512 positions"),
         ("output_tokens = 20", "output_tokens = 200", "100 \\+ 200 tokens, but max_length is 256"),
@@ -293,7 +337,7 @@ def test_the_command_places_prints_draws_and_goes_on(files: Path, capsys: pytest
 )
 def test_an_invalid_file_of_models_is_refused(files: Path, old: str, new: str, said: str) -> None:
     (files / "models.toml").write_text(MODELS.replace(old, new, 1))
-    with pytest.raises(PlacementError, match=said):
+    with pytest.raises(AutoparError, match=said):
         read_models(files / "models.toml")
 
 

@@ -28,6 +28,7 @@ from autopar.cli import (
     keep,
     plan,
     replay,
+    route,
     serve,
     verify,
     why,
@@ -41,7 +42,7 @@ from autopar.version import __version__
 #: In the order of the help.
 _COMMANDS = (
     *(plan, explain, why, verify, replay, compare_profile, diagnose, compare, diff, export),
-    *(estimate, calibrate, generate, serve, keep, doctor),
+    *(estimate, calibrate, generate, serve, route, keep, doctor),
 )
 _DESCRIPTION = "Plan how to shard a JAX train step over many devices, and say why. No device of the target is needed."
 _EPILOG = """\

@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from autopar.cli.listening import add_address_options, add_connection_options, hosts_of, keys_of
 from autopar.cli.options import add_command as add_with_examples
 from autopar.cli.options import size
 from autopar.cli.serving_options import add_serving_options, serving_of
@@ -21,7 +22,6 @@ from autopar.cli.terminal import progress
 from autopar.errors import InferenceError
 from autopar.system.install_command import install_command
 
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
 _EXAMPLES = """
 serve Qwen3-0.6B
 serve chat=Qwen3-0.6B judge=Qwen3-1.7B --slots 32 --port 9000
@@ -43,30 +43,18 @@ def add_command(added: Any) -> None:
     group.add_argument("--servers", nargs="+", metavar="URL", help=about)
     about = "memory for the index, searches and a cache of its pages (default: no cache)"
     group.add_argument("--index-memory", type=size, metavar="SIZE", help=about)
-    group = serve.add_argument_group("address")
-    about = "address to listen on (default: 127.0.0.1, this machine only; under Vertex AI: 0.0.0.0)"
-    group.add_argument("--host", metavar="ADDRESS", help=about)
-    about = "port to listen on, 0 for any (default: 8000, or AIP_HTTP_PORT)"
-    group.add_argument("--port", type=int, metavar="N", help=about)
-    about = "host name that requests may be sent to; may be repeated (default: on loopback its names, else any)"
-    group.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=about)
-    group = serve.add_argument_group("keys")
-    about = "file with keys, one per line, of which a request must have one (also: AUTOPAR_API_KEY)"
-    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=about)
-    about = "file with keys for loading, unloading and sleeping, which are off without it (also: AUTOPAR_ADMIN_KEY)"
-    group.add_argument("--admin-key-file", type=Path, metavar="FILE", help=about)
+    admin = "loading, unloading and sleeping, which are off without it (also: AUTOPAR_ADMIN_KEY)"
+    host = "127.0.0.1, this machine only; under Vertex AI: 0.0.0.0"
+    add_address_options(serve, host, "8000, or AIP_HTTP_PORT", admin)
     group = serve.add_argument_group("limits")
     about = "tokens of requests that wait, per model; above it a request gets status 429 (default: 1000000)"
     group.add_argument("--max-queued-tokens", type=int, metavar="N", help=about)
     group.add_argument(
         "--max-body", dest="max_body_bytes", type=size, metavar="SIZE", help="body of a request (default: 10MB)"
     )
-    about = "requests served at once; above it status 503 (default: 1000)"
-    group.add_argument("--max-connections", type=int, metavar="N", help=about)
     about = "longest time of a reply (default: 600)"
     group.add_argument("--timeout", dest="timeout_s", type=float, metavar="SECONDS", help=about)
-    about = "how long running requests may go on after SIGTERM (default: 30)"
-    group.add_argument("--shutdown", dest="shutdown_s", type=float, metavar="SECONDS", help=about)
+    add_connection_options(group, 1000)
     group = serve.add_argument_group("prompts")
     about = "file with a chat template in Jinja that replaces the models' own"
     group.add_argument("--chat-template", type=Path, metavar="FILE", help=about)
@@ -117,9 +105,9 @@ def run(options: argparse.Namespace) -> None:
     given = {each.name: value for each in fields(Limits) if (value := getattr(options, each.name, None)) is not None}
     limits = Limits(
         **given,
-        api_keys=_keys(options.api_key_file, "AUTOPAR_API_KEY"),
-        admin_keys=_keys(options.admin_key_file, "AUTOPAR_ADMIN_KEY"),
-        hosts=frozenset(options.allow_host or (_LOOPBACK if host in _LOOPBACK else ())),
+        api_keys=keys_of(options.api_key_file, "AUTOPAR_API_KEY"),
+        admin_keys=keys_of(options.admin_key_file, "AUTOPAR_ADMIN_KEY"),
+        hosts=hosts_of(options, host),
     )
 
     def on_ready(address: str) -> None:
@@ -147,21 +135,3 @@ def _serve_index(options: argparse.Namespace) -> None:
 def _named(text: str) -> tuple[str | None, Path]:
     name, separator, folder = text.partition("=")
     return (name, Path(folder)) if separator and not Path(text).exists() else (None, Path(text))
-
-
-def _keys(file: Path | None, variable: str) -> frozenset[str]:
-    """The keys of a file and of a variable.
-
-    Raises:
-        InferenceError: the file cannot be read, or has no key.
-    """
-    keys = {os.environ[variable]} if os.environ.get(variable) else set()
-    if file is not None:
-        try:
-            found = {line.strip() for line in file.read_text(encoding="utf-8").splitlines()} - {""}
-        except OSError as error:
-            raise InferenceError(f"the keys in {file} cannot be read: {error.strerror}") from None
-        if not found:
-            raise InferenceError(f"{file} has no key: write one per line")
-        keys |= found
-    return frozenset(keys)

@@ -63,41 +63,47 @@ class Running:
 
 
 def change_bytes(
-    new: Placement, current: Running | None, models: Mapping[str, ModelSpec], num_devices: int
+    new: Placement,
+    current: Running | None,
+    models: Mapping[str, ModelSpec],
+    num_devices: int,
+    *,
+    keeps_groups: bool = False,
 ) -> tuple[float, dict[int, int]]:
     """The bytes of weights to load on all devices, and the first device of each group of the new placement.
 
     Args:
         current: what runs now; None for nothing.
+        keeps_groups: whether each new group takes the place of an old one, even if it shares no model with it.
     """
     groups = new.groups
-    kept = {} if current is None else _matched(groups, current, models)
+    kept = {} if current is None else _matched(groups, current, models, keeps_groups=keeps_groups)
     while True:
         firsts = first_devices(groups, {number: first for number, (first, _) in kept.items()})
         ends = [first + groups[n].layout.num_devices for n, first in (firsts or {}).items()]
         if firsts is not None and (max(ends, default=0) <= num_devices or not kept):
-            return _loaded_bytes(groups, firsts, current, models), firsts
+            return sum(loaded_bytes(groups, firsts, current, models).values()), firsts
         del kept[min(kept, key=lambda number: kept[number][1])]  # it stands in the way of a larger group
 
 
-def _loaded_bytes(
+def loaded_bytes(
     groups: Sequence[Group], firsts: Mapping[int, int], current: Running | None, models: Mapping[str, ModelSpec]
-) -> float:
-    """The bytes of weights that are not on their devices yet."""
+) -> dict[int, float]:
+    """For each group the bytes of weights that are not on its devices yet, on all of them together."""
     old: dict[tuple[Layout, int], tuple[str, ...]] = {}
     if current is not None:
         running = current.placement.groups
         old = {(running[n].layout, first): running[n].models for n, first in current.firsts.items()}
-    loaded = 0.0
+    loaded: dict[int, float] = {}
     for number, first in firsts.items():
         group = groups[number]
         there = old.get((group.layout, first), ())
-        loaded += _bytes(group, [name for name in group.models if name not in there], models)
+        loaded[number] = _bytes(group, [name for name in group.models if name not in there], models)
     return loaded
 
 
 def _matched(
-    groups: Sequence[Group], current: Running, models: Mapping[str, ModelSpec]
+    groups: Sequence[Group], current: Running, models: Mapping[str, ModelSpec], *, keeps_groups: bool
 ) -> dict[int, tuple[int, float]]:
     """For new groups that take the place of an old one, its first device and the bytes that stay."""
     running, old_firsts = current.placement.groups, current.firsts
@@ -111,7 +117,7 @@ def _matched(
                 both = sorted({*groups[number].models} & {*running[other].models})
                 saved[row, column] = _bytes(groups[number], both, models)
         for row, column in zip(*linear_sum_assignment(saved, maximize=True), strict=True):
-            if saved[row, column] > 0:
+            if saved[row, column] > 0 or keeps_groups:
                 found[mine[row]] = old_firsts[old[column]], float(saved[row, column])
     return found
 

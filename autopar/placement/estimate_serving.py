@@ -12,17 +12,20 @@ from typing import Any
 from autopar.errors import PlacementError
 from autopar.hardware.profile import HardwareProfile
 from autopar.placement.change import Running
+from autopar.placement.cost_of_change import ChangeCost, cost_of_change
 from autopar.placement.estimate_times import estimate_times
 from autopar.placement.layouts import Layout, StepTimes
 from autopar.placement.measured_times import read_step_times
 from autopar.placement.models_file import ModelEntry
-from autopar.placement.placements import ModelSpec
+from autopar.placement.placements import ModelSpec, by_name
 from autopar.placement.search import Found, place
 from autopar.placement.traces import Trace, synthetic_trace
 from autopar.planner.memory_budget import MemoryBudget
 
 #: The effort of a placement on one device more or less, which starts from the one that was found.
 _NEIGHBOUR_EFFORT = 40_000
+#: The bytes of weights per second that a group reads, if nothing else is said: one NVMe disk.
+LOAD_BYTES_PER_S = 2e9
 #: Called with a stage's name and the fraction done.
 Progress = Callable[[str, float], None]
 
@@ -34,7 +37,7 @@ class ServingEstimate:
     Args:
         profile: the hardware. num_devices: the number of devices. budget_bytes: the memory of one that a program may use.
         found: the placement. fewer, more: those on one device less and more; None if it was not asked for, or if the models do
-            not fit.
+            not fit. change: what the change from what runs now costs; None if nothing runs.
     """
 
     models: Sequence[ModelSpec]
@@ -45,6 +48,7 @@ class ServingEstimate:
     found: Found
     fewer: Found | None
     more: Found | None
+    change: ChangeCost | None = None
 
 
 def layouts_for(num_devices: int, profile: HardwareProfile, max_pipeline: int = 1) -> list[Layout]:
@@ -122,6 +126,8 @@ def estimate_serving(
     *,
     memory_budget_bytes: float | None = None,
     current: Running | None = None,
+    keeps_groups: bool = False,
+    load_bytes_per_s: float = LOAD_BYTES_PER_S,
     neighbours: bool = True,
     progress: Progress | None = None,
 ) -> ServingEstimate:
@@ -129,7 +135,8 @@ def estimate_serving(
 
     Args:
         memory_budget_bytes: of one device; by default all that a program may use.
-        current: what runs now. neighbours: whether to find placements on one device more and less.
+        current: what runs now. keeps_groups: whether its groups stay, and only their models change.
+        load_bytes_per_s: the rate at which a group gets weights. neighbours: whether to find placements on one device more and less.
 
     Raises:
         PlacementError: as for `place`.
@@ -137,7 +144,7 @@ def estimate_serving(
     budget = MemoryBudget(profile.usable_bytes if memory_budget_bytes is None else memory_budget_bytes).plan_bytes
     report = progress or (lambda stage, fraction: None)
     report(f"place on {num_devices}", 0.0)
-    found = place(models, trace, num_devices, budget, current=current)
+    found = place(models, trace, num_devices, budget, current=current, keeps_groups=keeps_groups)
     others: list[Found | None] = []
     for done, num in enumerate((num_devices - 1, num_devices + 1), 1):
         report(f"place on {num}", done / 3)
@@ -150,5 +157,6 @@ def estimate_serving(
             )
         except PlacementError:
             others.append(None)
+    change = None if current is None else cost_of_change(found, current, by_name(models), budget, load_bytes_per_s)
     report("done", 1.0)
-    return ServingEstimate(models, trace, profile, num_devices, budget, found, others[0], others[1])
+    return ServingEstimate(models, trace, profile, num_devices, budget, found, others[0], others[1], change)

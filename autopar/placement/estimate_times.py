@@ -227,6 +227,7 @@ def _times(spec: ServedSpec, layout: Layout, figures: _Figures, profile: Hardwar
         temporary_bytes=figures.temporary_bytes,
         token_bytes=max(num_layers) * figures.token_bytes_of_layer,
         page_size=spec.page_size,
+        window=spec.config.for_length(spec.options.max_length).window,
     )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.errors import PlacementError
+from autopar.inference.kv_cache.page_tables import most_held
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.schedule.steady_state import num_chunks
 from autopar.placement.recorded import Recording
@@ -54,6 +55,7 @@ class StepTimes:
         temporary_bytes: the bytes on one device of temporaries while a program runs. Models of a group run one after the other.
         token_bytes: the bytes of a token's keys and values on one device.
         page_size: tokens per page.
+        window: the tokens that any token sees, if that is bounded in all layers: a sequence holds no pages before them.
         recording: recorded times of iterations, which are used instead of `stage_s` on a layout without a pipeline.
 
     Raises:
@@ -68,6 +70,7 @@ class StepTimes:
     temporary_bytes: float = 0.0
     token_bytes: float = 0.0
     page_size: int = 16
+    window: int | None = None
     recording: Recording | None = None
 
     def __post_init__(self) -> None:
@@ -133,7 +136,8 @@ class StepTimes:
 
     @property
     def pages_of_sequence(self) -> int:
-        return -(-self.options.max_length // self.page_size)
+        """The pages that the longest sequence holds at most."""
+        return most_held(self.options.max_length, self.page_size, self.window, self.options.num_ahead)
 
     def corrected(self, measured: Mapping[Shape, float]) -> StepTimes:
         """Replace predicted times by measured ones. Shapes that are not measured are scaled by the mean ratio of the others.

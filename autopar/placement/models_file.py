@@ -22,7 +22,7 @@ from autopar.placement.traces import Traffic
 _BOUNDS = {"latency_s": float, "ttft_s": float, "tpot_s": float}
 _SIZES = {"slots": int, "max_length": int, "page_size": int}
 _TRAFFIC = {"rate_per_s": float, "cv": float, "prompt_tokens": int, "output_tokens": int}
-_KEYS = {"config": str, "dtype": str, "measured": str, **_BOUNDS, **_SIZES, "traffic": dict}
+_KEYS = {"config": str, "dtype": str, "quantize": str, "measured": str, **_BOUNDS, **_SIZES, "traffic": dict}
 _MAX_LENGTH = 4096
 
 
@@ -33,6 +33,7 @@ class ModelEntry:
     Args:
         served: its configuration and its engine's sizes. slo: its latency bounds.
         traffic: its requests, if the file gives them. measured: a file of `measured_times`, if it names one.
+        folder: where its configuration is; a file or a folder.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ModelEntry:
     slo: Slo
     traffic: Traffic | None
     measured: Path | None
+    folder: Path
 
 
 def read_models(path: str | os.PathLike[str]) -> list[ModelEntry]:
@@ -72,7 +74,7 @@ def _entry(name: str, table: Any, path: Path) -> ModelEntry:
         if "rate_per_s" not in found:
             raise PlacementError(f"{where}.traffic lacks `rate_per_s`: give its requests per second")
         traffic = Traffic(model=name, **found)
-    config = DecoderConfig.read(path.parent / values["config"])
+    config = DecoderConfig.read(path.parent / values["config"]).quantized(values.get("quantize"))
     for size in _SIZES:
         if values.get(size, 1) < 1:
             raise PlacementError(f"{where}: {size} is {values[size]}: give at least 1")
@@ -93,7 +95,8 @@ def _entry(name: str, table: Any, path: Path) -> ModelEntry:
     if not any(bound in values for bound in _BOUNDS):
         raise PlacementError(f"{where} has no latency bound: give at least one of {', '.join(_BOUNDS)}")
     slo = Slo(**{bound: values[bound] for bound in _BOUNDS if bound in values})
-    return ModelEntry(name, served, slo, traffic, path.parent / values["measured"] if "measured" in values else None)
+    measured = path.parent / values["measured"] if "measured" in values else None
+    return ModelEntry(name, served, slo, traffic, measured, path.parent / values["config"])
 
 
 def _checked(table: Mapping[str, Any], keys: Mapping[str, type], where: str) -> dict[str, Any]:

@@ -10,16 +10,15 @@ from typing import NamedTuple
 
 
 class Choice(NamedTuple):
-    """A replica that a request may go to.
+    """A replica that a request may go to. Both numbers have one unit: seconds, or the time of a token.
 
     Args:
-        queued_s: the seconds of work of all requests on the replica's devices that have not ended, those of other models
-            included.
-        latency_s: the seconds of this request if it were alone there.
+        queued: the work of all requests on the replica's devices that have not ended, those of other models included.
+        latency: the time of this request if it were alone there.
     """
 
-    queued_s: float
-    latency_s: float
+    queued: float
+    latency: float
 
 
 def choose_replica(choices: Sequence[Choice]) -> int:

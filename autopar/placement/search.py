@@ -9,7 +9,8 @@ best is taken, until none is better.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import PlacementError
@@ -64,6 +65,7 @@ def place(
     budget_bytes: float,
     *,
     current: Running | None = None,
+    keeps_groups: bool = False,
     max_requests: int = 600,
     effort: int = 100_000,
 ) -> Found:
@@ -73,6 +75,7 @@ def place(
         models: every model of the trace, with its times on the layouts that groups may have.
         budget_bytes: the memory of one device.
         current: what runs now; None for nothing.
+        keeps_groups: whether groups stay as they are in `current`, and only their models change.
         max_requests: placements are compared on the busiest part of the trace with at most so many requests.
         effort: the number of iterations of engines to simulate, after which the best placement so far is taken; 100,000 take
             about half a minute.
@@ -84,10 +87,11 @@ def place(
     _check(named, trace, num_devices, budget_bytes)
     if current is not None:
         check(current.placement, named, budget_bytes)
-    search = _Search(named, busiest(trace, max_requests), num_devices, budget_bytes, current, effort)
+    part = busiest(trace, max_requests)
+    search = _Search(named, part, num_devices, budget_bytes, current, effort, keeps_groups=keeps_groups)
     best = search.run()
     outcome = simulate(best, named, trace, budget_bytes)
-    load_bytes, firsts = change_bytes(best, current, named, num_devices)
+    load_bytes, firsts = change_bytes(best, current, named, num_devices, keeps_groups=keeps_groups)
     evaluator = search.evaluator
     return Found(best, outcome, firsts, load_bytes, evaluator.num_placements, evaluator.num_iterations)
 
@@ -113,11 +117,13 @@ class _Search:
         budget_bytes: float,
         current: Running | None,
         effort: int,
+        *,
+        keeps_groups: bool,
     ) -> None:
         layouts = sorted({layout for model in models.values() for layout in model.times})
         self._layouts = [layout for layout in layouts if layout.num_devices <= num_devices]
         self._models, self._num_devices, self._current = models, num_devices, current
-        self._budget, self._effort = budget_bytes, effort
+        self._budget, self._effort, self._keeps_groups = budget_bytes, effort, keeps_groups
         self._demand = Demand(models, trace)
         self.evaluator = Evaluator(models, trace, budget_bytes)
         self._neighbours = Neighbours(models, self._layouts, num_devices, budget_bytes)
@@ -146,7 +152,9 @@ class _Search:
         score = self.evaluator.score_if(placement, 0 if least is None or num_placed > least[0] else least[1])
         if score is None:
             return None
-        load_bytes, _ = change_bytes(placement, self._current, self._models, self._num_devices)
+        load_bytes, _ = change_bytes(
+            placement, self._current, self._models, self._num_devices, keeps_groups=self._keeps_groups
+        )
         return num_placed, score.num_good, -placement.num_devices, -load_bytes
 
     def _num_placed(self, placement: Placement) -> int:
@@ -159,15 +167,18 @@ class _Search:
     def _starts(self) -> list[Placement]:
         """The placement that runs now, that with the largest rates, and the best of those with one layout."""
         starts = [] if self._current is None else [self._current.placement.canonical()]
+        if self._current is not None and self._keeps_groups:
+            empty = [Group(group.layout, ()) for group in self._current.placement.groups]
+            return list(dict.fromkeys([*starts, self._filled(empty)]))
         solved = largest_rates(self._models, self._demand, self._num_devices, self._budget, time_limit_s=_SOLVER_S)
         starts.append(solved.placement.canonical())
-        filled = [self._filled(layout) for layout in self._layouts]
+        filled = [self._filled(self._groups_of(layout)) for layout in self._layouts]
         filled = [each for each in filled if each.groups]
         starts += sorted(filled, key=self._expected, reverse=True)[:_STARTS]
         return list(dict.fromkeys(starts))
 
-    def _filled(self, layout: Layout) -> Placement:
-        """Groups of one layout, and larger ones for models that do not fit there, filled by expected goodput."""
+    def _groups_of(self, layout: Layout) -> list[Group]:
+        """Groups of one layout, and larger ones for models that do not fit there, without models."""
         groups, left = [], self._num_devices
         for larger in sorted({self._least_layout(name) for name in self._models}, key=_size, reverse=True):
             if _size(larger) > _size(layout) and _size(larger) <= left:
@@ -177,6 +188,10 @@ class _Search:
             if each in self._layouts:
                 groups += [Group(each, ())] * (left // _size(each))
                 left %= _size(each)
+        return groups
+
+    def _filled(self, groups: list[Group]) -> Placement:
+        """Groups without models, filled by expected goodput."""
         best = self._expected(Placement(tuple(groups)))
         while True:
             found = None
@@ -205,7 +220,7 @@ class _Search:
         value = self._value(placement)
         assert value is not None
         while self.evaluator.num_iterations < self._effort:
-            ranked = sorted(self._neighbours.of(placement), key=self._expected, reverse=True)[: self._most]
+            ranked = sorted(self._steps(placement), key=self._expected, reverse=True)[: self._most]
             found = None
             for first in range(0, len(ranked), _BATCH):
                 for each in ranked[first : first + _BATCH]:
@@ -220,6 +235,14 @@ class _Search:
                 break
             placement = found
         return placement
+
+    def _steps(self, placement: Placement) -> Iterable[Placement]:
+        """The neighbours of a placement; if groups stay, those with the groups that run now."""
+        neighbours = self._neighbours.of(placement)
+        if self._current is None or not self._keeps_groups:
+            return neighbours
+        there = Counter(group.layout for group in self._current.placement.groups)
+        return [each for each in neighbours if Counter(group.layout for group in each.groups) <= there]
 
 
 def _size(layout: Layout) -> int:

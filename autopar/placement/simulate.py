@@ -159,7 +159,7 @@ class _Simulation:
             end = now_s + spec.slo.deadline_s(output) * (1 + _ROUNDING)
             if math.isfinite(end):
                 heapq.heappush(self._events, (end, _DEADLINE, next(self._order), number))
-                latest = max(now_s, end - choices[at].latency_s)
+                latest = max(now_s, end - choices[at].latency)
                 heapq.heappush(self._events, (latest, _LATEST_START, next(self._order), number))
         engine.scheduler.submit(Request(str(number), _prompt(prompt), output))
         replica.devices.queued_s += work

@@ -127,7 +127,7 @@ def simulated_group(
         pool = PagePool(_num_pages(times, spare / len(group.models)))
         stages = group.layout.pipeline
         options = replace(times.options, num_slots=max(1, times.options.num_slots // stages))
-        caches = [PagedCache(pool, times.page_size, shares_prefixes=False) for _ in range(stages)]
+        caches = [PagedCache(pool, times.page_size, shares_prefixes=False, window=times.window) for _ in range(stages)]
         most = 2 if stages == 1 else stages + 1
         engines = [SimulatedEngine(Scheduler(cache, options), times, devices, most) for cache in caches]
         replicas[name] = Replica(number, times, devices, engines)

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from autopar.errors import PlacementError
 from autopar.placement.change import Running, first_devices
+from autopar.placement.cost_of_change import ChangeCost
 from autopar.placement.estimate_serving import ServingEstimate
 from autopar.placement.expected import Demand
 from autopar.placement.layouts import Layout
@@ -65,6 +66,8 @@ def render_serving(estimate: ServingEstimate, console: Console) -> None:
         console.print(*section("One device more or less", table, _NEIGHBOURS), sep="\n")
     for note in notes(estimate):
         console.print(Text(f"  {note}"))
+    if estimate.change is not None:
+        console.print(Text(f"  {change_text(estimate.change)}"))
     loaded = f"{human_bytes(found.load_bytes)} of weights are loaded"
     console.print(
         Text(f"  {loaded}. {found.num_placements:,} placements were compared on {trace.num_requests:,} requests.")
@@ -84,6 +87,17 @@ def notes(estimate: ServingEstimate) -> list[str]:
         elif own.any() and not any(needs[name, layout].on_time for layout in spec.times):
             found.append(f"{name}: no layout meets the bounds, even for a request that is alone.")
     return found
+
+
+def change_text(change: ChangeCost) -> str:
+    """The cost and the gain of a change in one sentence."""
+    before = f"What runs now has {100 * change.goodput_before:.1f} % of requests within bounds"
+    if not change.seconds and not change.lost:
+        return f"{before}."
+    costs = f"the change takes {human_seconds(change.seconds)} and at most {change.lost:.0f} requests"
+    if math.isinf(change.pays_after_s):
+        return f"{before}; {costs}, and brings none."
+    return f"{before}; {costs}, and has paid after {human_seconds(change.pays_after_s)}."
 
 
 def headline(estimate: ServingEstimate) -> str:
@@ -145,6 +159,7 @@ def serving_json(estimate: ServingEstimate) -> dict[str, Any]:
             "attainment": outcome.attainment(),
             "busy": list(outcome.busy),
             "load_bytes": found.load_bytes,
+            "change": None if estimate.change is None else _change_json(estimate.change),
             "notes": notes(estimate),
             "num_placements": found.num_placements,
             "neighbours": {
@@ -155,6 +170,16 @@ def serving_json(estimate: ServingEstimate) -> dict[str, Any]:
             },
         }
     )
+
+
+def _change_json(change: ChangeCost) -> dict[str, Any]:
+    return {
+        "goodput_before": change.goodput_before,
+        "seconds": change.seconds,
+        "lost_requests": change.lost,
+        "gain_per_s": change.gain_per_s,
+        "pays_after_s": change.pays_after_s,
+    }
 
 
 def placement_json(placement: Placement, firsts: Mapping[int, int]) -> dict[str, Any]:

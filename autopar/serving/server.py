@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from autopar.errors import InferenceError
 from autopar.serving.app import make_app
@@ -51,30 +52,39 @@ async def serve(
     try:
         for name, folder in folders:
             await models.load(folder, name)
-        config = uvicorn.Config(
-            make_app(models, os.environ),
-            host=host,
-            port=port,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
-            limit_concurrency=2 * limits.max_connections + 16,  # of connections; requests are counted in `Access`
-        )
-        server = _Server(config)
-        ready = asyncio.ensure_future(_report_address(server, on_ready))
-        idle = asyncio.ensure_future(close_idle(server, limits.body_s))
-        try:
-            await server.serve()
-        except SystemExit:  # it has said why
-            raise InferenceError(f"nothing can listen on {host}, port {port}: give another --port") from None
-        finally:
-            ready.cancel()
-            idle.cancel()
+        await listen(make_app(models, os.environ), limits, host=host, port=port, on_ready=on_ready)
     finally:
         await models.close()
+
+
+async def listen(app: ASGIApp, limits: Limits, *, host: str, port: int, on_ready: Callable[[str], None]) -> None:
+    """Serve an application until a signal ends the process.
+
+    Raises:
+        InferenceError: nothing can listen on this address.
+    """
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, round(limits.shutdown_s)),
+        limit_concurrency=2 * limits.max_connections + 16,  # of connections; requests are counted in `Access`
+    )
+    server = _Server(config)
+    ready = asyncio.ensure_future(_report_address(server, on_ready))
+    idle = asyncio.ensure_future(close_idle(server, limits.body_s))
+    try:
+        await server.serve()
+    except SystemExit:  # it has said why
+        raise InferenceError(f"nothing can listen on {host}, port {port}: give another --port") from None
+    finally:
+        ready.cancel()
+        idle.cancel()
 
 
 class _Server(uvicorn.Server):

@@ -14,6 +14,7 @@ from autopar.cli import options as shared
 from autopar.cli.files import check_output
 from autopar.cli.planning import refuse_several_kinds
 from autopar.cli.terminal import output, progress, use_cpu_only
+from autopar.errors import PlacementError
 
 _EXAMPLES = """
 estimate serving --models models.toml --trace trace.csv --hardware h100-sxm --devices 8
@@ -45,6 +46,10 @@ def add_command(added: Any) -> None:
         "placement that runs now, as -o writes it: of equally good ones, that which loads the fewest bytes is chosen"
     )
     command.add_argument("--current", metavar="FILE", help=about)
+    about = "keep the groups of --current, and change only which models they run"
+    command.add_argument("--keep-groups", action="store_true", help=about)
+    about = "bytes of weights per second that a group can load, for the cost of a change (default: 2GB)"
+    command.add_argument("--load-rate", type=shared.size, metavar="SIZE", help=about)
     about = "leave out the placements on one device more and less"
     command.add_argument("--no-neighbours", action="store_true", help=about)
     command.add_argument("-o", "--output", metavar="FILE", help="save the placement as JSON")
@@ -60,7 +65,13 @@ def run(options: argparse.Namespace) -> None:
     if options.hardware:
         use_cpu_only()
     from autopar.placement.draw import placement_svg
-    from autopar.placement.estimate_serving import estimate_serving, layouts_for, model_specs, trace_of
+    from autopar.placement.estimate_serving import (
+        LOAD_BYTES_PER_S,
+        estimate_serving,
+        layouts_for,
+        model_specs,
+        trace_of,
+    )
     from autopar.placement.models_file import read_models
     from autopar.placement.tables import placement_json, read_placement, render_serving, serving_json
     from autopar.placement.traces import Trace
@@ -69,6 +80,8 @@ def run(options: argparse.Namespace) -> None:
     entries = read_models(options.models)
     names = [entry.name for entry in entries]
     trace = Trace.read(options.trace, names) if options.trace else trace_of(entries, options.duration, options.seed)
+    if options.current is None and (options.keep_groups or options.load_rate):
+        raise PlacementError("`--keep-groups` and `--load-rate` are about what runs now: give `--current FILE` too")
     current = None if options.current is None else read_placement(options.current)
     profile = requested_profile(options.hardware)
     layouts = layouts_for(options.devices, profile, options.max_pipeline)
@@ -84,6 +97,8 @@ def run(options: argparse.Namespace) -> None:
             options.devices,
             memory_budget_bytes=options.memory_budget,
             current=current,
+            keeps_groups=options.keep_groups,
+            load_bytes_per_s=options.load_rate or LOAD_BYTES_PER_S,
             neighbours=not options.no_neighbours,
             progress=report,
         )
