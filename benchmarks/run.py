@@ -426,7 +426,7 @@ BENCHMARKS = {
         },
     ),
     "vector_disk": Benchmark(
-        (*_ON_DISK, *_GRAPHS_ON_DISK, "memory", *_CHANGED, "cache", "servers"),
+        (*_ON_DISK, *_GRAPHS_ON_DISK, "memory", *_CHANGED, "cache", "servers", "efforts", "graph_build"),
         "",
         sources=(),
         summary="benchmarks.vector_disk.page",
@@ -449,6 +449,8 @@ BENCHMARKS = {
             **dict.fromkeys(_CHANGED[2:], tuple(f"vector_disk/{name}.py" for name in _ACCIDENTS)),
             "cache": ("vector_disk/cache.py",),
             "servers": ("vector_disk/servers.py", "vector_disk/lists.py", "synthetic_vectors.py"),
+            "graph_build": ("vector_disk/graph_build.py", "vector_disk/hnswlib_rival.py", "synthetic_vectors.py"),
+            "efforts": ("vector_disk/efforts.py", "vector_disk/lists.py", "synthetic_vectors.py"),
         },
     ),
     "versions": Benchmark(

@@ -37,13 +37,14 @@ from benchmarks.synthetic_vectors import faiss_synthetic
 NUM, DIM, NUM_LISTS = 1500, 16, 40
 DATA = faiss_synthetic(DIM, 0, NUM, 60)
 OWN_IDS = np.arange(NUM)[::-1] * 3 + 2**40
-CASES = [("cosine", "bfloat16"), ("inner_product", "int8"), ("l2", "int8")]
+CASES = [("cosine", "float16"), ("inner_product", "uint8"), ("l2", "int8")]
 build_on_disk = partial(vector_search.build_on_disk, progress=False, num_lists=NUM_LISTS, reader="mmap")
 
 
 def data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    scale = 100 if dtype == "int8" else 1
-    return (scale * DATA.corpus).astype(getattr(jnp, dtype)), (scale * DATA.queries).astype(getattr(jnp, dtype))
+    scale, offset = (100 if dtype in ("int8", "uint8") else 1), (100 if dtype == "uint8" else 0)
+    corpus, queries = ((scale * each + offset).astype(getattr(jnp, dtype)) for each in (DATA.corpus, DATA.queries))
+    return corpus, queries
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,9 @@ build_graph = partial(vector_search.build_graph_on_disk, progress=False, degree=
 
 
 def data(dtype: str) -> tuple[np.ndarray, np.ndarray]:
-    scale = 100 if dtype == "int8" else 1
-    return (scale * DATA.corpus).astype(getattr(jnp, dtype)), (scale * DATA.queries).astype(getattr(jnp, dtype))
+    scale, offset = (100 if dtype in ("int8", "uint8") else 1), (100 if dtype == "uint8" else 0)
+    corpus, queries = ((scale * each + offset).astype(getattr(jnp, dtype)) for each in (DATA.corpus, DATA.queries))
+    return corpus, queries
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_filter_and_k_beyond_the_corpus(index: vector_search.GraphDiskIndex, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("metric", "dtype"), [("cosine", "bfloat16"), ("inner_product", "int8"), ("l2", "int8")])
+@pytest.mark.parametrize(("metric", "dtype"), [("cosine", "bfloat16"), ("inner_product", "int8"), ("l2", "uint8")])
 def test_other_metrics(tmp_path: Path, metric: str, dtype: str) -> None:
     corpus, queries = data(dtype)
     with build_graph(corpus, tmp_path / "index", metric=metric) as made:

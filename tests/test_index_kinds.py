@@ -45,7 +45,7 @@ CASES = [
     (IVF, "l2", "float32"),
     (IVF, "cosine", "bfloat16"),
     (IVF_PQ, "l2", "float32"),
-    (IVF_PQ, "inner_product", "int8"),
+    (IVF_PQ, "inner_product", "uint8"),
     (GRAPH, "l2", "float32"),
     (GRAPH, "cosine", "int8"),
 ]
@@ -54,8 +54,9 @@ CASES = [
 @cache
 def data(dtype: str = "float32") -> tuple[np.ndarray, np.ndarray]:
     """Vectors, and 40 queries that are not among them."""
-    scale = 100 if dtype == "int8" else 1
-    return (scale * DATA.corpus).astype(getattr(jnp, dtype)), (scale * DATA.queries[:40]).astype(getattr(jnp, dtype))
+    scale, offset = (100 if dtype in ("int8", "uint8") else 1), (100 if dtype == "uint8" else 0)
+    corpus, queries = ((scale * each + offset).astype(getattr(jnp, dtype)) for each in (DATA.corpus, DATA.queries[:40]))
+    return corpus, queries
 
 
 @cache
@@ -431,6 +432,7 @@ def chosen(num: int, dim: int = 128, hardware: str = "h100-sxm", **options: Any)
         metric="l2",
         recall_target=options.get("recall_target", 0.95),
         place=_place("8", hardware, options.get("budget"), options.get("batch", 256)),
+        settings=options.get("settings", {}),
     )
     return choose("auto", request)  # pyright: ignore[reportArgumentType]
 
@@ -451,6 +453,29 @@ def test_auto_chooses_by_predicted_time() -> None:
     kind, why = chosen(20_000_000, budget=1e9)
     assert kind == IVF_PQ
     assert "1 GB per device" in why
+
+
+def test_auto_considers_drives_prices_and_updates() -> None:
+    """Nothing is built: a million float32 vectors of 128 elements are 0.5 GB."""
+    disk, prices = {"path": "index"}, {"memory_usd": 3, "disk_usd": 0.1}
+    assert chosen(1_000, settings={**disk, "updates_per_s": 0.5})[0] == "updatable"
+    kind, why = chosen(1_000_000, hardware="cpu-host", settings={**disk, **prices})
+    assert kind == "graphdisk" and "USD per month: exact 1.5" in why and "(no: batch)" in why
+    kind, why = chosen(1_000_000, hardware="cpu-host", settings=prices)
+    assert kind not in ("ivfdisk", "graphdisk") and "ivfdisk 0.2" in why and "(no: path)" in why
+    rate = {"queries_per_s": 1e7, "disk_bytes_per_s": 1e6}
+    assert "ivfdisk" in (why := chosen(1_000_000, hardware="cpu-host", settings={**disk, **prices, **rate})[1])
+    assert "(no: rate)" in why
+    refused = {
+        "has no setting 'num_lists'": {"num_lists": 3},
+        "`updates_per_s` is -1": {"updates_per_s": -1, **disk},
+        "`disk_bytes_per_s` is 0": {"disk_bytes_per_s": 0},
+        "give the `path` of a folder": {"updates_per_s": 5},
+        "only one of `memory_usd` and `disk_usd`": {"disk_usd": 5},
+    }
+    for message, settings in refused.items():
+        with pytest.raises(SearchError, match=message):
+            chosen(1_000, settings=settings)
 
 
 def test_auto_reports_its_reason() -> None:

@@ -12,6 +12,7 @@ from nearest import exact_nearest, exact_scores, recall
 
 from autopar.vector_search.data.metrics import METRICS, NO_ID, Metric
 from autopar.vector_search.graph import beam_search as beam
+from autopar.vector_search.graph.build import connected
 from autopar.vector_search.graph.neighbor_graph import NeighbourGraph, add_missing_in_edges, connect, pruned, reverse
 from benchmarks.synthetic_vectors import faiss_synthetic
 
@@ -127,6 +128,25 @@ def test_results_do_not_depend_on_the_batch() -> None:
     alone = search(graph, jnp.asarray(queries[7:8]), k=5, beam=16)
     np.testing.assert_array_equal(alone.positions[0], every.positions[7])
     assert int(alone.num_scored[0]) == int(every.num_scored[7])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [803, 3])
+def test_all_devices_build_the_same_graph(num: int) -> None:
+    """803 vectors on 8 devices: one device has fewer, and computes some again."""
+    vectors = faiss_synthetic(DIM, 0, num, 1).corpus
+    one, every = (connected(vectors, "l2", 8, 4, at_once=64, chunk=32, devices=jax.devices()[:size]) for size in (1, 8))
+    for name in ("edges", "entries", "vectors"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(every, name))
+
+
+@pytest.mark.parametrize("limit", [5, 16, 40])
+def test_a_limited_beam_is_a_narrower_beam(limit: int) -> None:
+    graph, _, queries = made()
+    limited = search(graph, jnp.asarray(queries), k=5, beam=40, width=2, limit=np.int32(limit))
+    narrow = search(graph, jnp.asarray(queries), k=5, beam=limit, width=2)
+    for one, other in zip(limited, narrow, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_fixed_iterations_equal_running_to_the_end_if_sufficient() -> None:

@@ -29,7 +29,8 @@ EXAMPLE = ("estimate", "search", "--corpus", "1.4e9x100:int8", "--hardware", "h2
 
 
 def case(**more: Any) -> SearchSpec:
-    return SearchSpec(**{"num_vectors": 1_400_000_000, "dim": 100, "dtype": "int8", **more})
+    known = {"num_vectors": 1_400_000_000, "dim": 100, "dtype": "int8", "beam": 64, "num_probes": 32}
+    return SearchSpec(**{**known, **more})
 
 
 # -- sizes -----------------------------------------------------------------------------------
@@ -184,12 +185,12 @@ def test_json_of_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
         (("--corpus", "..x100:int8"), "invalid --corpus"),
         (("--corpus", "0x100:int8"), "invalid --corpus"),
         (("--corpus", "9x0:int8"), "invalid --corpus"),
-        (("--corpus", "9x4:int9"), "`dtype` is 'int9': expected one of float32, bfloat16, int8"),
+        (("--corpus", "9x4:int9"), "`dtype` is 'int9': expected one of float32, bfloat16, float16, int8, uint8"),
         (("--corpus", "3e9x4:int8"), "3,000,000,000 vectors: one index holds at most"),
         (("--corpus", "9x1e6:int8"), "invalid --corpus"),
         (("--corpus", "9x99999999:int8"), "int32 scores are exact up to"),
         (("--corpus", "9x4:int8", "--metric", "l1"), "`metric` is 'l1'"),
-        (("--corpus", "9x4:int8", "--index", "tree"), "`index` is 'tree': expected one of exact, graph, ivfpq"),
+        (("--corpus", "9x4:int8", "--index", "tree"), "`index` is 'tree': expected one of exact, ivf, graph, ivfpq"),
         (("--corpus", "9x100:int8", "--code-bytes", "32"), "`code_bytes` is 32"),
         (("--corpus", "9x4:int8", "--hardware", "h200=8"), "devices of one kind"),
     ],
@@ -262,6 +263,21 @@ def test_choice_follows_memory_prices_and_updates() -> None:
     assert chosen(16, memory_usd=3, disk_usd=0.1) == "ivfdisk"
     assert chosen(16, memory_usd=0.1, disk_usd=100) == "exact"
     assert of("graph", 8, updates_per_s=5).why_not == "updates"
+
+
+def test_efforts_follow_the_recall() -> None:
+    low, middle, high = (case(recall=recall, beam=0, num_probes=0) for recall in (0.9, 0.95, 0.98))
+    for name in ("num_probes", "beam", "disk_probes", "disk_beam"):
+        assert getattr(low, name) < getattr(middle, name) < getattr(high, name), name
+    given = case(beam=7, num_probes=5)
+    assert (given.disk_beam, given.disk_probes, given.beam, given.num_probes) == (7, 5, 7, 5)
+    assert read_bytes(low, "ivf") < read_bytes(high, "ivf") < index_bytes(high, "ivf")
+    servers = Servers(memory_bytes=1e15, memory_bytes_per_s=200e9, numbers=(1,))
+    by_name = {one.kind: one.why_not for one in served(case(recall=1), servers)}
+    assert by_name.pop("exact") == "" and set(by_name.values()) == {"recall"}
+    assert of("graphdisk", 1, queries_per_s=1e9).why_not == "rate"
+    with pytest.raises(SearchError, match=r"`recall` is 1\.5"):
+        case(recall=1.5)
 
 
 def test_tables_and_json_of_servers(capsys: pytest.CaptureFixture[str]) -> None:

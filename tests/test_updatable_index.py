@@ -142,6 +142,52 @@ def test_an_index_on_disk_becomes_updatable(tmp_path: Path, metric: str, dtype: 
     built.close()
 
 
+def test_build_makes_a_folder_that_can_be_changed(tmp_path: Path) -> None:
+    vectors = drawn(300, dim=6)
+    index = vector_search.build(vectors, index="updatable", path=tmp_path / "made", reader="mmap", progress=False)
+    assert isinstance(index, vector_search.UpdatableIndex) and len(index) == 300
+    index.upsert([7], vectors[:1] + 9)
+    index.close()
+    with vector_search.load(tmp_path / "made", reader="mmap") as again:  # pyright: ignore[reportGeneralTypeIssues]
+        assert again.search(vectors[0] + 9, 1).ids.tolist() == [7]
+    empty = vector_search.build(vectors[:0], updates_per_s=2, path=tmp_path / "empty", reader="mmap", progress=False)
+    assert len(empty) == 0 and empty.stats().dim == 6  # pyright: ignore[reportArgumentType]
+    empty.close()  # pyright: ignore[reportAttributeAccessIssue]
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"path": tmp_path / "made"}, "exists: give a path where nothing is"),
+        ({"path": tmp_path / "no" / "folder"}, "cannot be created"),
+        ({"path": None}, "give its path as `path=`"),
+        ({"path": tmp_path / "x", "space": "y"}, "`space` is 'y'"),
+        ({"path": tmp_path / "x", "degree": 3}, "has no setting 'degree'"),
+    )
+    for options, text in refused:
+        with pytest.raises((SearchError, IndexFileError), match=text):
+            vector_search.build(vectors, index="updatable", progress=False, **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "made"]
+
+
+@pytest.mark.slow
+def test_a_new_distribution_reaches_the_recall(tmp_path: Path) -> None:
+    """A tenth of the vectors lies elsewhere, in more dims: the choice of lists is learned for these too."""
+    draw = np.random.default_rng(0)
+    easy = draw.normal(size=(6_000, 2)) @ draw.normal(size=(2, 24))
+    hard = 40 + draw.normal(size=(1_200, 24))
+    vectors = np.concatenate([easy, hard]).astype(np.float32)
+    with vector_search.create_updatable(tmp_path / "index", dim=24, background=False, reader="mmap") as index:
+        index.insert(np.arange(6_000), vectors[:6_000])
+        index.checkpoint()
+        index.insert(np.arange(6_000, 7_000), vectors[6_000:7_000])
+        index.checkpoint()
+        assert index.stats().reached
+        found = index.search(vectors[7_000:], 10).ids
+        truth = vector_search.build(vectors[:7_000], index="exact", progress=False).search(vectors[7_000:], 10).ids
+        assert np.mean([np.isin(a, b).mean() for a, b in zip(found, truth, strict=True)]) >= 0.93
+        with index._state.readers.reading() as snapshot:
+            assert snapshot.lists.rule is not None
+    with loaded(tmp_path / "index", reader="mmap") as again:
+        np.testing.assert_array_equal(again.search(vectors[7_000:], 10).ids, found)
+
+
 def test_what_is_invalid_is_refused_and_changes_nothing(tmp_path: Path, index: vector_search.UpdatableIndex) -> None:
     vectors = drawn(10)
     index.insert(np.arange(10), vectors, rows(10))
@@ -155,7 +201,7 @@ def test_what_is_invalid_is_refused_and_changes_nothing(tmp_path: Path, index: v
         (lambda: index.insert([50], vectors[:1], rows(2)), "give one row for each of the 1 vectors"),
         (lambda: index.delete([0.5]), "`ids` are float64"),
         (lambda: index.metadata([77]), "`ids` has 77, and no vector"),
-        (lambda: vector_search.create_updatable(tmp_path / "no", 4, dtype="float16"), "`dtype` is 'float16'"),
+        (lambda: vector_search.create_updatable(tmp_path / "no", 4, dtype="float64"), "`dtype` is 'float64'"),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, metadata="i4"), "with named fields"),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, space=0.5), "`space` is 0.5"),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, delta_share=0), "`delta_share` is 0"),

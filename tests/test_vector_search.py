@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import autopar
@@ -31,8 +31,8 @@ build = partial(vector_search.build, index="exact")
 
 
 def vectors(n: int, dim: int = 16, dtype: str = "float32") -> np.ndarray[Any, Any]:
-    if dtype == "int8":
-        return RNG.integers(-128, 128, (n, dim)).astype(np.int8)
+    if dtype in ("int8", "uint8"):
+        return RNG.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, (n, dim)).astype(dtype)
     return np.asarray(RNG.standard_normal((n, dim)), np.float32).astype(getattr(jnp, dtype))
 
 
@@ -75,7 +75,7 @@ def check(found: vector_search.Found, queries: Any, corpus: Any, metric: str, k:
     at_once=st.booleans(),
     k=st.sampled_from([1, 2, 7, 40]),
     metric=st.sampled_from(metrics.METRICS),
-    dtype=st.sampled_from(["float32", "bfloat16", "int8"]),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16", "int8", "uint8"]),
     share=st.sampled_from([0.0, 0.1, 1.0]),
     dim=st.sampled_from([5, 400]),  # int8 scores below and above the exact range of float32
 )
@@ -107,7 +107,7 @@ def test_program_is_exact(
 
 @pytest.mark.sampled(3)
 @pytest.mark.contract
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint8"])
 @pytest.mark.parametrize("metric", metrics.METRICS)
 def test_index_agrees_with_numpy(metric: str, dtype: str) -> None:
     corpus, queries = vectors(700, dtype=dtype), vectors(9, dtype=dtype)
@@ -235,8 +235,9 @@ def test_small_distances_are_exact_on_eight_devices(case: str, dtype: str) -> No
     scale=st.sampled_from([1e-3, 1.0, 50.0]),
     whole_numbers=st.booleans(),
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_centering_is_lossless(dtype: str, offset: float, scale: float, whole_numbers: bool) -> None:
+    assume(dtype != "float16" or offset < 1e4)  # which it cannot hold
     given = _normal(50, 3) * scale + offset
     given = (np.round(given) if whole_numbers else given).astype(getattr(jnp, dtype))
     centred, centre = centre_corpus(given, "l2")
@@ -385,7 +386,7 @@ def test_tilings_have_capacity(num_vectors: int, num_devices: int, num_queries: 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8", "uint8"])
 def test_an_index_is_loaded_onto_other_devices(tmp_path: Path, dtype: str) -> None:
     """V14: an index file is independent of the number of devices."""
     corpus, queries = vectors(3_000, dtype=dtype), vectors(20, dtype=dtype)
@@ -445,7 +446,7 @@ REFUSED_CORPORA: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one dim": (np.zeros(4), {}, r"shape \(4,\).*\[n, d\]"),
     "no elements": (np.zeros((4, 0)), {}, "at least 1"),
     "ragged": ([[1.0], [1.0, 2.0]], {}, "different lengths"),
-    "text": (np.array([["a"]]), {}, "float32, bfloat16, int8"),
+    "text": (np.array([["a"]]), {}, "float32, bfloat16, float16, int8, uint8"),
     "NaN": (NAN, {}, r"nan at \[1, 2\]"),
     "infinity": (np.full((2, 2), -np.inf), {}, r"-inf at \[0, 0\]"),
     "too long": (np.full((2, 2), 1e30, np.float32), {}, "overflows float32"),
@@ -459,7 +460,13 @@ REFUSED_CORPORA: dict[str, tuple[Any, dict[str, Any], str]] = {
     "ids of a mark": (np.zeros((3, 2)), {"ids": [5, -1, 7]}, "-1, at position 1"),
     "ids of floats": (np.zeros((3, 2)), {"ids": [5.0, 1.0, 7.0]}, "64-bit integers"),
     "ids too large": (np.zeros((2, 2)), {"ids": np.array([1, 2**63], np.uint64)}, "9223372036854775808"),
-    "int8 too long": (np.zeros((1, metrics.MAX_INT8_DIM + 1), np.int8), {}, "int32 scores are exact"),
+    "int8 too long": (np.zeros((1, metrics.max_dim("int8") + 1), np.int8), {}, "int32 scores are exact up to 43,690"),
+    "uint8 too long": (
+        np.zeros((1, metrics.max_dim("uint8") + 1), np.uint8),
+        {},
+        "int32 scores are exact up to 16,512",
+    ),
+    "float16 too large": (np.full((2, 2), 40_000, np.float16), {}, r"40000 at \[0, 0\].*at most 32,752"),
 }
 
 
@@ -493,6 +500,28 @@ def test_int8_index_takes_integer_queries() -> None:
     assert (index.search([[1, 2, 3, -128]], 2).ids >= 0).all()
     with pytest.raises(SearchError, match="-128 to 127"):
         index.search([[1, 2, 3, 128]], 2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 256, 0.5, np.nan])
+def test_uint8_index_takes_integer_queries(wrong: float) -> None:
+    """Vectors stay as they are, and scores of the largest values are exact."""
+    dim = 400
+    corpus = np.concatenate([vectors(6, dim, "uint8"), np.full((2, dim), 255, np.uint8)])
+    index = build(corpus, mesh=MESH_OF_ONE)
+    assert index.stats().dtype == "uint8"
+    found = index.search(np.zeros(dim), 8)
+    assert found.distances.max() == dim * 255**2 and set(found.ids[-2:]) == {6, 7}
+    assert build(corpus, mesh=MESH_OF_ONE, metric="inner_product").search(corpus[6], 1).distances == [dim * 255**2]
+    with pytest.raises(SearchError, match="integers from 0 to 255"):
+        index.search(np.full(dim, wrong), 2)
+
+
+def test_float16_index_refuses_what_overflows() -> None:
+    index = build(vectors(6, 4, "float16"), mesh=MESH_OF_ONE)
+    assert index.stats().dtype == "float16"
+    assert index.search(np.full(4, 32_752), 1).ids.shape == (1,)
+    with pytest.raises(SearchError, match=r"`queries` has -1e\+06 at \[0, 0\].*at most 32,752"):
+        index.search(np.full(4, -1e6), 1)
 
 
 # -- others ----------------------------------------------------------------------------------

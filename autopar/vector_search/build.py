@@ -25,6 +25,7 @@ from autopar.ir.mesh import MeshShape
 from autopar.vector_search.choose_index import choose
 from autopar.vector_search.data import inputs
 from autopar.vector_search.data.build_request import BuildRequest
+from autopar.vector_search.data.demand import Demand
 from autopar.vector_search.data.index import Index
 from autopar.vector_search.data.index_file import Saved, read
 from autopar.vector_search.data.placement import Place
@@ -39,9 +40,10 @@ from autopar.vector_search.ivf import index as ivf_index
 from autopar.vector_search.on_disk import build_on_disk as disk
 from autopar.vector_search.on_disk.index import KIND as DISK
 from autopar.vector_search.on_disk.page_file import is_page_file, kind_of
-from autopar.vector_search.on_disk.reader_table import AUTO
+from autopar.vector_search.servers.divide import PART
+from autopar.vector_search.updates import build as updatable
 from autopar.vector_search.updates.folder import is_folder
-from autopar.vector_search.updates.index import UpdatableIndex
+from autopar.vector_search.updates.index import KIND as UPDATABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         graph_index.GRAPH: Kind(graph_index.build, graph_index.load),
         DISK: Kind(disk.build, disk.load),
         GRAPH_DISK: Kind(graph_disk.build, graph_disk.load),
+        UPDATABLE: Kind(updatable.build, updatable.load),
     }
 )
-#: Kinds that are a file: they need a vector, and copy the array.
-_ON_DISK = (DISK, GRAPH_DISK)
+#: Kinds that are files: they copy the array.
+_ON_DISK = (DISK, GRAPH_DISK, UPDATABLE)
 
 
 def build(
@@ -100,13 +103,13 @@ def build(
     """Build an index, so that vectors can be searched.
 
     Args:
-        vectors: `[n, d]`, float32, bfloat16 or int8; other numbers become float32. n may be 0.
+        vectors: `[n, d]`, float32, bfloat16, float16, int8 or uint8; other numbers become float32. n may be 0.
         metric: `"l2"` (squared distances), `"inner_product"` or `"cosine"`.
         index: the index kind. `"exact"`; `"ivf"`, inverted lists of vectors, of which a query probes some; `"ivfpq"`,
             inverted lists of product-quantized codes, which are much smaller; `"graph"`, a neighbour graph with beam
-            search; `"ivfdisk"`, inverted lists in a file; `"graphdisk"`, a neighbour graph in a file; `"auto"`, the kind
-            that the cost model predicts to be fastest; with a `path`, a kind in a file if no other fits the memory
-            budget; or a `Kind` of your own.
+            search; `"ivfdisk"`, inverted lists in a file; `"graphdisk"`, a neighbour graph in a file; `"updatable"`,
+            inverted lists in a folder that can be changed; `"auto"`, one of these, by predicted time, memory, drives,
+            prices and updates; or a `Kind` of your own.
         recall_target: recall@10 that a search has to reach. `build` finds the least effort that reaches it on a sample.
             `"exact"` has recall 1. If no effort reaches the target, `"auto"` builds another kind; the other kinds warn,
             and `stats().reached` is False.
@@ -123,7 +126,10 @@ def build(
             `"ivfpq"`: these, code_bytes per vector, and refined, the re-ranked candidates per neighbour. `"graph"`:
             degree, edges per node, and width, nodes expanded per iteration. `"ivfdisk"`: path, and num_lists, copies,
             space and reader as in `build_on_disk`. `"graphdisk"`: path, and degree, code_bytes, width and reader as in
-            `build_graph_on_disk`.
+            `build_graph_on_disk`. `"updatable"`: path, and copies, space and reader as in `make_updatable`. `"auto"`:
+            path and reader, without which only kinds in memory are considered; disk_bytes_per_s (5e9), the read
+            bandwidth of the drive; updates_per_s, vectors that change; queries_per_s, the rate that is needed; memory_usd
+            and disk_usd, prices of a GB for a month, with which the cheapest kind is chosen, not the fastest.
 
     Raises:
         SearchError: invalid vectors or ids, or an unknown metric, kind or setting.
@@ -170,10 +176,10 @@ def build(
 
 
 def _request_of(kind: str, name: str, request: BuildRequest, why: str) -> BuildRequest:
-    """The request of a kind. With `"auto"`, the file is for kinds on disk only."""
+    """The request of a kind. Of the settings of `"auto"`, kinds on disk have the file."""
     settings = request.settings
-    if name == "auto" and kind not in _ON_DISK:
-        settings = {each: value for each, value in settings.items() if each not in ("path", "reader")}
+    if name == "auto":
+        settings = Demand.of(settings).file if kind in _ON_DISK else {}
     return replace(request, settings=settings, why=why)
 
 
@@ -233,16 +239,14 @@ def load(
         AutoparError: planning fails, as in `build`.
     """
     if is_folder(path):
-        place = _place(None, None, memory_budget_bytes, batch)
-        engine = AUTO if reader is None else reader
-        return UpdatableIndex(path, engine, memory_budget_bytes=memory_budget_bytes, batch=place.batch)
-    if is_page_file(path):
+        saved = Saved(UPDATABLE, {}, {}, Path(path), reader)
+    elif is_page_file(path):
         saved = Saved(kind_of(path), {}, {}, Path(path), reader)
     else:
         saved = read(path)
         if reader is not None:
             raise SearchError(f"`reader` is {reader!r}, and {path} is not an index on disk: omit it")
-    kind = KINDS.get(saved.kind, kind)
+    kind = KINDS.get(DISK if saved.kind == PART else saved.kind, kind)
     if kind is None:
         raise IndexFileError(
             f"{path} has an index of kind {saved.kind!r}, and the known kinds are {', '.join(KINDS)}: pass your own kind as"

@@ -128,7 +128,7 @@ def simple_pages(corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray) -
 def _differing(index: vector_search.DiskIndex, corpus: np.ndarray, queries: np.ndarray) -> int:
     """The results whose distance differs from that of the same lists in memory; equally near vectors may be in any
     order."""
-    stored, effort = index._lists, index.measured.effort
+    stored, effort = index.lists, index.measured.effort
     assigned = np.full((len(corpus), stored.copies), NO_ID, np.int32)
     for entries in index.searches.reads.entries(np.arange(stored.num_lists)):
         members = np.split(entries.positions, np.cumsum(entries.counts)[:-1])
@@ -138,10 +138,11 @@ def _differing(index: vector_search.DiskIndex, corpus: np.ndarray, queries: np.n
     search = jax.jit(list_search.search, static_argnums=(2, 3))
     there = np.asarray(search(lists, jnp.asarray(queries), K, effort).positions)
     here = index.search(queries, K, effort=effort).ids
-    return int((_distances(corpus, queries, here) != _distances(corpus, queries, there)).sum())
+    return int((squared_distances(corpus, queries, here) != squared_distances(corpus, queries, there)).sum())
 
 
-def _distances(corpus: np.ndarray, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def squared_distances(corpus: np.ndarray, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """int64 `[num_queries, k]`, of the vectors at these positions."""
     return ((corpus[ids].astype(np.int64) - queries[:, None].astype(np.int64)) ** 2).sum(axis=-1)
 
 
@@ -155,8 +156,8 @@ def nearest_of(corpus: np.ndarray, queries: np.ndarray) -> np.ndarray:
 
 def recall_of(corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray, ids: np.ndarray) -> float:
     """Of vectors at equal distance from a query, any counts."""
-    last = _distances(corpus, queries, nearest)[:, -1:]
-    return float((_distances(corpus, queries, ids) <= last).mean())
+    last = squared_distances(corpus, queries, nearest)[:, -1:]
+    return float((squared_distances(corpus, queries, ids) <= last).mean())
 
 
 def data_of(of: str, seed: int, num_vectors: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,10 @@ from autopar.cli.terminal import output, progress
 from autopar.errors import BudgetError, SearchError
 
 #: Options that are fields of `SearchSpec`.
-_FIELDS = ("metric", "batch", "k", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank", "block_bytes")
+_FIELDS = (
+    *("metric", "batch", "k", "recall", "degree", "beam", "code_bytes", "num_lists", "num_probes", "rerank"),
+    "block_bytes",
+)
 _EXAMPLES = "estimate search --corpus 1.4e9x100:int8 --devices 8 --hardware h200"
 
 
@@ -24,21 +27,25 @@ def add_command(added: Any) -> None:
     """Add the command to the parser of `estimate`."""
     about = "estimate a vector search: time of a batch of queries and memory, by index kind"
     command = shared.add_command(added, "search", about, _EXAMPLES)
-    about = "number of vectors, elements and dtype, e.g. 1.4e9x100:int8; float32, bfloat16 or int8"
+    about = "number of vectors, elements and dtype, e.g. 1.4e9x100:int8; float32, bfloat16, float16, int8 or uint8"
     command.add_argument("--corpus", required=True, metavar="NxD:DTYPE", help=about)
     command.add_argument("--batch", type=shared.count, metavar="N", help="queries in a batch (default: 1000)")
     command.add_argument("--k", type=shared.count, metavar="N", help="neighbours of each query (default: 10)")
+    about = "recall@10, from which numbers of lists and nodes follow that are not given (default: 0.95)"
+    command.add_argument("--recall", type=float, metavar="R", help=about)
     command.add_argument("--metric", help="l2, inner_product or cosine (default: l2)")
-    about = "index kind: exact, graph or ivfpq; may be repeated (default: all)"
+    about = "index kind: exact, ivf, graph or ivfpq; may be repeated (default: all)"
     command.add_argument("--index", action="append", metavar="KIND", help=about)
     about = "graph: neighbours of a node (default: 64)"
     command.add_argument("--degree", type=shared.count, metavar="N", help=about)
-    command.add_argument("--beam", type=shared.count, metavar="N", help="graph: beam width (default: 64)")
+    command.add_argument("--beam", type=shared.count, metavar="N", help="graph: beam width (default: by --recall)")
     about = "ivfpq: bytes of a code, a divisor of D (default: the most, up to 32)"
     command.add_argument("--code-bytes", type=shared.count, metavar="N", help=about)
-    about = "ivfpq: inverted lists (default: twice the square root of N)"
+    about = "ivf, ivfpq: inverted lists (default: twice the square root of N)"
     command.add_argument("--num-lists", type=shared.count, metavar="N", help=about)
-    command.add_argument("--num-probes", type=shared.count, metavar="N", help="ivfpq: lists probed (default: 32)")
+    command.add_argument(
+        "--num-probes", type=shared.count, metavar="N", help="ivf, ivfpq: lists probed (default: by --recall)"
+    )
     about = "ivfpq: candidates re-ranked by their vectors (default: 10 for each neighbour)"
     command.add_argument("--rerank", type=shared.count, metavar="N", help=about)
     about = "read bandwidth of the drives, per second; may be repeated (default: 5GB and 10GB)"
@@ -54,6 +61,8 @@ def add_command(added: Any) -> None:
     command.add_argument("--servers", type=shared.count, action="append", metavar="N", help=about)
     about = "vectors that are inserted or deleted per second (default: 0)"
     command.add_argument("--updates", type=float, metavar="N", help=about)
+    about = "queries per second that the servers have to answer (default: 0)"
+    command.add_argument("--queries-per-s", type=float, metavar="N", help=about)
     about = "price of a GB of memory, and of a GB on a drive, for a month, e.g. 3,0.1"
     command.add_argument("--prices", metavar="USD,USD", help=about)
     command.add_argument("-o", "--output", metavar="FILE", help="save the plan of a batch of queries")
@@ -111,6 +120,7 @@ def _servers(options: argparse.Namespace) -> Any:
         "memory_bytes_per_s": options.server_bandwidth,
         "numbers": None if options.servers is None else tuple(options.servers),
         "updates_per_s": options.updates,
+        "queries_per_s": options.queries_per_s,
     }
     given = {name: value for name, value in given.items() if value is not None}
     if options.prices is not None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.data.metrics import Metric, is_integer
 
 #: Vectors in the sample for the mean; elements centred per chunk.
 _SAMPLE, _AT_ONCE = 65_536, 2**22
@@ -27,7 +27,7 @@ _SAMPLE, _AT_ONCE = 65_536, 2**22
 
 def is_centred(dtype: Any, metric: Metric) -> bool:
     """Whether a corpus has a centre. Integer scores are exact without one, and a centre would change cosines."""
-    return metric != "cosine" and dtype != jnp.int8
+    return metric != "cosine" and not is_integer(dtype)
 
 
 def centre_struct(dim: int, dtype: Any, metric: Metric) -> jax.ShapeDtypeStruct | None:

@@ -21,7 +21,7 @@ class Found(NamedTuple):
     Args:
         ids: int64 `[num_queries, k]`, the user's ids; -1 where fewer than k vectors were found.
         distances: squared distances for l2, smaller is better; similarities otherwise, larger is better. f32; int32 for
-            int8 vectors, except cosine. Where the id is -1: the worst value, infinity or the extreme integer.
+            int8 and uint8 vectors, except cosine. Where the id is -1: the worst value, infinity or the extreme integer.
     """
 
     ids: NDArray[np.int64]

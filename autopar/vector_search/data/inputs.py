@@ -1,6 +1,6 @@
 """Check the user's vectors, ids, queries and filters, and convert them to NumPy arrays.
 
-In: anything that `numpy.asarray` accepts. Out: arrays of one of the three dtypes, or a `SearchError` that names the
+In: anything that `numpy.asarray` accepts. Out: arrays of one of `DTYPES`, or a `SearchError` that names the
 first wrong element.
 """
 
@@ -13,10 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
-from autopar.vector_search.data.metrics import MAX_INT8_DIM, METRICS, Metric
+from autopar.vector_search.data.metrics import METRICS, Metric, is_integer, max_dim
 
 #: Vector dtypes by name.
-DTYPES = {name: np.dtype(getattr(jnp, name)) for name in ("float32", "bfloat16", "int8")}
+DTYPES = {name: np.dtype(getattr(jnp, name)) for name in ("float32", "bfloat16", "float16", "int8", "uint8")}
+
+#: Maximum magnitude of an element of float16: differences are then finite, and so are doubled queries.
+MAX_FLOAT16 = 32_752
 
 #: Positions are int32.
 MAX_VECTORS = 2**31 - 1
@@ -35,7 +38,7 @@ def checked_metric(metric: str) -> Metric:
 
 
 def checked_vectors(vectors: ArrayLike) -> NDArray[Any]:
-    """Return the corpus, `[n, d]`, as f32, bf16 or int8; f64, f16 and other integers become f32.
+    """Return the corpus, `[n, d]`, in one of `DTYPES`; f64 and other integers become f32.
 
     Raises:
         SearchError: not two dims, d of 0, NaN or infinity, a squared length that overflows f32, or too many vectors.
@@ -49,13 +52,15 @@ def checked_vectors(vectors: ArrayLike) -> NDArray[Any]:
         raise SearchError(
             f"`vectors` has {len(array):,} rows: one index holds at most {MAX_VECTORS:,}. Build several indexes"
         )
-    if array.dtype == np.int8 and array.shape[1] > MAX_INT8_DIM:
+    if is_integer(array.dtype) and array.shape[1] > max_dim(array.dtype):
         raise SearchError(
-            f"`vectors` of int8 have {array.shape[1]:,} elements each: int32 scores are exact up to {MAX_INT8_DIM:,}."
-            " Convert them to float32"
+            f"`vectors` of {array.dtype} have {array.shape[1]:,} elements each: int32 scores are exact up to"
+            f" {max_dim(array.dtype):,}. Convert them to float32"
         )
     array = array if array.dtype in DTYPES.values() else array.astype(np.float32)
     _check_finite("vectors", array)
+    if array.dtype == np.float16:
+        _check_float16("vectors", array)
     return array
 
 
@@ -63,23 +68,32 @@ def checked_queries(queries: ArrayLike, dim: int, dtype: np.dtype[Any]) -> NDArr
     """Return queries as `[num_queries, d]` in the corpus's dtype.
 
     Raises:
-        SearchError: another d, NaN or infinity, or values that int8 cannot hold for an int8 corpus.
+        SearchError: another d, NaN or infinity, or values that the corpus's int8 or uint8 cannot hold.
     """
     array = _numbers("queries", queries)
     array = array[None] if array.ndim == 1 else array
     if array.ndim != 2 or array.shape[1] != dim:
         raise SearchError(f"`queries` has shape {np.shape(queries)}: expected `[num_queries, {dim}]` or `[{dim}]`")
-    if dtype == np.int8 and array.dtype != np.int8:
-        whole = array.astype(np.int8)
-        if not np.array_equal(whole, array):
+    if is_integer(dtype):
+        if array.dtype != dtype and not is_held(array, dtype):
+            least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
             raise SearchError(
-                f"an index of int8 vectors takes queries of integers from -128 to 127, and these `queries` of"
+                f"an index of {dtype} vectors takes queries of integers from {least} to {most}, and these `queries` of"
                 f" {array.dtype} have other values: scale and round them like the vectors"
             )
-        return whole
+        return array.astype(dtype, copy=False)
+    if dtype == np.float16:
+        _check_float16("queries", array)
     array = array.astype(dtype, copy=False)
     _check_finite("queries", array)
     return array
+
+
+def is_held(array: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """Whether all values of an array are integers that an integer dtype has."""
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    wide = array if array.dtype.kind in "iu" else array.astype(np.float64)
+    return bool(((wide >= least) & (wide <= most)).all()) and np.array_equal(wide.astype(dtype), wide)
 
 
 def checked_ids(ids: ArrayLike | None, num_vectors: int) -> NDArray[np.int64]:
@@ -152,9 +166,21 @@ def _numbers(name: str, given: ArrayLike) -> NDArray[Any]:
     raise SearchError(f"`{name}` has dtype {array.dtype}: give {', '.join(DTYPES)}, or numbers that convert to float32")
 
 
+def _check_float16(name: str, array: NDArray[Any]) -> None:
+    """Check that differences of elements do not overflow float16."""
+    if not array.size or np.abs(array).max() <= MAX_FLOAT16:
+        return
+    row, column = np.unravel_index(int(np.argmax(np.abs(array))), array.shape)
+    if np.isfinite(array[row, column]):
+        raise SearchError(
+            f"`{name}` has {float(array[row, column]):g} at [{row}, {column}]: elements of a float16 index have a magnitude of at"
+            f" most {MAX_FLOAT16:,}, so that no difference overflows. Convert the vectors to float32, or scale them down"
+        )
+
+
 def _check_finite(name: str, array: NDArray[Any]) -> None:
     """Check that every element is finite, and every |x|^2 too."""
-    if array.dtype == np.int8:
+    if is_integer(array.dtype):
         return
     rows = max(1, 2**22 // array.shape[1])
     for start in range(0, len(array), rows):

@@ -1,6 +1,6 @@
 """Score vectors against queries, and convert scores to user-facing distances, for each metric.
 
-In: queries and vectors, `[.., d]`, of f32, bf16 or int8. Out: scores, larger is better, so that one program serves
+In: queries and vectors, `[.., d]`, of f32, bf16, f16, int8 or uint8. Out: scores, larger is better, so that one program serves
 every metric; and distances: squared distances for `l2`, smaller is better; similarities for `inner_product` and
 `cosine`. A missing result has id -1 and score -inf (for integers the minimum).
 
@@ -10,17 +10,20 @@ every metric; and distances: squared distances for `l2`, smaller is better; simi
 
 `|x|^2` or `1/|x|` depends on the vector only. It is called the vector's *term* and is computed once, at build time.
 
-int8 is exact: products accumulate in int32, which is also the dtype of the scores and distances of l2. bf16 accumulates
-in f32. f32 products use full precision, also on devices whose default is lower.
+int8 and uint8 are exact: products accumulate in int32, which is also the dtype of the scores and distances of l2. bf16
+and f16 accumulate in f32. f32 products use full precision, also on devices whose default is lower.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Metric = Literal["l2", "inner_product", "cosine"]
@@ -32,14 +35,40 @@ NO_ID = -1
 #: With at most this many queries, the vectors are the left operand of the matmul.
 FEW_QUERIES = 4
 
-#: Maximum d of int8 vectors: |2 q.x - |x|^2| then fits in int32.
-MAX_INT8_DIM = (2**31 - 1) // (3 * 128 * 128)
+#: f32 has all integers below.
+_EXACT_IN_F32 = 2**24
+
+#: Bound of |2 q.x - |x|^2|, and of what it is computed from, per element of integer vectors. Read-only.
+_LARGEST_SCORES: Mapping[str, int] = MappingProxyType({"int8": 3 * 128 * 128, "uint8": 2 * 255 * 255})
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether scores of vectors of this dtype are computed in int32, and so are exact."""
+    return np.dtype(dtype).name in _LARGEST_SCORES
+
+
+def largest_score(dtype: Any, dim: int) -> int:
+    """Bound of the scores of integer vectors `[.., d]`."""
+    return _LARGEST_SCORES[np.dtype(dtype).name] * dim
+
+
+def max_dim(dtype: Any) -> int:
+    """Maximum d of integer vectors, whose scores have to fit in int32."""
+    return (2**31 - 1) // largest_score(dtype, 1)
 
 
 def score_dtype(vectors: jnp.dtype, metric: Metric) -> jnp.dtype:
-    """The dtype of scores and distances: int32 for int8 vectors, except cosine; f32 otherwise."""
-    is_exact = vectors == jnp.int8 and metric != "cosine"
+    """The dtype of scores and distances: int32 for integer vectors, except cosine; f32 otherwise."""
+    is_exact = is_integer(vectors) and metric != "cosine"
     return jnp.dtype(jnp.int32 if is_exact else jnp.float32)
+
+
+def sorted_dtype(vectors: Any, metric: Metric, dim: int) -> jnp.dtype:
+    """The dtype that scores of vectors `[.., d]` are sorted in: f32 if it has all of them exactly, as XLA sorts it ten
+    times as fast as int32."""
+    made = score_dtype(vectors, metric)
+    is_small = made == jnp.int32 and largest_score(vectors, dim) < _EXACT_IN_F32
+    return jnp.dtype(jnp.float32) if is_small else made
 
 
 def worst_score(dtype: jnp.dtype) -> float | int:
@@ -74,17 +103,23 @@ def scores(queries: jax.Array, vectors: jax.Array, metric: Metric, term: jax.Arr
         return inner_products(queries, vectors)
     if metric == "cosine":
         return inner_products(queries, vectors).astype(jnp.float32) * term
-    if queries.dtype == jnp.int8:
+    if is_integer(queries.dtype):
         return 2 * inner_products(queries, vectors) - term
     # doubling is exact, and cheaper on the queries than on the scores
     return inner_products(2 * queries, vectors) - term
 
 
 def inner_products(queries: jax.Array, vectors: jax.Array) -> jax.Array:
-    """The inner products q.x, `[num_queries, ...]`; exact in int32 for int8."""
+    """The inner products q.x, `[num_queries, ...]`; exact in int32 for int8 and uint8."""
+    if queries.dtype == jnp.uint8:  # JAX accumulates unsigned numbers in unsigned ones only; these fit in int32
+        return _products(queries, vectors, jnp.uint32).astype(jnp.int32)
+    return _products(queries, vectors, jnp.int32 if queries.dtype == jnp.int8 else jnp.float32)
+
+
+def _products(queries: jax.Array, vectors: jax.Array, made: Any) -> jax.Array:
     kind = {
         "precision": lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None,
-        "preferred_element_type": jnp.int32 if queries.dtype == jnp.int8 else jnp.float32,
+        "preferred_element_type": made,
     }
     *shape, dim = vectors.shape
     if len(queries) <= FEW_QUERIES:  # XLA's CPU backend is 15 times slower with so few rows on the left
@@ -124,5 +159,5 @@ def worst_distance(dtype: jnp.dtype, metric: Metric) -> float | int:
 
 def _squares(vectors: jax.Array) -> jax.Array:
     """|x|^2, `[...]`."""
-    wide = vectors.astype(jnp.int32 if vectors.dtype == jnp.int8 else jnp.float32)
+    wide = vectors.astype(jnp.int32 if is_integer(vectors.dtype) else jnp.float32)
     return jnp.sum(wide * wide, axis=-1)

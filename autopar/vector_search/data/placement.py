@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from autopar.planner.request import requested_meshes, requested_profile
 
 #: Working set of one loop iteration in bytes. On a CPU it fits the caches; elsewhere each iteration launches kernels,
@@ -38,6 +40,19 @@ class Place:
         """The memory budget of one device."""
         budget = self.options.get("memory_budget_bytes")
         return requested_profile(self.options.get("hardware")).usable_bytes if budget is None else float(budget)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices that a build uses: those of the mesh, or one of this process if others have some."""
+        mesh = self.options.get("mesh")
+        every = mesh.devices.flat if isinstance(mesh, jax.sharding.Mesh) else jax.devices()[: self.num_devices]
+        local = tuple(each for each in every if each.process_index == jax.process_index())
+        return local if len(local) == self.num_devices else (local or tuple(jax.local_devices()))[:1]
+
+    @property
+    def memory_bytes_per_s(self) -> float:
+        """The memory bandwidth of all devices."""
+        return requested_profile(self.options.get("hardware")).hbm_bytes_per_s * self.num_devices
 
     @property
     def step_bytes(self) -> int:

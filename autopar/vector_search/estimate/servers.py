@@ -9,18 +9,18 @@ graph is split into one graph per server, and a query searches all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
 from autopar.errors import SearchError
+from autopar.vector_search.estimate.efforts import MAX_RECALL
 from autopar.vector_search.estimate.sizes import PARTS, SearchSpec, index_bytes, read_bytes
 
-#: A page has so many bytes before its checksum. A list has a mean of 2.7 pages and is read with 2.9, as others share its
-#: pages; a vector is in up to 2.2 lists, and the file is 1.24 times its entries (measured,
-#: benchmarks/results/vector_disk.md).
-_PAGE_BYTES, _PAYLOAD_BYTES, _LIST_PAGES, _READ_PAGES, _SPACE, _PADDING = 4096, 4092, 2.7, 2.9, 2.2, 1.24
+#: A page has so many bytes before its checksum. A list has a mean of 2.7 pages; those that queries probe have 3.4. A vector
+#: is in up to 2.2 lists, and the file is 1.24 times its entries (measured, benchmarks/results/vector_disk.md).
+_PAGE_BYTES, _PAYLOAD_BYTES, _LIST_PAGES, _READ_PAGES, _SPACE, _PADDING = 4096, 4092, 2.7, 3.4, 2.2, 1.24
 #: Pages that a query reads per node of its beam, at a width of 4 (measured); nodes per entry point.
 _PAGES_PER_BEAM, _PER_ENTRY = 1.2, 100
 #: Bytes in memory per list or entry point, beside its vector in f32: offsets, counts and radius; number; its edges in a
@@ -38,6 +38,7 @@ class Servers:
         memory_bytes_per_s: memory bandwidth of one server.
         numbers: numbers of servers; each is a case of its own.
         updates_per_s: vectors that are inserted or deleted per second.
+        queries_per_s: rate that is needed of all servers, from the first of `ssd_bytes_per_s`.
         memory_usd, disk_usd: price of a GB for a month; None: no cost is given.
 
     Raises:
@@ -48,6 +49,7 @@ class Servers:
     memory_bytes_per_s: float
     numbers: tuple[int, ...] = (1, 8)
     updates_per_s: float = 0
+    queries_per_s: float = 0
     memory_usd: float | None = None
     disk_usd: float | None = None
 
@@ -56,8 +58,9 @@ class Servers:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise SearchError(f"`{name}` is {value!r}: give a number above 0")
-        if not 0 <= self.updates_per_s < math.inf:
-            raise SearchError(f"`updates_per_s` is {self.updates_per_s!r}: give a number of at least 0")
+        for name in ("updates_per_s", "queries_per_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise SearchError(f"`{name}` is {getattr(self, name)!r}: give a number of at least 0")
         if not self.numbers or min(self.numbers) < 1:
             raise SearchError(f"`numbers` is {self.numbers!r}: give numbers of servers of at least 1")
         if (self.memory_usd is None) != (self.disk_usd is None):
@@ -75,7 +78,7 @@ class Footprint(NamedTuple):
 def _list_footprint(case: SearchSpec) -> Footprint:
     entry = 4 + case.vector_bytes
     num_lists = math.ceil(case.num_vectors * _SPACE / max(40, _LIST_PAGES * _PAYLOAD_BYTES / entry))
-    lists = min(case.num_probes, num_lists)
+    lists = min(case.disk_probes, num_lists)
     memory = num_lists * _points(case, num_lists, _LIST_BYTES)
     per_list = max(_READ_PAGES, 40 * entry / _PAYLOAD_BYTES)
     return Footprint(memory, case.num_vectors * _SPACE * entry * _PADDING, lists * per_list)
@@ -88,7 +91,7 @@ def _graph_footprint(case: SearchSpec) -> Footprint:
     per_page = max(1, _PAYLOAD_BYTES // node)
     pages = 1 if node <= _PAYLOAD_BYTES else math.ceil(node / _PAYLOAD_BYTES)
     disk = math.ceil(case.num_vectors / per_page) * pages * _PAGE_BYTES
-    beam = min(case.beam, case.num_vectors)
+    beam = min(case.disk_beam, case.num_vectors)
     return Footprint(memory, disk, _PAGES_PER_BEAM * beam * pages if per_page > 1 else beam * pages)
 
 
@@ -143,7 +146,7 @@ def served(case: SearchSpec, servers: Servers) -> tuple[Served, ...]:
     return tuple(_served(case, servers, kind, number) for number in servers.numbers for kind in KINDS)
 
 
-def best_served(every: tuple[Served, ...], num_servers: int) -> Served | None:
+def best_served(every: Sequence[Served], num_servers: int) -> Served | None:
     """The kind that so many servers should serve: the cheapest, or without prices the fastest; None if none can."""
     can = [one for one in every if one.num_servers == num_servers and not one.why_not]
     return min(can, key=lambda one: (one.usd_per_month or 0.0, -one.queries_per_s[0]), default=None)
@@ -160,10 +163,14 @@ def _served(case: SearchSpec, servers: Servers, name: str, number: int) -> Serve
         takes = takes if kind.is_placed else takes._replace(pages=number * takes.pages)
         rates = tuple(number * speed / (takes.pages * _PAGE_BYTES) for speed in case.ssd_bytes_per_s)
     why_not = ""
-    if takes.memory_bytes > number * servers.memory_bytes:
+    if case.recall > MAX_RECALL and name != "exact":
+        why_not = "recall"
+    elif takes.memory_bytes > number * servers.memory_bytes:
         why_not = "memory"
     elif servers.updates_per_s and not kind.is_updatable:
         why_not = "updates"
+    elif rates[0] < servers.queries_per_s:
+        why_not = "rate"
     cost = None
     if servers.memory_usd is not None and servers.disk_usd is not None:
         cost = (takes.memory_bytes * servers.memory_usd + takes.disk_bytes * servers.disk_usd) / _GIGA

@@ -15,10 +15,11 @@ from typing import Any
 
 from autopar.errors import SearchError
 from autopar.vector_search.data.inputs import DTYPES, MAX_VECTORS, checked_count, checked_metric
-from autopar.vector_search.data.metrics import MAX_INT8_DIM, Metric
+from autopar.vector_search.data.metrics import Metric, is_integer, max_dim
+from autopar.vector_search.estimate.efforts import effort_of
 
-#: Bytes of a position, an edge, or a term.
-_ENTRY_BYTES = 4
+#: Bytes of a position, an edge, or a term; typical slots per vector in inverted lists.
+_ENTRY_BYTES, _PADDING = 4, 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +30,12 @@ class SearchSpec:
         dtype: name of the vectors' dtype.
         batch: queries per batch.
         k: neighbours per query.
+        recall: recall@10, from which numbers of lists and nodes follow that are not given; 1: exact search only.
         degree: neighbours per graph node.
-        beam: nodes that a beam search expands.
+        beam: nodes that a beam search expands; of a graph on disk, `disk_beam`.
         code_bytes: bytes of a product-quantized code; by default the largest divisor of `dim` up to 32.
         num_lists: inverted lists; by default twice the square root of the number of vectors, as in `build`.
-        num_probes: lists that a query probes.
+        num_probes: lists that a query probes; of lists on disk, `disk_probes`.
         rerank: candidates that are re-ranked by their vectors; by default ten per neighbour.
         block_bytes: smallest read of a drive.
         ssd_bytes_per_s: read bandwidths of the drives; each is a case of its own.
@@ -48,11 +50,14 @@ class SearchSpec:
     metric: Metric = "l2"
     batch: int = 1000
     k: int = 10
+    recall: float = 0.95
     degree: int = 64
-    beam: int = 64
+    beam: int = 0
+    disk_beam: int = 0
     code_bytes: int = 0
     num_lists: int = 0
-    num_probes: int = 32
+    num_probes: int = 0
+    disk_probes: int = 0
     rerank: int = 0
     block_bytes: int = 4096
     ssd_bytes_per_s: tuple[float, ...] = (5e9, 10e9)
@@ -66,14 +71,17 @@ class SearchSpec:
             raise SearchError(
                 f"{self.num_vectors:,} vectors: one index holds at most {MAX_VECTORS:,}. Estimate several indexes"
             )
-        if self.dtype == "int8" and self.dim > MAX_INT8_DIM:
+        if is_integer(self.dtype) and self.dim > max_dim(self.dtype):
             raise SearchError(
-                f"vectors of {self.dim:,} x int8: int32 scores are exact up to {MAX_INT8_DIM:,} elements. Use float32"
+                f"vectors of {self.dim:,} x {self.dtype}: int32 scores are exact up to {max_dim(self.dtype):,} elements."
+                " Use float32"
             )
-        for name in ("num_vectors", "dim", "batch", "degree", "beam", "num_probes", "block_bytes"):
+        if not 0 < self.recall <= 1:
+            raise SearchError(f"`recall` is {self.recall!r}: give a recall above 0 and at most 1")
+        for name in ("num_vectors", "dim", "batch", "degree", "block_bytes"):
             if getattr(self, name) < 1:
                 raise SearchError(f"`{name}` is {getattr(self, name)!r}: give an integer of at least 1")
-        for name in ("code_bytes", "num_lists", "rerank"):
+        for name in ("code_bytes", "num_lists", "rerank", "beam", "disk_beam", "num_probes", "disk_probes"):
             if getattr(self, name) < 0:
                 raise SearchError(f"`{name}` is {getattr(self, name)!r}: give at least 1, or omit it")
         if self.code_bytes and self.dim % self.code_bytes:
@@ -81,13 +89,22 @@ class SearchSpec:
             raise SearchError(
                 f"`code_bytes` is {self.code_bytes}: it has to divide the {self.dim} elements of a vector. Give {divisors}"
             )
+        usual_lists = min(self.num_vectors, round(2 * math.sqrt(self.num_vectors)))
+        num_lists = self.num_lists or usual_lists
         defaults = {
             "code_bytes": max(n for n in _divisors(self.dim) if n <= 32),
-            "num_lists": min(self.num_vectors, round(2 * math.sqrt(self.num_vectors))),
+            "num_lists": num_lists,
             "rerank": 10 * self.k,
+            "disk_beam": self.beam or self._effort("graphdisk"),
+            "disk_probes": self.num_probes or self._effort("ivfdisk"),
+            "beam": self._effort("graph"),
+            "num_probes": max(1, round(self._effort("ivf") * num_lists / usual_lists)),
         }
         for name, value in defaults.items():
             object.__setattr__(self, name, getattr(self, name) or value)
+
+    def _effort(self, kind: str) -> int:
+        return effort_of(kind, self.recall, self.num_vectors)
 
     @property
     def vector_bytes(self) -> int:
@@ -129,6 +146,15 @@ def _graph(case: SearchSpec) -> tuple[Part, ...]:
     return (*_vectors(case), Part(f"adjacency lists, {case.degree} neighbours", case.list_bytes, case.num_vectors))
 
 
+def _ivf(case: SearchSpec) -> tuple[Part, ...]:
+    vectors = (Part(part.name, part.row_bytes, round(_PADDING * part.num_rows)) for part in _vectors(case))
+    return (
+        *vectors,
+        Part("positions of the vectors", _ENTRY_BYTES, round(_PADDING * case.num_vectors)),
+        Part("centroids, float32", case.dim * _ENTRY_BYTES, case.num_lists),
+    )
+
+
 def _ivfpq(case: SearchSpec) -> tuple[Part, ...]:
     return (
         Part(f"codes of {case.code_bytes} bytes", case.code_bytes, case.num_vectors),
@@ -147,7 +173,7 @@ def _vectors(case: SearchSpec) -> tuple[Part, ...]:
 
 #: The parts of each index kind, by the kind's name on the command line. Read-only.
 PARTS: Mapping[str, Callable[[SearchSpec], tuple[Part, ...]]] = MappingProxyType(
-    {"exact": _exact, "graph": _graph, "ivfpq": _ivfpq}
+    {"exact": _exact, "ivf": _ivf, "graph": _graph, "ivfpq": _ivfpq}
 )
 
 
@@ -159,15 +185,19 @@ def index_bytes(case: SearchSpec, index: str) -> int:
 def read_bytes(case: SearchSpec, index: str) -> float:
     """Bytes that a single query reads of an index in memory.
 
-    exact: the whole index. graph: adjacency list, neighbours and terms of the expanded nodes. ivfpq: centroids, codes
-    of the probed lists, vectors to re-rank.
+    exact: the whole index. ivf: centroids, and the probed lists. graph: adjacency list, neighbours and terms of the
+    expanded nodes. ivfpq: centroids, codes of the probed lists, vectors to re-rank.
     """
     if index == "exact":
         return index_bytes(case, index)
     if index == "graph":
         near = case.degree * (case.vector_bytes + case._term_bytes)
         return case.beam * (case.list_bytes + near)
-    probed = min(case.num_probes, case.num_lists) / case.num_lists * case.num_vectors
+    share = min(case.num_probes, case.num_lists) / case.num_lists
+    if index == "ivf":
+        centroids = case.num_lists * case.dim * _ENTRY_BYTES
+        return centroids + share * (index_bytes(case, index) - centroids)
+    probed = share * case.num_vectors
     codes = probed * (case.code_bytes + _ENTRY_BYTES)
     return case.num_lists * case.dim * _ENTRY_BYTES + codes + case.rerank * case.vector_bytes
 
@@ -232,6 +262,9 @@ def _reads(case: SearchSpec, index: str, memory: float) -> float:
         return (size - memory) / case.block_bytes
     if index == "graph":
         return case.beam * (1 - memory / size) * _blocks(case.node_bytes, case)
+    if index == "ivf":
+        list_bytes = case.num_vectors / case.num_lists * (case.vector_bytes + case._term_bytes + _ENTRY_BYTES)
+        return min(case.num_probes, case.num_lists) * (1 - memory / size) * _blocks(list_bytes, case)
     # vectors go to disk before codes: a query reads many more codes than vectors
     vectors = case.num_vectors * case.vector_bytes
     small = size - vectors

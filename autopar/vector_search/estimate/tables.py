@@ -27,9 +27,9 @@ _BATCHES = (
     " candidates of every device, value and position, are {most}."
 )
 _FEWER = (
-    "The drives hold what does not fit in memory. exact: a batch of {batch:,} reads all of it once; graph: a query reads"
-    " the {beam} nodes that it expands; ivfpq: a query reads the {rerank} vectors to re-rank, and codes if these do not fit."
-    " Each read is a block, without a cache. The bandwidth is that of the drives of all devices."
+    "The drives hold what does not fit in memory. exact: a batch of {batch:,} reads all of it once; ivf: a query reads"
+    " {probes} lists; graph: the {beam} nodes that it expands; ivfpq: the {rerank} vectors to re-rank, and codes if these do"
+    " not fit. Each read is a block, without a cache. The bandwidth is that of the drives of all devices."
 )
 _SERVED = (
     "Memory and drives are those of all servers. `pages`: 4 KiB pages that a query reads, without a cache: {probes} lists of an"
@@ -44,7 +44,7 @@ def render_search_estimate(estimate: SearchEstimate, console: Console) -> None:
     devices = "device" if estimate.num_devices == 1 else "devices"
     console.print(
         Text(
-            f"Search of {case.num_vectors:,} vectors, {case.dim} x {case.dtype}, {case.metric}, k = {case.k}, on"
+            f"Search of {case.num_vectors:,} vectors, {case.dim} x {case.dtype}, {case.metric}, k = {case.k}, recall {case.recall:g}, on"
             f" {estimate.num_devices} {profile.name} {devices}, estimated",
             "bold",
         )
@@ -80,7 +80,7 @@ def _print_served(estimate: SearchEstimate, console: Console) -> None:
         cells += [f"{one.usd_per_month:,.0f}"] if one.usd_per_month is not None else []
         cells.append("chosen" if one is _chosen(estimate, one) else f"no: {one.why_not}" if one.why_not else "")
         table.add_row(*map(Text, cells))
-    legend = _SERVED.format(probes=case.num_probes, beam=case.beam, how="cheapest" if has_cost else "fastest")
+    legend = _SERVED.format(probes=case.disk_probes, beam=case.disk_beam, how="cheapest" if has_cost else "fastest")
     console.print(*section("On servers with memory and drives", table, legend), sep="\n")
 
 
@@ -167,7 +167,7 @@ def _print_fewer(estimate: SearchEstimate, console: Console) -> None:
                 )
             )
     if table.row_count:
-        legend = _FEWER.format(batch=case.batch, beam=case.beam, rerank=case.rerank)
+        legend = _FEWER.format(batch=case.batch, beam=case.beam, rerank=case.rerank, probes=case.num_probes)
         console.print(*section("Fewer devices: the rest of the index on disk", table, legend), sep="\n")
 
 

@@ -113,7 +113,7 @@ class ApproximateIndex:
             if compared > num:  # `search` is exact then
                 return Recall(1.0, 1.0)
             report(f"measure recall at effort {effort}", 0.9)
-            found = self._run(sampled, truth.shape[1], effort, left_out=sample.left_out)[1]
+            found = self._run(sampled, truth.shape[1], effort, left_out=sample.left_out, measures=True)[1]
             shares = recall_per_query(
                 (distances_between(sampled, self._vectors, found, metric), found), (known, truth), metric
             )
@@ -174,7 +174,7 @@ class ApproximateIndex:
             searches={
                 (s.num_queries, s.k // max(1, self.method.refined)): p.plan.prediction.step_time_s
                 for s, (p, _) in programs.items()
-                if not s.leaves_out
+                if not s.measures
             },
             details={**self.measured.details, **self.method.details, **why},
             reached=self.measured.reached,
@@ -222,6 +222,7 @@ class ApproximateIndex:
         effort: int,
         allowed: NDArray[np.bool_] | None = None,
         left_out: LeftOut | None = None,
+        measures: bool = False,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         """Distances and positions, `[num_queries, k]`, in chunks of queries that fit the memory budget."""
         parts: list[tuple[NDArray[Any], NDArray[Any]]] = []
@@ -230,7 +231,7 @@ class ApproximateIndex:
             piece = slice(start, start + self._at_once)
             try:
                 out = None if left_out is None else left_out._replace(own=left_out.own[piece])
-                parts.append(self._run_chunk(queries[piece], k, effort, allowed, out))
+                parts.append(self._run_chunk(queries[piece], k, effort, allowed, out, measures))
             except BudgetError:
                 if self._at_once == 1:
                     raise
@@ -247,16 +248,19 @@ class ApproximateIndex:
         effort: int,
         allowed: NDArray[np.bool_] | None,
         left_out: LeftOut | None,
+        measures: bool,
     ) -> tuple[NDArray[Any], NDArray[Any]]:
         num_candidates = min(len(self.ids), max(1, self.method.refined) * k)
         num_queries = rounded(max(1, len(queries)))
-        key = Search(num_queries, num_candidates, effort, allowed is not None, left_out is not None)
-        program, corpus = self._programs.get(key, keep_layout=key.leaves_out)
+        wide = self.method.measured_with(effort) if measures else None
+        key = Search(num_queries, num_candidates, wide or effort, allowed is not None, left_out is not None, bool(wide))
+        program, corpus = self._programs.get(key, keep_layout=key.measures)
         found = program.run(
             _padded(subtract_centre(queries, self._centre), num_queries),
             jax.tree.unflatten(self._tree, corpus),
             allowed,
             None if left_out is None else left_out._replace(own=_padded(np.asarray(left_out.own), num_queries)),
+            *([np.int32(effort)] if wide else []),
         )
         distances, positions = (np.asarray(each)[: len(queries)] for each in found)
         return self._rerank.best(queries, positions, k) if self.method.refined else (distances, positions)

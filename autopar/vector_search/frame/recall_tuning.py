@@ -168,6 +168,17 @@ def sample_size(target: float) -> int:
     return max(_MIN_QUERIES, round(_QUERIES_PER_MISS / misses))
 
 
+def lowest_recall(hits: NDArray[Any], wanted: NDArray[Any], samples: Sequence[slice]) -> Recall:
+    """The recall of the sample with the lowest bound.
+
+    Args:
+        hits, wanted: `[num_queries]`, neighbours found, and neighbours; queries without any do not count.
+        samples: queries of each sample.
+    """
+    shares = hits / np.maximum(wanted, 1)
+    return min((Recall.of(shares[some][wanted[some] > 0]) for some in samples), key=lambda one: one.at_least)
+
+
 def can_reach(num_queries: int, target: float) -> bool:
     """Whether the recall bound of a perfect sample of this size reaches the target.
 

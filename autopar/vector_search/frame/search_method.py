@@ -63,6 +63,7 @@ class Method(Protocol):
         *,
         k: int,
         effort: int,
+        limit: Any = None,
     ) -> Best:
         """The program to plan.
 
@@ -71,6 +72,7 @@ class Method(Protocol):
             allowed: bool `[n]`, vectors that may be returned.
             left_out: vectors that each query excludes: itself and its duplicates, if the query is a vector of the
                 corpus.
+            limit: int32, a smaller effort, whose results are returned; only given if `measured_with` is not None.
         """
         ...
 
@@ -81,6 +83,11 @@ class Method(Protocol):
             sample: queries.
             truth: positions of the true neighbours, `[num_queries, k]`.
         """
+        ...
+
+    def measured_with(self, effort: int) -> int | None:
+        """The effort of a program that measures recall at this effort or a smaller one, its `limit`; None: recall is
+        measured by the program of this effort."""
         ...
 
     def enough(self, k: int) -> int:
@@ -98,32 +105,46 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The key of a program: number of queries, k, effort, and whether it takes a filter and exclusions."""
+    """The key of a program: number of queries, k, effort, and whether it takes a filter, exclusions and a limit."""
 
     num_queries: int
     k: int
     effort: int
     is_filtered: bool = False
     leaves_out: bool = False
+    is_limited: bool = False
+
+    @property
+    def measures(self) -> bool:
+        """Whether it runs at build time only."""
+        return self.leaves_out or self.is_limited
 
 
 def step_of(method: Method, search: Search, arrays: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Step:
-    """Build the step to plan, and the shapes of its arguments: queries, arrays, filter, exclusions.
+    """Build the step to plan, and the shapes of its arguments: queries, arrays, filter, exclusions, limit.
 
     Args:
         arrays: shapes of the kind's arrays.
         shape, dtype: shape `[n, d]` and dtype of the vectors.
     """
 
-    def step(queries: jax.Array, arrays: Any, allowed: jax.Array | None, left_out: LeftOut | None) -> Any:
-        best = method.search(queries, arrays, allowed, left_out, k=search.k, effort=search.effort)
+    def step(
+        queries: jax.Array,
+        arrays: Any,
+        allowed: jax.Array | None,
+        left_out: LeftOut | None,
+        limit: jax.Array | None = None,
+    ) -> Any:
+        more = {} if limit is None else {"limit": limit}
+        best = method.search(queries, arrays, allowed, left_out, k=search.k, effort=search.effort, **more)
         return distances_of(best.scores, queries, method.metric), best.positions
 
     step.__qualname__ = f"{method.kind}_search"
     struct = jax.ShapeDtypeStruct
-    return step, (
+    arguments = (
         struct((search.num_queries, shape[1]), dtype),
         arrays,
         struct(shape[:1], np.bool_) if search.is_filtered else None,
         LeftOut(struct(shape[:1], np.int32), struct((search.num_queries,), np.int32)) if search.leaves_out else None,
     )
+    return step, (*arguments, struct((), np.int32)) if search.is_limited else arguments

@@ -52,6 +52,7 @@ def search(
     iterations: int | None = None,
     allowed: jax.Array | None = None,
     left_out: LeftOut | None = None,
+    limit: jax.Array | None = None,
 ) -> BeamSearchResult:
     """The best k nodes of the final beam.
 
@@ -64,8 +65,11 @@ def search(
         allowed: bool `[n]`, nodes that may be returned. The search also expands the others, so results are the nearest
             allowed nodes of the final beam, possibly fewer than k.
         left_out: nodes that a query ignores, such as itself.
+        limit: int32, a narrower beam: results are those of a beam of so many nodes, at least k, from one program for
+            all limits.
     """
     beam = max(beam, k)
+    is_in_beam = None if limit is None else jnp.arange(beam) < jnp.maximum(limit, k)
     num_queries, num_nodes = queries.shape[0], graph.vectors.shape[0]
     made = score_dtype(queries.dtype, graph.metric)
     worst = worst_score(made)
@@ -85,6 +89,9 @@ def search(
         best, positions, is_expanded = _merge_top(
             (state.scores, state.positions, state.is_expanded), (score, nodes, nodes == NO_ID), beam
         )
+        if is_in_beam is not None:
+            best, positions = jnp.where(is_in_beam, best, worst), jnp.where(is_in_beam, positions, NO_ID)
+            is_expanded |= ~is_in_beam
         return state._replace(scores=best, positions=positions, is_expanded=is_expanded)
 
     def expand(state: _Beam) -> _Beam:

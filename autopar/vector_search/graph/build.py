@@ -7,20 +7,22 @@ further nodes where these do not lead (`entry_points`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from autopar.vector_search.data.metrics import Metric, scores, terms
+from autopar.vector_search.data.metrics import Metric, is_integer, scores, terms
 from autopar.vector_search.graph.entry_points import add_entry_points
 from autopar.vector_search.graph.neighbor_graph import CHUNK, NeighbourGraph, connect
 from autopar.vector_search.ivf.build import build_lists, usual_num_lists
 from autopar.vector_search.ivf.lists import InvertedLists
 from autopar.vector_search.ivf.search import search
-from autopar.vector_search.kernels.k_means import k_means
+from autopar.vector_search.kernels.by_row import by_row
 
 #: Queries of one search of the lists.
 AT_ONCE = 2048
@@ -34,14 +36,16 @@ def build_graph(
     num_probes: int = 12,
     iterations: int = 6,
     seed: int = 0,
+    devices: Sequence[Any] = (),
 ) -> NeighbourGraph:
     """Build the graph of `vectors`, `[n, d]`, with n of at least 1.
 
     Args:
         num_entries: initial entry points; the total stays within the number of lists.
         num_probes: probed lists for the `2 * degree` neighbours of each vector.
+        devices: devices that find neighbours and prune them, each of a part of the vectors; none: the default one.
     """
-    graph = connected(vectors, metric, degree, num_entries, num_probes, iterations, seed)
+    graph = connected(vectors, metric, degree, num_entries, num_probes, iterations, seed, devices=devices)
     return add_entry_points(graph, most=usual_num_lists(len(vectors)), seed=seed)
 
 
@@ -55,12 +59,13 @@ def connected(
     seed: int = 0,
     at_once: int = AT_ONCE,
     chunk: int = CHUNK,
+    devices: Sequence[Any] = (),
 ) -> NeighbourGraph:
     """The graph with its initial entry points only, as `build_graph`.
 
     Args:
         at_once: queries of one search of the lists.
-        chunk: nodes pruned at a time. Both bound the temporary memory.
+        chunk: nodes pruned at a time. Both bound the temporary memory of a device.
     """
     list_metric: Metric = "cosine" if metric == "cosine" else "l2"
     placed = jnp.asarray(vectors)
@@ -68,10 +73,12 @@ def connected(
         vectors = with_equal_norms(vectors)
     original, placed = placed, jnp.asarray(vectors)
     lists = build_lists(vectors, list_metric, iterations=iterations, seed=seed)
-    near = near_in_lists(lists, placed, 2 * degree, num_probes, at_once)
-    entry_centroids = k_means(lists.centroids, min(num_entries, lists.num_lists), iterations, seed).centroids
-    entries = jnp.argmax(scores(entry_centroids.astype(placed.dtype), placed, list_metric), axis=1)
-    graph = connect(placed, near, jnp.unique(entries), list_metric, degree, chunk=chunk)
+    near = near_in_lists(lists, placed, 2 * degree, num_probes, at_once, devices)
+    near_entries = _spread(np.asarray(lists.centroids), num_entries, iterations, seed)
+    if is_integer(placed.dtype) and list_metric == "cosine":  # of unit length: integers would be 0
+        near_entries *= np.iinfo(placed.dtype).max / np.maximum(np.abs(near_entries).max(axis=1, keepdims=True), 1e-30)
+    entries = jnp.argmax(scores(jnp.asarray(near_entries).astype(placed.dtype), placed, list_metric), axis=1)
+    graph = connect(placed, near, jnp.unique(entries), list_metric, degree, chunk=chunk, devices=devices)
     return replace(graph, metric=metric, vectors=original, terms=terms(original, metric))
 
 
@@ -83,14 +90,36 @@ def with_equal_norms(vectors: np.ndarray) -> np.ndarray:
     return np.concatenate([wide, np.sqrt(squares.max() - squares)], axis=1).astype(np.float32)
 
 
+def _spread(centroids: np.ndarray, num: int, iterations: int, seed: int) -> np.ndarray:
+    """f32 `[num, d]`, or fewer: centres of the centroids of lists, by k-means. These are few, and a program would take
+    longer to compile than to run."""
+    order = np.random.default_rng(seed).permutation(len(centroids))[:num]
+    centres = centroids[order].astype(np.float32)
+    for _ in range(iterations):
+        owner = np.argmax(2 * centroids @ centres.T - (centres**2).sum(axis=1), axis=1)
+        counts = np.bincount(owner, minlength=len(centres))
+        totals = np.zeros_like(centres)
+        np.add.at(totals, owner, centroids)
+        centres[counts > 0] = totals[counts > 0] / counts[counts > 0, None]
+    return centres
+
+
 def near_in_lists(
-    lists: InvertedLists, vectors: jax.Array, most: int, num_probes: int, at_once: int = AT_ONCE
+    lists: InvertedLists,
+    vectors: jax.Array,
+    most: int,
+    num_probes: int,
+    at_once: int = AT_ONCE,
+    devices: Sequence[Any] = (),
 ) -> jax.Array:
     """int32 `[n, most + 1]`: positions of the approximate neighbours of `vectors`, `[n, d]`, itself included."""
-    run = jax.jit(partial(search, k=most + 1, num_probes=num_probes))
-    num = vectors.shape[0]
+    of = {"k": most + 1, "num_probes": num_probes, "at_once": at_once}
+    return by_row(_near_rows, lists, vectors, devices or jax.devices()[:1], **of)
+
+
+def _near_rows(lists: InvertedLists, queries: jax.Array, *, k: int, num_probes: int, at_once: int) -> jax.Array:
+    num = queries.shape[0]
     at_once = min(at_once, num)
-    # the last batch overlaps the one before, so that all have the same shape
-    starts = [*range(0, num - at_once, at_once), num - at_once]
-    parts = [run(lists, vectors[start : start + at_once]).positions for start in starts]
-    return jnp.concatenate([*parts[:-1], parts[-1][at_once - (num - len(parts[:-1]) * at_once) :]])
+    parts = jnp.pad(queries, ((0, -num % at_once), (0, 0))).reshape(-1, at_once, queries.shape[1])
+    found = lax.map(lambda part: search(lists, part, k, num_probes).positions, parts)
+    return found.reshape(-1, k)[:num]

@@ -35,6 +35,8 @@ GRAPH = "graph"
 DEGREE, WIDTH, NUM_ENTRIES = 32, 4, 32
 #: Beam widths to try for a recall target.
 _EFFORTS = in_steps(16, 512)
+#: Beam widths of programs that measure recall.
+_MEASURED_WITH = (128, 512)
 #: Typical fraction of an expanded node's neighbours that are unvisited.
 _UNVISITED_FRACTION = 0.5
 
@@ -92,8 +94,9 @@ class Graph:
         *,
         k: int,
         effort: int,
+        limit: jax.Array | None = None,
     ) -> Best:
-        """The best k nodes of a beam of width `effort`."""
+        """The best k nodes of a beam of width `effort`, or of the narrower `limit`."""
         graph, copies = arrays
         counts = None
         if copies is not None:
@@ -101,7 +104,7 @@ class Graph:
             allowed = counts.is_allowed
             left_out = left_out and copies.left_out(left_out)
         found = beam.search(
-            graph, queries, min(k, self.num_nodes), effort, self.width, allowed=allowed, left_out=left_out
+            graph, queries, min(k, self.num_nodes), effort, self.width, allowed=allowed, left_out=left_out, limit=limit
         )
         best = Best(found.scores, found.positions)
         return best if copies is None or counts is None else copies.expand(best, k, counts)
@@ -110,6 +113,10 @@ class Graph:
         """All beam widths, for any target."""
         del arrays, sample, truth, recall_target
         return tuple(dict.fromkeys(min(each, self.num_nodes) for each in _EFFORTS))
+
+    def measured_with(self, effort: int) -> int | None:
+        """The next of few beam widths, so that few programs are compiled."""
+        return min(self.num_nodes, next((width for width in _MEASURED_WITH if effort <= width), effort))
 
     def enough(self, k: int) -> int:
         """1.5 k: the end of a beam is not accurate."""
@@ -139,7 +146,7 @@ def build(request: BuildRequest) -> ApproximateIndex:
     centred, centre = centre_for_l2(request.vectors, request.metric)
     copies = _copies_among(request.vectors, request.metric)
     distinct = centred if copies is None else centred[copies.firsts]
-    graph = build_graph(distinct, request.metric, settings["degree"], NUM_ENTRIES)
+    graph = build_graph(distinct, request.metric, settings["degree"], NUM_ENTRIES, devices=request.place.devices)
     method = Graph(request.metric, len(distinct), settings["degree"], settings["width"])
     request.report("lay out the graph", 0.7)
     nodes = Nodes(graph, copies)

@@ -13,8 +13,10 @@ search reaches v through w. All nodes are pruned in parallel, in chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from jax import lax
 from jax.tree_util import register_dataclass
 
 from autopar.vector_search.data.metrics import NO_ID, Metric, terms
+from autopar.vector_search.kernels.by_row import by_row
 from autopar.vector_search.kernels.robust_prune import robust_prune, squared_distances, unit
 from autopar.vector_search.kernels.top_k_merge import is_first
 
@@ -63,6 +66,7 @@ def connect(
     degree: int = 32,
     alpha: float = 1.2,
     chunk: int = CHUNK,
+    devices: Sequence[Any] = (),
 ) -> NeighbourGraph:
     """Build the graph from a table of candidate neighbours.
 
@@ -71,28 +75,40 @@ def connect(
         near: int32 `[n, m]`, in any order; the node itself and `NO_ID` are ignored.
         entries: int32 `[num_entries]`, entry points that cover the corpus.
         alpha: factor on squared distances, at least 1; a larger factor keeps more edges and needs fewer iterations.
-        chunk: nodes pruned at a time; memory is chunk * m * d numbers.
+        chunk: nodes pruned at a time on a device; memory is chunk * m * d numbers.
+        devices: devices that prune; none: the default one.
     """
-    forward = pruned(vectors, near, metric, degree, alpha, chunk)
+    forward = pruned(vectors, near, metric, degree, alpha, chunk, devices)
     both = jnp.concatenate([forward, reverse(forward, degree)], axis=1)
-    edges = add_missing_in_edges(pruned(vectors, both, metric, degree, alpha, chunk))
+    edges = add_missing_in_edges(pruned(vectors, both, metric, degree, alpha, chunk, devices))
     return NeighbourGraph(vectors, terms(vectors, metric), edges, entries.astype(jnp.int32), metric)
 
 
-@partial(jax.jit, static_argnames=("metric", "degree", "alpha", "chunk"))
-def pruned(vectors: jax.Array, near: jax.Array, metric: Metric, degree: int, alpha: float, chunk: int) -> jax.Array:
+def pruned(
+    vectors: jax.Array,
+    near: jax.Array,
+    metric: Metric,
+    degree: int,
+    alpha: float,
+    chunk: int,
+    devices: Sequence[Any] = (),
+) -> jax.Array:
     """int32 `[n, degree]`: the kept candidates of `near`, `[n, m]`, nearest first."""
-    num_nodes = near.shape[0]
-    chunk = min(chunk, num_nodes)
-    num_chunks = -(-num_nodes // chunk)
-    padding = num_chunks * chunk - num_nodes
-    nodes = jnp.arange(num_chunks * chunk, dtype=jnp.int32) % num_nodes
-    table = jnp.pad(near, ((0, padding), (0, 0)), constant_values=NO_ID).reshape(num_chunks, chunk, -1)
-    kept = lax.map(
-        lambda part: _pruned_chunk(vectors, part[0], part[1], metric, degree, alpha),
-        (nodes.reshape(num_chunks, chunk), table),
-    )
-    return kept.reshape(num_chunks * chunk, -1)[:num_nodes]
+    nodes = jnp.arange(near.shape[0], dtype=near.dtype)
+    table = jnp.concatenate([nodes[:, None], near], axis=1)
+    of = {"metric": metric, "degree": degree, "alpha": alpha, "chunk": chunk}
+    return by_row(_pruned_rows, vectors, table, devices or jax.devices()[:1], **of)
+
+
+def _pruned_rows(
+    vectors: jax.Array, table: jax.Array, *, metric: Metric, degree: int, alpha: float, chunk: int
+) -> jax.Array:
+    """The kept candidates of rows of nodes and their candidates, `[rows, 1 + m]`."""
+    num_rows = table.shape[0]
+    chunk = min(chunk, num_rows)
+    padded = jnp.pad(table, ((0, -num_rows % chunk), (0, 0)), mode="wrap").reshape(-1, chunk, table.shape[1])
+    kept = lax.map(lambda part: _pruned_chunk(vectors, part[:, 0], part[:, 1:], metric, degree, alpha), padded)
+    return kept.reshape(-1, degree)[:num_rows]
 
 
 def _pruned_chunk(

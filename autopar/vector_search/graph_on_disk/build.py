@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
-from autopar.vector_search.data.metrics import NO_ID, Metric
+from autopar.vector_search.data.metrics import NO_ID, Metric, is_integer
 from autopar.vector_search.data.progress import Report
 from autopar.vector_search.frame.recall_tuning import (
     Measured,
@@ -102,7 +102,7 @@ def build_file(
     num = chunks.num_vectors
     num_parts = _num_parts(chunks.dim, options.code_bytes)
     per_shard = _per_shard(chunks, num_parts, options)
-    is_centred = metric == "l2" and chunks.dtype != np.int8
+    is_centred = metric == "l2" and not is_integer(chunks.dtype)
     centre = sampled.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32) if is_centred else None
     compared = prepared(sampled, metric, centre)
     books = train_codebooks(jnp.asarray(compared), num_parts, num_codes=min(_NUM_CODES, len(compared)))

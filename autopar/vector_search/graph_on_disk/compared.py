@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.data.metrics import Metric, is_integer
 
 
 class Compared:
@@ -43,7 +43,7 @@ class Compared:
         return self._tables.reshape(-1)[places].sum(axis=1, dtype=np.float64)
 
     def with_vectors(self, which: NDArray[np.int64], vectors: NDArray[Any]) -> NDArray[np.float64]:
-        """Costs `[m, p]` of vectors, `[m, p, d]`, for the queries `which`, `[m]`; exact for int8, except cosine."""
+        """Costs `[m, p]` of vectors, `[m, p, d]`, for the queries `which`, `[m]`; exact for integers, except cosine."""
         wide, queries = _wide(vectors), self._queries[which]
         if self._metric == "l2":
             difference = wide - queries[:, None]
@@ -56,5 +56,5 @@ class Compared:
 
 
 def _wide(vectors: NDArray[Any]) -> NDArray[Any]:
-    """int32 for int8, whose sums of products are then exact; f32 otherwise."""
-    return vectors.astype(np.int32 if vectors.dtype == np.int8 else np.float32)
+    """int32 for integers, whose sums of products are then exact; f32 otherwise."""
+    return vectors.astype(np.int32 if is_integer(vectors.dtype) else np.float32)

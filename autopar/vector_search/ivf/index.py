@@ -85,8 +85,10 @@ class Lists:
         *,
         k: int,
         effort: int,
+        limit: Any = None,
     ) -> Best:
         """The best k of the `effort` nearest lists."""
+        assert limit is None, limit
         shape = list_search.shape_of(arrays, queries.shape[0], min(effort, self.num_lists), self.step_bytes)
         return list_search.search(arrays, queries, k, effort, allowed, shape, left_out)
 
@@ -108,6 +110,10 @@ class Lists:
 
         first = 1 + bisect_left(range(1, self.num_lists), True, key=contain_enough)
         return in_steps(first, self.num_lists)
+
+    def measured_with(self, effort: int) -> int | None:
+        """None: `efforts` starts near the effort that is found."""
+        return None
 
     def enough(self, k: int) -> int:
         """Lists that hold several times k vectors on average."""

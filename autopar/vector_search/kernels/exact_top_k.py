@@ -34,12 +34,19 @@ import numpy as np
 from jax import lax
 
 from autopar.vector_search.data.centering import centre_queries, centre_struct, restore_in_f32
-from autopar.vector_search.data.metrics import NO_ID, Metric, distances_of, score_dtype, scores, terms, worst_score
+from autopar.vector_search.data.metrics import (
+    NO_ID,
+    Metric,
+    distances_of,
+    is_integer,
+    score_dtype,
+    scores,
+    sorted_dtype,
+    terms,
+    worst_score,
+)
 from autopar.vector_search.data.placement import CACHED_BYTES
 from autopar.vector_search.kernels.tiling import Blocks, Tiling
-
-#: Largest integer range that f32 represents exactly.
-_EXACT_IN_F32 = 2**24
 
 #: Unit roundoff of f32.
 _UNIT = 2.0**-24
@@ -107,7 +114,7 @@ def exact_arguments(
 
 def needs_rerank(dtype: Any, metric: Metric) -> bool:
     """Whether scores cancel, so that candidates are re-ranked by differences: l2 of floats."""
-    return metric == "l2" and dtype != jnp.int8
+    return metric == "l2" and not is_integer(dtype)
 
 
 def rounding(dim: int, dtype: Any) -> float:
@@ -154,7 +161,7 @@ def exact_top_k(
     part_size = steps * rows * group
     kept = min(k + extra if reranks else k, part_size)
     dtype = score_dtype(corpus.vectors.dtype, metric)
-    sorted_as = jnp.dtype(jnp.float32) if 3 * 128 * 128 * dim < _EXACT_IN_F32 else dtype
+    sorted_as = sorted_dtype(corpus.vectors.dtype, metric, dim)
     worst = worst_score(sorted_as)
     places = jnp.arange(steps * parts * rows, dtype=jnp.int32).reshape(steps, parts, rows) * group
     centred = queries if direct else centre_queries(queries, corpus.centre, metric)

@@ -2,7 +2,8 @@
 
 In: vectors. Out: `Clusters`. An iteration is a pure step that can be compiled and planned. It streams the vectors in
 chunks, scores a chunk against all centroids with one matmul, and sums the members with another (one-hot matrix times
-chunk), so that sums are deterministic and shard like any matmul.
+chunk), so that sums are deterministic and shard like any matmul. A CPU adds members one by one, which is deterministic
+there, and costs as much for any number of lists.
 
 Between iterations, the longest lists are split in two, and the shortest or empty lists take one half each. Cells stay
 nearest-centroid cells, so balancing costs no recall. After the last iteration, lists that would exceed the capacity
@@ -107,14 +108,22 @@ def sums(chunks: jax.Array, is_vector: jax.Array, centroids: jax.Array) -> Sums:
         part = part.astype(jnp.float32)
         found, best = nearest(part, centroids)
         squared = jnp.maximum(jnp.sum(part * part, axis=1) - best, 0)
-        is_member = (found[:, None] == jnp.arange(num_lists)) & counted[:, None]
-        one_hot = is_member.astype(jnp.float32)
-        added = Sums(
-            lax.dot(one_hot.T, part, precision=lax.Precision.HIGHEST),
-            jnp.sum(is_member, axis=0, dtype=jnp.int32),
-            squared @ one_hot,
-        )
+        lists = jnp.where(counted, found, num_lists)
+        added = lax.platform_dependent(part, squared, lists, cpu=in_order, default=by_matmul)
         return jax.tree.map(jnp.add, total, added), None
+
+    def by_matmul(part: jax.Array, squared: jax.Array, lists: jax.Array) -> Sums:
+        is_member = lists[:, None] == jnp.arange(num_lists)
+        one_hot = is_member.astype(jnp.float32)
+        members = lax.dot(one_hot.T, part, precision=lax.Precision.HIGHEST)
+        return Sums(members, jnp.sum(is_member, axis=0, dtype=jnp.int32), squared @ one_hot)
+
+    def in_order(part: jax.Array, squared: jax.Array, lists: jax.Array) -> Sums:
+        return Sums(
+            jnp.zeros((num_lists, dim)).at[lists].add(part, mode="drop"),
+            jnp.zeros(num_lists, jnp.int32).at[lists].add(1, mode="drop"),
+            jnp.zeros(num_lists).at[lists].add(squared, mode="drop"),
+        )
 
     nothing = Sums(jnp.zeros((num_lists, dim)), jnp.zeros(num_lists, jnp.int32), jnp.zeros(num_lists))
     return lax.scan(add, nothing, (chunks, is_vector))[0]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.data.metrics import NO_ID, Metric
+from autopar.vector_search.data.metrics import NO_ID, Metric, is_integer
 from autopar.vector_search.graph.nearest_points import NearestPoints, PointGraph, point_graph
 from autopar.vector_search.ivf.closure import closure, closure_among, num_candidates
 from autopar.vector_search.kernels.k_means import nearest, train
@@ -79,7 +79,7 @@ def trained(
         space: maximum mean number of lists per vector.
         rows: vectors that are assigned at a time.
     """
-    is_centred = metric == "l2" and sample.dtype != np.int8
+    is_centred = metric == "l2" and not is_integer(sample.dtype)
     centre = sample.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32) if is_centred else None
     placed = jnp.asarray(prepared(sample, metric, centre))
     order = jax.random.permutation(jax.random.key(seed), len(sample))

@@ -21,17 +21,16 @@ from autopar.vector_search.data.progress import Report
 from autopar.vector_search.frame.recall_tuning import Measured, sample_size
 from autopar.vector_search.graph.nearest_points import point_graph
 from autopar.vector_search.on_disk.assignment import Assignment, trained
+from autopar.vector_search.on_disk.choice_tuning import RULE_LISTS, Choice, tuned_choice
 from autopar.vector_search.on_disk.chunks import Chunks, Source
 from autopar.vector_search.on_disk.corpus_sample import RecallSample, checked_corpus
 from autopar.vector_search.on_disk.hit_model import Lists
-from autopar.vector_search.on_disk.hit_rule import HitRule, tuned_rule
 from autopar.vector_search.on_disk.index import KIND
 from autopar.vector_search.on_disk.layout import order_of, packed
-from autopar.vector_search.on_disk.list_scores import power_of_two
 from autopar.vector_search.on_disk.long_lists import cut_long_lists
 from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
-from autopar.vector_search.on_disk.probe_tuning import Tuned, ranks_of, tuned
+from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.on_disk.probing import Nearest, nearest_lists, prepared
 from autopar.vector_search.on_disk.spill import AssignedLists, Spill
 from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes
@@ -40,11 +39,9 @@ from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes
 _LIST_PAGES, _LIST_VECTORS = 2.7, 40
 #: Maximum default lists, whose centroids a search compares one by one; sampled vectors per list.
 _MAX_LISTS, _SAMPLED = 65_536, 256
-#: Lists near each query of the sample that the tuning considers, before it takes all.
-_TUNED_LISTS = 4096
-#: Maximum lists of a query that the rule by expected neighbours considers, and queries that it is tuned with: a larger
-#: sample has a tighter bound of the recall. Comparing all vectors with them costs at most so many scores.
-_RULE_LISTS, _RULE_QUERIES, _RULE_SCORES = 512, 4096, 2**31
+#: Queries that the rule by expected neighbours is tuned with: a larger sample has a tighter bound of the recall.
+#: Comparing all vectors with them costs at most so many scores.
+_RULE_QUERIES, _RULE_SCORES = 4096, 2**31
 #: Queries of the sample whose nearest lists are found at a time.
 _QUERIES_AT_ONCE = 256
 #: Minimum and maximum vectors of a chunk.
@@ -80,13 +77,6 @@ class _Assigned(NamedTuple):
     counts: NDArray[np.int64]
     truth: NDArray[np.int32]
     queries: NDArray[Any]
-
-
-class _Tuning(NamedTuple):
-    """Effort and pruning; the rule by expected neighbours, None if there is none."""
-
-    found: Tuned
-    rule: HitRule | None
 
 
 def build_file(
@@ -165,7 +155,7 @@ def _num_lists(chunks: Chunks, options: DiskOptions, num_sampled: int) -> int:
 
 def _num_queries(num: int, options: DiskOptions) -> int:
     """Queries of the sample: more for a small corpus, as far as the budget allows."""
-    row_bytes = 16 * 2 * _RULE_LISTS  # lists, ratios and distances of each
+    row_bytes = 16 * 2 * RULE_LISTS  # lists, ratios and distances of each
     most = min(_RULE_QUERIES, _RULE_SCORES // num, int(options.budget_bytes / 8 / row_bytes))
     return max(sample_size(options.recall_target), most)
 
@@ -197,31 +187,24 @@ def _assigned(chunks: Chunks, sample: RecallSample, assignment: Assignment, file
     return _Assigned(file, counts, truth.positions, truth.queries)
 
 
-def _tuned(lists: StoredLists, radii: NDArray[np.float32], assigned: _Assigned, options: DiskOptions) -> _Tuning:
+def _tuned(lists: StoredLists, radii: NDArray[np.float32], assigned: _Assigned, options: DiskOptions) -> Choice:
     """The effort and the pruning, and the rule by expected neighbours if it reads fewer pages."""
     truth = assigned.truth
     if not (truth != NO_ID).any():
-        return _Tuning(Tuned(Measured(lists.num_lists, None, {}), None), None)
+        return Choice(Tuned(Measured(lists.num_lists, None, {}), None), None)
     held = np.full((*truth.shape, lists.copies), NO_ID, np.int32)
     for place in zip(*np.nonzero(truth != NO_ID), strict=True):
         held[place] = assigned.lists.read(int(truth[place]), 1)[0]
-    some = slice(0, sample_size(options.recall_target))
-    near = _nearest(lists, assigned.queries[some], min(_TUNED_LISTS, lists.num_lists))
-    found = tuned(near, held[some], lists.num_pages, lists.num_lists, options.recall_target)
-    if lists.metric == "inner_product":  # which has no ratios
-        found = found._replace(pruning=None)
-    width = min(lists.num_lists, 2 * power_of_two(found.measured.effort))
-    if width > _RULE_LISTS:
-        return _Tuning(found, None)
-    near = _nearest(lists, assigned.queries, width)
-    about = Lists(lists.centroids, lists.counts, radii)
-    ruled = tuned_rule(near, ranks_of(near, held), about, lists.entry_bytes, options.recall_target)
-    if ruled is None:
-        return _Tuning(found, None)
-    rule, recall, _ = ruled
-    known = found.measured
-    measured = Measured(known.effort, recall.found, known.tried, options.recall_target, recall.at_least)
-    return _Tuning(found._replace(measured=measured), rule)
+    return tuned_choice(
+        lambda some, width: _nearest(lists, assigned.queries[some], width),
+        held,
+        Lists(lists.centroids, lists.counts, radii),
+        lists.num_pages,
+        lists.entry_bytes,
+        lists.metric,
+        options.recall_target,
+        slice(0, sample_size(options.recall_target)),
+    )
 
 
 def _nearest(lists: StoredLists, queries: NDArray[Any], width: int) -> Nearest:

@@ -67,7 +67,7 @@ def build_on_disk(
     options = DiskOptions(
         num_lists=lists,
         copies=inputs.checked_count("copies", copies),
-        space=_checked_space(space),
+        space=checked_space(space),
         budget_bytes=_checked_budget(memory_budget_bytes),
         recall_target=recall_target,
         queries=queries,
@@ -94,7 +94,7 @@ def build(request: BuildRequest) -> DiskIndex:
     options = DiskOptions(
         num_lists=whole["num_lists"] or None,
         copies=whole["copies"],
-        space=known.space if space is None else _checked_space(space),
+        space=known.space if space is None else checked_space(space),
         recall_target=request.recall_target,
         queries=request.queries,
         why=request.why,
@@ -117,7 +117,12 @@ def load(saved: Saved, place: Place) -> DiskIndex:
     return DiskIndex(pages, saved.reader or AUTO, place.options.get("memory_budget_bytes"), place.batch)
 
 
-def _checked_space(space: Any) -> float:
+def checked_space(space: Any) -> float:
+    """Check the maximum mean number of lists per vector.
+
+    Raises:
+        SearchError: not a number of at least 1.
+    """
     if isinstance(space, bool) or not isinstance(space, int | float | np.number) or not 1 <= space < np.inf:
         raise SearchError(f"`space` is {space!r}: give the maximum mean number of lists per vector, at least 1")
     return float(space)

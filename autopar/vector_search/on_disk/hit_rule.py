@@ -6,14 +6,14 @@ In: a sample with known neighbours. Out: `HitRule`: a query probes, of its `widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.frame.recall_tuning import Recall
+from autopar.vector_search.frame.recall_tuning import Recall, lowest_recall
 from autopar.vector_search.on_disk.hit_model import HitModel, Lists, first_hits, fitted, why_invalid
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probing import Nearest
@@ -83,7 +83,12 @@ def loaded_rule(saved: Mapping[str, Any] | None, arrays: Mapping[str, NDArray[An
 
 
 def tuned_rule(
-    nearest: Nearest, ranks: NDArray[np.int32], lists: Lists, entry_bytes: int, recall_target: float
+    nearest: Nearest,
+    ranks: NDArray[np.int32],
+    lists: Lists,
+    entry_bytes: int,
+    recall_target: float,
+    samples: Sequence[slice] = (slice(None),),
 ) -> tuple[HitRule, Recall, float] | None:
     """The rule that reaches a recall target on a sample, its recall, and the mean pages' worth of bytes; None if none
     does.
@@ -93,11 +98,11 @@ def tuned_rule(
         ranks: int32 `[num_queries, k, copies]`, ranks of the lists that hold each neighbour, `width` for others; -1
             where there is no neighbour.
         entry_bytes: bytes of a vector in a list.
+        samples: queries of each sample; each has to reach the target.
     """
     width = nearest.lists.shape[1]
     is_known = (ranks >= 0).any(axis=2)
     wanted = is_known.sum(axis=1)
-    is_counted = wanted > 0
     held = np.where(ranks < 0, width, ranks)
     model = fitted(nearest, lists, first_hits(np.where(is_known, held.min(axis=2), width), width))
     values = _values(model, nearest, lists, entry_bytes)
@@ -108,7 +113,7 @@ def tuned_rule(
 
     def recall(least: float) -> Recall:
         hits = ((best >= least) & is_known).sum(axis=1)
-        return Recall.of(hits[is_counted] / wanted[is_counted])
+        return lowest_recall(hits, wanted, samples)
 
     low, high = 0.0, float(values[:, 1:].max(initial=0)) + 1
     if recall(low).at_least < recall_target:

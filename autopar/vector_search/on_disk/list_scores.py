@@ -16,11 +16,17 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from autopar.vector_search.data.metrics import NO_ID, Metric, distances_of, score_dtype, scores, worst_score
+from autopar.vector_search.data.metrics import (
+    NO_ID,
+    Metric,
+    distances_of,
+    score_dtype,
+    scores,
+    sorted_dtype,
+    worst_score,
+)
 from autopar.vector_search.kernels.top_k_merge import Best
 
-#: Largest integer range that f32 represents exactly; XLA sorts f32 ten times as fast as int32.
-_EXACT_IN_F32 = 2**24
 #: Minimum rows of a program.
 _MIN_ROWS = 1024
 
@@ -97,13 +103,12 @@ def _better(
     metric: Metric,
 ) -> Best:
     """The best k of `best` and of the vectors that are compared with the queries `some`."""
-    dim = vectors.shape[1]
     vectors = vectors if centre is None else vectors.astype(jnp.float32) - centre
     found = scores(queries.at[some].get(mode="clip"), vectors, metric)
     worst = worst_score(found.dtype)
     found = jnp.where(is_compared, found, worst)
     num_candidates = min(k * copies, found.shape[1])  # holds k distinct vectors, if so many are compared
-    if found.dtype == jnp.int32 and 3 * 128 * 128 * dim < _EXACT_IN_F32:
+    if found.dtype != sorted_dtype(vectors.dtype, metric, vectors.shape[1]):
         place = lax.top_k(jnp.where(is_compared, found.astype(jnp.float32), -jnp.inf), num_candidates)[1]
         top = jnp.take_along_axis(found, place, axis=1)
     else:

@@ -7,13 +7,14 @@ find every neighbour that a probed list holds, so recall is counted without a se
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
-from autopar.vector_search.frame.recall_tuning import Measured, Recall
+from autopar.vector_search.frame.recall_tuning import Measured, Recall, lowest_recall
 from autopar.vector_search.on_disk.probing import Nearest
 
 #: Tried distances of a centroid relative to the nearest one, minus 1; None: no pruning.
@@ -28,7 +29,12 @@ class Tuned(NamedTuple):
 
 
 def tuned(
-    nearest: Nearest, truth: NDArray[np.int32], pages: NDArray[np.int64], num_lists: int, recall_target: float
+    nearest: Nearest,
+    truth: NDArray[np.int32],
+    pages: NDArray[np.int64],
+    num_lists: int,
+    recall_target: float,
+    samples: Sequence[slice] = (slice(None),),
 ) -> Tuned:
     """Choose the effort and the pruning.
 
@@ -37,11 +43,11 @@ def tuned(
         truth: `[num_queries, k, copies]`, the lists that hold each true neighbour; `NO_ID` for fewer.
         pages: pages of each list.
         num_lists: number of lists.
+        samples: queries of each sample; each has to reach the target.
     """
     num_queries, width = nearest.lists.shape
     is_known = (truth != NO_ID).any(axis=2)
     wanted = is_known.sum(axis=1)
-    is_counted = wanted > 0
     near = ranks_of(nearest, truth)
     near = np.where(near == NO_ID, width, near)
     ratios = np.append(nearest.ratios, np.full((num_queries, 1), np.inf, np.float32), axis=1)
@@ -53,7 +59,7 @@ def tuned(
         if pruning is not None:
             is_read &= far <= 1 + pruning
         hits = (is_read.any(axis=2) & is_known).sum(axis=1)
-        return Recall.of(hits[is_counted] / wanted[is_counted])
+        return lowest_recall(hits, wanted, samples)
 
     best: tuple[float, int, float | None, Recall] | None = None
     for pruning in _PRUNINGS:

@@ -1,7 +1,9 @@
 """Read all lists once: count dead entries, find slots that no list has, and measure recall again.
 
 In: the lists of a state. Out: a `Census`. Recall is that of vectors of the corpus as queries, or of the user's sample,
-against their true neighbours, which the same pass finds; the effort that reaches the target follows as at build time.
+against their true neighbours, which the same pass finds; the choice of lists that reaches the target follows as at
+build time. Vectors of the corpus are two samples: of all, and of those that were added last. Each has to reach the
+target, so a new distribution of vectors is not hidden behind the old one, which the lists fit better.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.duplicates import row_hashes
 from autopar.vector_search.data.metrics import NO_ID
-from autopar.vector_search.frame.recall_tuning import MEASURED_AT, sample_size
-from autopar.vector_search.on_disk.probe_tuning import Tuned, tuned
+from autopar.vector_search.frame.recall_tuning import MEASURED_AT, can_reach, sample_size
+from autopar.vector_search.on_disk.choice_tuning import Choice, tuned_choice
+from autopar.vector_search.on_disk.hit_model import Lists
 from autopar.vector_search.on_disk.probing import Nearest, prepared
 from autopar.vector_search.updates.contents import Contents
 from autopar.vector_search.updates.list_map import ListMap
@@ -22,8 +25,8 @@ from autopar.vector_search.updates.slots import ALIVE
 
 #: Candidates per query: the neighbours, each in up to so many lists.
 _HELD = 16
-#: Lists near each query that the tuning considers.
-_TUNED_LISTS = 4096
+#: Minimum queries of a sample, if there are so many vectors.
+_QUERIES = 1024
 
 
 class Census(NamedTuple):
@@ -32,12 +35,12 @@ class Census(NamedTuple):
     Args:
         dead: int64 `[num_lists]`, dead entries of each list.
         is_held: bool `[num_slots]`, slots that a list has an entry of.
-        tuned: effort and pruning for the recall target; None if there is nothing to measure.
+        choice: how queries choose lists for the recall target; None if there is nothing to measure.
     """
 
     dead: NDArray[np.int64]
     is_held: NDArray[np.bool_]
-    tuned: Tuned | None
+    choice: Choice | None
 
 
 def census(
@@ -46,6 +49,7 @@ def census(
     died: NDArray[np.int64],
     recall_target: float,
     queries: NDArray[Any] | None,
+    recent: NDArray[Any],
     seed: int,
 ) -> Census:
     """Read all lists.
@@ -53,38 +57,119 @@ def census(
     Args:
         died: time of death of each slot.
         queries: the user's sample, `[m, d]`; None: vectors of the corpus.
+        recent: `[m, d]`, the vectors that were added last.
 
     Raises:
         IndexFileError: a page is damaged or cannot be read.
     """
-    own = None
-    if queries is None:
-        queries = _drawn(lists, contents, died, sample_size(recall_target), seed)
-        own = row_hashes(queries, lists.metric) if len(queries) else None
-    compared = prepared(queries, lists.metric, lists.centre)
+    sample = _Sample.of(lists, contents, died, recall_target, queries, recent, seed)
+    compared = prepared(sample.queries, lists.metric, lists.centre)
+    found = _Neighbours.of(len(compared))
     dead, is_held = np.zeros(lists.num_lists, np.int64), np.zeros(lists.num_slots, np.bool_)
-    best = np.full((len(queries), MEASURED_AT * _HELD), -np.inf, np.float32)
-    slots, holders = np.full(best.shape, NO_ID, np.int64), np.full(best.shape, NO_ID, np.int64)
+    squares = np.zeros(lists.num_lists)
     for entries in contents.scan():
         is_live = died[entries.positions] == ALIVE
         is_held[entries.positions] = True
         owners = np.repeat(lists.owners[entries.lists], entries.counts)
         dead += np.bincount(owners, ~is_live, lists.num_lists).astype(np.int64)
-        if not len(queries):
+        if not len(compared):
             continue
-        scores = _scores(compared, prepared(entries.vectors, lists.metric, lists.centre), lists)
+        vectors = prepared(entries.vectors, lists.metric, lists.centre)
+        far = ((vectors - lists.centroids[owners]) ** 2).sum(axis=1)
+        squares += np.bincount(owners, far * is_live, lists.num_lists)
+        scores = _scores(compared, vectors, lists)
         scores[:, ~is_live] = -np.inf
-        if own is not None:
-            scores[own[:, None] == row_hashes(entries.vectors, lists.metric)[None]] = -np.inf
-        num = min(best.shape[1], scores.shape[1])
+        if sample.own is not None:
+            scores[sample.own[:, None] == row_hashes(entries.vectors, lists.metric)[None]] = -np.inf
+        found = found.with_more(scores, entries.positions, owners)
+    num_live = np.maximum(lists.lengths - dead, 0)
+    radii = np.sqrt(np.where(num_live > 0, squares / np.maximum(num_live, 1), squares.sum() / max(1, num_live.sum())))
+    return Census(dead, is_held, _chosen(lists, compared, found, radii.astype(np.float32), recall_target, sample.each))
+
+
+class _Sample(NamedTuple):
+    """Queries.
+
+    Args:
+        queries: `[m, d]`.
+        own: hashes of the vectors that are queries, which are no neighbours of themselves; None for the user's.
+        each: the queries of each sample.
+    """
+
+    queries: NDArray[Any]
+    own: NDArray[np.uint64] | None
+    each: tuple[slice, ...]
+
+    @classmethod
+    def of(
+        cls,
+        lists: ListMap,
+        contents: Contents,
+        died: NDArray[np.int64],
+        recall_target: float,
+        queries: NDArray[Any] | None,
+        recent: NDArray[Any],
+        seed: int,
+    ) -> _Sample:
+        """The user's queries; or vectors of the corpus, and of those that were added last, if they are enough."""
+        if queries is not None:
+            return cls(queries, None, (slice(None),))
+        most, draw = max(_QUERIES, sample_size(recall_target)), np.random.default_rng(seed)
+        drawn = _distinct(_drawn(lists, contents, died, 2 * most, draw), lists, most, draw)
+        recent = _distinct(recent, lists, most, draw)
+        if not can_reach(len(recent), recall_target):
+            return cls(drawn, row_hashes(drawn, lists.metric), (slice(None),))
+        both = np.concatenate([drawn, recent])
+        return cls(both, row_hashes(both, lists.metric), (slice(0, len(drawn)), slice(len(drawn), None)))
+
+
+class _Neighbours(NamedTuple):
+    """The best entries of each query so far, `[num_queries, m]`, in any order: scores, slots, and the lists they are in."""
+
+    scores: NDArray[np.float32]
+    slots: NDArray[np.int64]
+    lists: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, num_queries: int) -> _Neighbours:
+        """None yet."""
+        shape = (num_queries, MEASURED_AT * _HELD)
+        none = np.full(shape, NO_ID, np.int64)
+        return cls(np.full(shape, -np.inf, np.float32), none, none)
+
+    def with_more(self, scores: NDArray[np.float32], slots: NDArray[np.int32], lists: NDArray[Any]) -> _Neighbours:
+        """Those of further entries too.
+
+        Args:
+            scores: `[num_queries, num_entries]`.
+            slots, lists: `[num_entries]`.
+        """
+        width = self.scores.shape[1]
+        num = min(width, scores.shape[1])
         few = np.argpartition(-scores, num - 1, axis=1)[:, :num]
-        every = np.concatenate([best, np.take_along_axis(scores, few, axis=1)], axis=1)
-        kept = np.argpartition(-every, best.shape[1] - 1, axis=1)[:, : best.shape[1]]
-        best = np.take_along_axis(every, kept, axis=1)
-        found = entries.positions.astype(np.int64)[few]
-        slots = np.take_along_axis(np.concatenate([slots, found], axis=1), kept, axis=1)
-        holders = np.take_along_axis(np.concatenate([holders, owners.astype(np.int64)[few]], axis=1), kept, axis=1)
-    return Census(dead, is_held, _tuned(lists, compared, best, slots, holders, recall_target))
+        every = np.concatenate([self.scores, np.take_along_axis(scores, few, axis=1)], axis=1)
+        kept = np.argpartition(-every, width - 1, axis=1)[:, :width]
+        parts = ((self.slots, slots.astype(np.int64)[few]), (self.lists, lists.astype(np.int64)[few]))
+        return _Neighbours(
+            np.take_along_axis(every, kept, axis=1),
+            *(np.take_along_axis(np.concatenate(part, axis=1), kept, axis=1) for part in parts),
+        )
+
+    def held(self) -> NDArray[np.int32]:
+        """int32 `[num_queries, k, copies]`: the lists that hold each of the k best vectors; `NO_ID` for fewer."""
+        width = max(1, int(max((np.bincount(row[row >= 0]).max(initial=0) for row in self.slots), default=1)))
+        held = np.full((len(self.slots), MEASURED_AT, width), NO_ID, np.int32)
+        for row in range(len(self.slots)):
+            order = np.argsort(-self.scores[row], kind="stable")
+            order = order[np.isfinite(self.scores[row][order])]
+            known: dict[int, int] = {}
+            filled = np.zeros(MEASURED_AT, np.int64)
+            for at in order.tolist():
+                rank = known.setdefault(int(self.slots[row, at]), len(known))
+                if rank < MEASURED_AT:
+                    held[row, rank, filled[rank]] = self.lists[row, at]
+                    filled[rank] += 1
+        return held
 
 
 def _scores(queries: NDArray[np.float32], vectors: NDArray[np.float32], lists: ListMap) -> NDArray[np.float32]:
@@ -92,14 +177,15 @@ def _scores(queries: NDArray[np.float32], vectors: NDArray[np.float32], lists: L
     return 2 * found - (vectors**2).sum(axis=1)[None] if lists.metric == "l2" else found
 
 
-def _drawn(lists: ListMap, contents: Contents, died: NDArray[np.int64], most: int, seed: int) -> NDArray[Any]:
-    """Vectors of the corpus that live, distinct, `[m, d]`, at most `most`."""
-    draw = np.random.default_rng(seed)
+def _drawn(
+    lists: ListMap, contents: Contents, died: NDArray[np.int64], most: int, draw: np.random.Generator
+) -> NDArray[Any]:
+    """Vectors of the corpus that live, `[m, d]`, about `most`."""
     total = int(lists.counts.sum())
     if not total:
         return np.zeros((0, lists.centroids.shape[1]), lists.dtype)
     share = lists.counts / total
-    drawn = draw.choice(len(share), 2 * most, p=share)
+    drawn = draw.choice(len(share), most, p=share)
     wanted = np.bincount(drawn, minlength=len(share))
     found = []
     for entries in contents.scan(np.flatnonzero(wanted)):
@@ -109,40 +195,38 @@ def _drawn(lists: ListMap, contents: Contents, died: NDArray[np.int64], most: in
         ):
             rows = begin + draw.permutation(end - begin)[: wanted[extent]]
             found.append(entries.vectors[rows[died[entries.positions[rows]] == ALIVE]])
-    queries = np.concatenate(found)
-    first = np.unique(row_hashes(queries, lists.metric), return_index=True)[1]
-    return queries[draw.permutation(first)[:most]]
+    return np.concatenate(found)
 
 
-def _tuned(
+def _distinct(vectors: NDArray[Any], lists: ListMap, most: int, draw: np.random.Generator) -> NDArray[Any]:
+    """At most so many of some vectors, drawn from the distinct ones."""
+    first = np.unique(row_hashes(vectors, lists.metric), return_index=True)[1]
+    return vectors[draw.permutation(first)[:most]]
+
+
+def _chosen(
     lists: ListMap,
     compared: NDArray[np.float32],
-    best: NDArray[np.float32],
-    slots: NDArray[np.int64],
-    holders: NDArray[np.int64],
+    found: _Neighbours,
+    radii: NDArray[np.float32],
     recall_target: float,
-) -> Tuned | None:
-    """The effort that reaches the target, from the lists that hold the true neighbours."""
-    width = max(1, int(max((np.bincount(row[row >= 0]).max(initial=0) for row in slots), default=1)))
-    held = np.full((len(slots), MEASURED_AT, width), NO_ID, np.int32)
-    for row in range(len(slots)):
-        order = np.argsort(-best[row], kind="stable")
-        order = order[np.isfinite(best[row][order])]
-        known: dict[int, int] = {}
-        filled = np.zeros(MEASURED_AT, np.int64)
-        for at in order.tolist():
-            rank = known.setdefault(int(slots[row, at]), len(known))
-            if rank < MEASURED_AT:
-                held[row, rank, filled[rank]] = holders[row, at]
-                filled[rank] += 1
+    samples: tuple[slice, ...],
+) -> Choice | None:
+    """The choice of lists that reaches the target, from the lists that hold the true neighbours."""
+    held = found.held()
     if not (held != NO_ID).any():
         return None
-    near = nearest_lists(lists, compared, min(_TUNED_LISTS, lists.num_lists))
-    pages = np.bincount(lists.owners, lists.extents.last_pages + 1 - lists.extents.first_pages, lists.num_lists).astype(
-        np.int64
+    sizes = lists.extents.last_pages + 1 - lists.extents.first_pages
+    return tuned_choice(
+        lambda some, width: nearest_lists(lists, compared[some], width),
+        held,
+        Lists(lists.centroids, lists.lengths, radii),
+        np.bincount(lists.owners, sizes, lists.num_lists).astype(np.int64),
+        lists.extents.entry_bytes,
+        lists.metric,
+        recall_target,
+        samples=samples,
     )
-    found = tuned(near, held, pages, lists.num_lists, recall_target)
-    return found if lists.metric != "inner_product" else found._replace(pruning=None)
 
 
 def nearest_lists(lists: ListMap, queries: NDArray[np.float32], effort: int) -> Nearest:

@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
+from autopar.vector_search.data.metrics import is_integer
 from autopar.vector_search.updates.records import Layout
 
 #: Bytes of one operation in the log.
@@ -28,13 +29,12 @@ def checked_new(vectors: ArrayLike, layout: Layout) -> NDArray[Any]:
     checked = inputs.checked_vectors(array)
     if checked.dtype == layout.dtype:
         return checked
-    converted = checked.astype(layout.dtype)
-    if layout.dtype == np.int8 and not np.array_equal(converted, checked):
+    if is_integer(layout.dtype) and not inputs.is_held(checked, layout.dtype):
         raise SearchError(
-            f"the index has int8 vectors, and these `vectors` of {array.dtype} have other values: scale and round them like"
+            f"the index has {layout.dtype} vectors, and these `vectors` of {array.dtype} have other values: scale and round them like"
             " the others"
         )
-    return converted
+    return inputs.checked_vectors(checked.astype(layout.dtype))
 
 
 def checked_metadata(metadata: ArrayLike | None, num: int, dtype: np.dtype[Any]) -> NDArray[Any]:

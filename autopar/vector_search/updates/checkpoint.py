@@ -6,14 +6,15 @@ changes, a census measures the recall again, and finds slots that can be used ag
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.data.metrics import NO_ID, is_integer
 from autopar.vector_search.frame.recall_tuning import Measured
+from autopar.vector_search.on_disk.choice_tuning import Choice
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.on_disk.probing import prepared
@@ -106,9 +107,11 @@ def checkpoint(store: PageStore, frozen: Frozen, settings: Settings, queries: ND
     found: Census | None = None
     if frozen.num_changes >= _CENSUS_SHARE * num_live:
         after = Contents(store, new, frozen.died, settings.memory_bytes)
-        found = census(new, after, frozen.died, settings.recall_target, queries, frozen.sequence)
+        found = census(new, after, frozen.died, settings.recall_target, queries, added.vectors, frozen.sequence)
         dead = found.dead
-    tuned = frozen.tuned if found is None or found.tuned is None else found.tuned
+        if found.choice is not None:
+            new = replace(new, rule=found.choice.rule)
+    tuned = frozen.tuned if found is None or found.choice is None else found.choice.found
     tuned = _scaled(tuned, lists.num_lists, new.num_lists) if found is None else tuned
     changes = 0 if found is not None else frozen.num_changes
     arrays: dict[str, NDArray[Any]] = new.saved() | {
@@ -120,7 +123,7 @@ def checkpoint(store: PageStore, frozen: Frozen, settings: Settings, queries: ND
         arrays["metadata"] = frozen.metadata
     if queries is not None:
         arrays["queries"] = queries.view(np.uint8) if queries.dtype.name == "bfloat16" else queries
-    state = writer.commit(frozen.sequence, settings.saved() | saved_tuning(tuned, changes), arrays)
+    state = writer.commit(frozen.sequence, settings.saved() | saved_tuning(Choice(tuned, new.rule), changes), arrays)
     free = None
     if found is not None:
         free = np.flatnonzero((frozen.died != ALIVE) & ~found.is_held)
@@ -146,7 +149,7 @@ def copies_within(sample: NDArray[np.float32], centroids: NDArray[np.float32], s
 def _centred(frozen: Frozen) -> ListMap:
     """The lists; the first ones of floats get the mean of the delta as their centre."""
     lists = frozen.lists
-    if lists.num_lists or lists.metric != "l2" or lists.dtype == np.int8 or not len(frozen.delta.slots):
+    if lists.num_lists or lists.metric != "l2" or is_integer(lists.dtype) or not len(frozen.delta.slots):
         return lists
     centre = frozen.delta.vectors.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32)
     return ListMap(
@@ -169,6 +172,8 @@ def _scaled(tuned: Tuned, before: int, after: int) -> Tuned:
     )
 
 
-def saved_tuning(tuned: Tuned, num_changes: int) -> dict[str, Any]:
+def saved_tuning(choice: Choice, num_changes: int) -> dict[str, Any]:
     """JSON types for the page store."""
-    return {"measured": tuned.measured.saved(), "pruning": tuned.pruning, "num_changes": num_changes}
+    (measured, pruning), rule = choice
+    saved = {"measured": measured.saved(), "pruning": pruning, "num_changes": num_changes}
+    return saved | {"rule": None if rule is None else rule.saved()}

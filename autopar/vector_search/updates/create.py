@@ -14,6 +14,7 @@ from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
 from autopar.vector_search.data.inputs import DTYPES
 from autopar.vector_search.frame.recall_tuning import Measured
+from autopar.vector_search.on_disk.choice_tuning import Choice
 from autopar.vector_search.on_disk.index import DiskIndex
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probe_tuning import Tuned
@@ -34,6 +35,9 @@ from autopar.vector_search.updates.settings import Settings
 #: Pages that are copied at a time.
 _AT_ONCE = 256
 
+#: Maximum lists per vector, and maximum of the mean.
+COPIES, SPACE = 4, 1.5
+
 
 def create_updatable(
     path: str | os.PathLike[str],
@@ -44,8 +48,8 @@ def create_updatable(
     metadata: DTypeLike | None = None,
     recall_target: float = 0.95,
     queries: ArrayLike | None = None,
-    copies: int = 4,
-    space: float = 1.5,
+    copies: int = COPIES,
+    space: float = SPACE,
     delta_share: float = 0.05,
     memory_budget_bytes: float = 2**26,
     reader: str = AUTO,
@@ -56,11 +60,11 @@ def create_updatable(
     Args:
         path: the folder, which must not exist.
         dim: elements per vector.
-        dtype: dtype of the vectors: float32, bfloat16 or int8.
+        dtype: dtype of the vectors: float32, bfloat16, float16, int8 or uint8.
         metric: as in `build`.
         metadata: dtype of a row of metadata per vector, with named fields; None: no metadata. It is kept in memory.
         recall_target: as in `build`. It is measured again when a twentieth of the vectors has changed.
-        queries: as in `build`; int8 or float32.
+        queries: as in `build`.
         copies, space: maximum lists per vector, and of the mean; as in `build_on_disk`.
         delta_share: vectors are moved from memory to lists when so large a share of the vectors has changed.
         memory_budget_bytes: bytes of lists that are in memory while they are reorganized.
@@ -79,7 +83,7 @@ def create_updatable(
     checked_reader(reader)
 
     def fill(folder: Path) -> None:
-        _created(folder, FILES, settings, Tuned(Measured(1, None, {}), None), arrays, 0).close()
+        _created(folder, FILES, settings, Choice(Tuned(Measured(1, None, {}), None), None), arrays, 0).close()
 
     folders.complete(Path(path), fill, FILES)
     return UpdatableIndex(path, reader, background=background)
@@ -92,8 +96,8 @@ def make_updatable(
     metadata: NDArray[Any] | None = None,
     recall_target: float = 0.95,
     queries: ArrayLike | None = None,
-    copies: int = 4,
-    space: float = 1.5,
+    copies: int = COPIES,
+    space: float = SPACE,
     delta_share: float = 0.05,
     memory_budget_bytes: float = 2**26,
     reader: str = AUTO,
@@ -126,6 +130,7 @@ def make_updatable(
         lists.dtype,
         lists.metric,
         num,
+        None if lists.metric == "inner_product" else lists.rule,
     )
     arrays = moved.saved() | {
         "ids": lists.ids_of(np.arange(num)),
@@ -136,10 +141,10 @@ def make_updatable(
         arrays["metadata"] = rows
     if queries is not None:
         arrays["queries"] = _sample(queries, layout)
-    tuned = Tuned(index.measured, index.pruning)
+    choice = Choice(Tuned(index.measured, index.pruning), moved.rule)
 
     def fill(folder: Path) -> None:
-        _created(folder, FILES, settings, tuned, arrays, index.num_data_pages, index).close()
+        _created(folder, FILES, settings, choice, arrays, index.num_data_pages, index).close()
 
     folders.complete(Path(path), fill, FILES)
     return UpdatableIndex(path, reader, background=background)
@@ -149,7 +154,7 @@ def _created(
     folder: Path,
     files: Files,
     settings: Settings,
-    tuned: Tuned,
+    choice: Choice,
     arrays: Mapping[str, NDArray[Any]],
     num_pages: int,
     index: DiskIndex | None = None,
@@ -161,7 +166,7 @@ def _created(
         assert index is not None
         count = min(_AT_ONCE, num_pages - at)
         writer.write_groups(index.payloads_of(Run(FIRST_PAGE + at, count)), [count])
-    state = writer.commit(0, settings.saved() | saved_tuning(tuned, 0), arrays)
+    state = writer.commit(0, settings.saved() | saved_tuning(choice, 0), arrays)
     log = logs.created(folder, files, store.file_id, state.generation, 1)
     log.close()
     return store

@@ -135,7 +135,7 @@ def _opened(path: Path, store: PageStore, files: Files) -> Opened:
             raise ValueError("`metadata` does not match `ids`")
         lists = ListMap.empty(layout.dim, layout.dtype, settings.metric)
         if "centroids" in arrays:
-            lists = ListMap.loaded(arrays, layout.dim, layout.dtype, settings.metric, len(ids))
+            lists = ListMap.loaded(arrays, layout.dim, layout.dtype, settings.metric, len(ids), saved.get("rule"))
         dead = arrays.get("dead", np.zeros(lists.num_lists, np.int64))
         queries = arrays.get("queries")
         if queries is not None and layout.dtype.name == "bfloat16":

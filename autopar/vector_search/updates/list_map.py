@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import Metric
+from autopar.vector_search.on_disk.hit_rule import HitRule, loaded_rule
 from autopar.vector_search.on_disk.stored_lists import StoredLists
 
 
@@ -30,6 +31,7 @@ class ListMap:
         counts: int64 `[num_extents]`, entries of each extent.
         dtype: dtype of the vectors.
         num_slots: slots are below.
+        rule: chooses the lists of a query; None: by distance.
     """
 
     centroids: NDArray[np.float32]
@@ -40,6 +42,7 @@ class ListMap:
     dtype: np.dtype[Any]
     metric: Metric
     num_slots: int
+    rule: HitRule | None = None
 
     @classmethod
     def empty(cls, dim: int, dtype: np.dtype[Any], metric: Metric) -> ListMap:
@@ -96,13 +99,23 @@ class ListMap:
     def saved(self) -> dict[str, NDArray[Any]]:
         """Arrays for the page store."""
         arrays = {"centroids": self.centroids, "owners": self.owners, "starts": self.starts, "counts": self.counts}
+        arrays |= {} if self.rule is None else self.rule.arrays
         return arrays if self.centre is None else arrays | {"centre": self.centre}
 
     @classmethod
     def loaded(
-        cls, arrays: Mapping[str, NDArray[Any]], dim: int, dtype: np.dtype[Any], metric: Metric, num_slots: int
+        cls,
+        arrays: Mapping[str, NDArray[Any]],
+        dim: int,
+        dtype: np.dtype[Any],
+        metric: Metric,
+        num_slots: int,
+        rule: Mapping[str, Any] | None = None,
     ) -> ListMap:
         """Parse what `saved` returned.
+
+        Args:
+            rule: what `HitRule.saved` returned.
 
         Raises:
             ValueError: arrays that contradict each other.
@@ -117,6 +130,7 @@ class ListMap:
             dtype,
             metric,
             num_slots,
+            loaded_rule(rule, arrays),
         )
         num = len(found.owners)
         is_of_form = (
@@ -135,4 +149,6 @@ class ListMap:
             or (np.diff(found.owners) < 0).any()
         ):
             raise ValueError("extents of lists that do not exist")
+        if found.rule is not None and (why := found.rule.why_invalid(found.num_lists)):
+            raise ValueError(why)
         return found

@@ -153,6 +153,11 @@ class Rebalance:
         self._set(which, Members.concatenated([*parts, *self.added.pop(which, ())]))
         return self.whole[which]
 
+    def radius(self, which: int) -> float:
+        """The rms distance of the vectors of a list that is written as a whole from its centroid."""
+        compared = self._prepared(self.whole[which])
+        return float(np.sqrt(((compared - self.centroids[which]) ** 2).sum(axis=1).mean())) if len(compared) else 0.0
+
     def left(self) -> list[int]:
         """The lists that are not dropped; the new map has them in this order. The last ones take the places of dropped
         ones, so that the others keep theirs, and few pages of centroids change."""

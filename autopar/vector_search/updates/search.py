@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.list_reads import Entries, ListReads
 from autopar.vector_search.on_disk.list_scores import ListScores
-from autopar.vector_search.on_disk.probing import Probing, prepared, probed
+from autopar.vector_search.on_disk.probing import Probing, of_lists, prepared, probed
 from autopar.vector_search.updates.census import nearest_lists
 from autopar.vector_search.updates.snapshot import Snapshot
 
@@ -52,7 +52,7 @@ class SnapshotSearch:
         num_lists = self.snapshot.lists.num_lists
         probing = self._probing(k)
         distances, slots = self._once(queries, k, probing)
-        while probing.effort < num_lists and self.num_allowed:
+        while (probing.is_usual or probing.effort < num_lists) and self.num_allowed:
             short = np.flatnonzero(slots[:, min(k, self.num_allowed) - 1] == NO_ID)
             if not short.size:
                 break
@@ -70,10 +70,11 @@ class SnapshotSearch:
         enough = min(lists.num_lists, -int(-_PER_NEIGHBOUR * min(k, self.num_allowed) // mean))
         wanted = max(self.effort or snapshot.measured.effort, enough)
         share = max(1, self.num_allowed) / max(1, snapshot.num_live)
-        pruning = snapshot.pruning if self.effort is None and share >= 1 else None
+        is_usual = self.effort is None and share >= 1
+        pruning = snapshot.pruning if is_usual else None
         while share < 1:
             wanted, share = 2 * wanted, 2 * share
-        return Probing(min(wanted, lists.num_lists), pruning, max(1, enough))
+        return Probing(min(wanted, lists.num_lists), pruning, max(1, enough), is_usual)
 
     def _once(self, queries: NDArray[Any], k: int, probing: Probing) -> tuple[NDArray[Any], NDArray[np.int32]]:
         snapshot, lists = self.snapshot, self.snapshot.lists
@@ -86,12 +87,22 @@ class SnapshotSearch:
             scored.add(delta.vectors[some], slots[some], mask)
         if probing.effort:
             compared = prepared(queries, lists.metric, lists.centre)
-            near = nearest_lists(lists, compared, probing.effort)
-            is_probed = probed(near, probing, lists.num_lists)[:, lists.owners]
+            is_probed = self._probed(compared, probing)[:, lists.owners]
             for entries in self.reads.entries(np.flatnonzero(is_probed.any(axis=0))):
                 self.used(entries)
                 self._add(scored, entries, np.repeat(is_probed[:, entries.lists], entries.counts, axis=1))
         return scored.best()
+
+    def _probed(self, compared: NDArray[np.float32], probing: Probing) -> NDArray[np.bool_]:
+        """bool `[num_queries, num_lists]`: which query probes which list."""
+        lists = self.snapshot.lists
+        rule = lists.rule if probing.is_usual and lists.rule and probing.least <= lists.rule.width else None
+        if rule is None:
+            return probed(nearest_lists(lists, compared, probing.effort), probing, lists.num_lists)
+        near = nearest_lists(lists, compared, rule.width)
+        is_near = rule.is_probed(near, lists.centroids, lists.lengths, lists.extents.entry_bytes)
+        is_near[:, : probing.least] = True
+        return of_lists(near, is_near, lists.num_lists)
 
     def _add(self, scored: ListScores, entries: Entries, is_probed: NDArray[np.bool_]) -> None:
         which = np.flatnonzero(self._is_wanted(entries.positions))

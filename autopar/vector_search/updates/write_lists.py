@@ -8,12 +8,13 @@ altogether.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.vector_search.on_disk.hit_rule import HitRule
 from autopar.vector_search.on_disk.layout import packed
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.stored_lists import FIRST_PAGE
@@ -80,9 +81,19 @@ class ListWriter:
         places = [self._place(left[extents[place].owner]) for place in written]
         starts[written] = self._written(writer, parts, np.argsort(places, kind="stable"))
         owners = np.array([extent.owner for extent in extents], np.int32)
-        return ListMap(work.centroids[left], centre, owners, starts, counts, old.dtype, old.metric, num_slots)
+        return ListMap(
+            work.centroids[left], centre, owners, starts, counts, old.dtype, old.metric, num_slots, self._rule(left)
+        )
 
     # -- private ------------------------------------------------------------------------------
+
+    def _rule(self, left: list[int]) -> HitRule | None:
+        """The rule of the old map, with the radii of lists that are written as a whole as they are now."""
+        rule = self.work.old.rule
+        if rule is None or not left:
+            return None
+        radii = [self.work.radius(which) if which in self.work.whole else rule.radii[which] for which in left]
+        return replace(rule, radii=np.array(radii, np.float32), width=min(rule.width, len(left)))
 
     def _extents(self, owner: int, which: int) -> list[_Extent]:
         work, old = self.work, self.work.old
