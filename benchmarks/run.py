@@ -170,6 +170,7 @@ _PLACED = (
     "real engine",
     "update weights",
     "lend",
+    "kv pool",
 )
 _GRAPHS_ON_DISK = tuple(f"graph: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text"))
 _ON_CURVES = ("vector_search/contenders.py", "vector_search/data.py", "synthetic_vectors.py")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.cli.listening import add_address_options, add_connection_options, hosts_of, keys_of
 from autopar.cli.options import add_command as add_with_examples
@@ -22,9 +23,13 @@ from autopar.cli.terminal import progress
 from autopar.errors import InferenceError
 from autopar.system.install_command import install_command
 
+if TYPE_CHECKING:
+    from autopar.inference import KVPool
+
 _EXAMPLES = """
 serve Qwen3-0.6B
 serve chat=Qwen3-0.6B judge=Qwen3-1.7B --slots 32 --port 9000
+serve chat=Qwen3-0.6B judge=Qwen3-1.7B --kv-pool 20GB --weights-memory 4GB
 serve Qwen3-0.6B --host 0.0.0.0 --api-key-file keys.txt
 serve --index corpus.index
 """
@@ -58,6 +63,11 @@ def add_command(added: Any) -> None:
     group = serve.add_argument_group("prompts")
     about = "file with a chat template in Jinja that replaces the models' own"
     group.add_argument("--chat-template", type=Path, metavar="FILE", help=about)
+    group = serve.add_argument_group("several models")
+    about = "one pool of this size on each device for the caches of all models (default: a cache for each)"
+    group.add_argument("--kv-pool", type=size, metavar="SIZE", help=about)
+    about = "with --kv-pool, the weights that a device has at once; those of other models wait in the host's memory (default: all)"
+    group.add_argument("--weights-memory", type=size, metavar="SIZE", help=about)
     add_serving_options(serve)
     serve.set_defaults(run=run)
 
@@ -87,15 +97,22 @@ def run(options: argparse.Namespace) -> None:
     from autopar.planner.request import requested_profile
 
     folders = [_named(each) for each in options.models]
-    budget = options.memory_budget
-    if budget is None and len(folders) > 1:
+    budget, has_pool = options.memory_budget, options.kv_pool is not None
+    if options.weights_memory is not None and not has_pool:
+        raise InferenceError("`--weights-memory` is for models on one pool: give `--kv-pool SIZE` too")
+    if budget is None and len(folders) > 1 and not has_pool:
         budget = requested_profile(None).usable_bytes / len(folders)
     options.memory_budget = budget
     for _, folder in folders:
         serving_of(str(folder), options)  # what is wrong is said before the first model is read
 
+    pool = pool_of(folders, options) if has_pool else None
+
     def open_engine(folder: Path) -> Engine:
         serving = serving_of(str(folder), options)
+        if pool is not None:
+            is_named = any(folder == each for _, each in folders)
+            serving |= {"pool": pool, "mesh": None, "quota": 1 / len(folders) if is_named else 0.0}
         serving["options"] = replace(serving["options"], samples_apart=True)  # requests may have grammars
         with progress() as report:
             return Engine.open(folder, **serving, progress=report)
@@ -119,6 +136,15 @@ def run(options: argparse.Namespace) -> None:
             folders, open_engine, limits, host=host, port=port, chat_template=options.chat_template, on_ready=on_ready
         )
     )
+
+
+def pool_of(folders: list[tuple[str | None, Path]], options: argparse.Namespace) -> KVPool:
+    """One pool for the caches of all models, of which each can count on an equal share."""
+    from autopar.inference import KVPool
+
+    mesh, dtype = options.mesh, serving_of(str(folders[0][1]), options)["dtype"]
+    most = math.inf if options.weights_memory is None else options.weights_memory
+    return KVPool.of([folder for _, folder in folders], options.kv_pool, mesh=mesh, dtype=dtype, weights_bytes=most)
 
 
 def _serve_index(options: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from autopar.inference.serve.engine import Engine as Engine
 from autopar.inference.serve.engine import Serving as Serving
 from autopar.inference.serve.generation import Generation as Generation
 from autopar.inference.serve.generation import Piece as Piece
+from autopar.inference.serve.kv_pool import KVPool as KVPool
 from autopar.inference.serve.stats import Stats as Stats
 from autopar.inference.serve.verifiers import asking as asking
 from autopar.inference.step.sampling_params import SamplingOptions as SamplingOptions

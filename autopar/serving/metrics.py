@@ -112,7 +112,7 @@ class ModelMetrics:
         for source, gauge in self._gauges.items():
             gauge.set(getattr(stats, source))
         pages = stats.held_pages + stats.evictable_pages + stats.free_pages
-        self._usage.set(stats.held_pages / pages)
+        self._usage.set(stats.held_pages / max(1, pages))  # a model may have none of a pool of bytes
         self._queued.set(model.queued_tokens)
         for counter, sources, last in self._counters:
             total = sum(getattr(stats, source) for source in sources)

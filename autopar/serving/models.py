@@ -272,7 +272,7 @@ class ServedModel:
     async def close(self) -> None:
         """End the engine's thread, and free its memory."""
         await self.thread.stop()
-        self.engine.runner.close()
+        await asyncio.to_thread(self.engine.close)
 
 
 class Models:

@@ -14,6 +14,7 @@ both placements.
 times of their iterations; three runs, of which the worst counts for each trace.
 *update weights*: an engine whose weights a second thread replaces under load: tokens that the weights in force would not have given.
 *lend*: training in the gaps of an engine, on a fake clock that recorded times of iterations and microbatches advance.
+*kv pool*: random operations of models with different pages on one pool of bytes, against an oracle that has the bytes.
 
 AlpaServe (Li et al., OSDI 2023) reports up to 10 times the rate or 6 times the burstiness at 99 % of the bounds.
 """

@@ -68,6 +68,9 @@ class PagePool:
         """Whether one sequence alone refers to the page, and no prefix cache does."""
         return self._references[page] == 1 and page not in self._on_evict
 
+    def claim(self, num: int) -> None:
+        """Say that so many pages are lacking. Without effect: all pages are of one model, or of models without quotas."""
+
     def allocate(self, num: int) -> list[int] | None:
         """Allocate pages with a reference count of 1; None, without a change, if fewer than `num` are available."""
         if num > self.num_available:

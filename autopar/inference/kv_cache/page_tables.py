@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.byte_pool import Pages
 from autopar.inference.kv_cache.prefix_tree import NO_PAGE, Node, PrefixTree, page_keys
 
 
@@ -58,9 +58,7 @@ class PagedCache:
         window: the tokens that any token may see, itself included; None is all before it. Pages behind it are given back.
     """
 
-    def __init__(
-        self, pool: PagePool, page_size: int, *, shares_prefixes: bool = True, window: int | None = None
-    ) -> None:
+    def __init__(self, pool: Pages, page_size: int, *, shares_prefixes: bool = True, window: int | None = None) -> None:
         self.pool = pool
         self.page_size = page_size
         self.window = window
@@ -177,9 +175,10 @@ class PagedCache:
         return PageTable([NO_PAGE] * first + shared, num_tokens, num_cached, first)
 
     def forget_prefixes(self) -> None:
-        """Forget all cached prefixes, such as those that other weights have computed. No sequence may run."""
+        """Forget all cached prefixes, such as those that other weights have computed, and what pages lack. No sequence may run."""
         if self._tree is not None:
             self._tree.clear()
+        self.pool.claim(0)
 
     def release(self, table: PageTable) -> None:
         """Release all pages of a sequence. Those in the prefix cache can be found until they are evicted."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.byte_pool import Pages
 
 #: In a page table: a page behind the window, which the sequence does not hold.
 NO_PAGE = -1
@@ -53,9 +53,7 @@ class PrefixTree:
         first_needed: the function from a number of pages to the first of them that a token after them may see.
     """
 
-    def __init__(
-        self, pool: PagePool, page_size: int, first_needed: Callable[[int], int] = lambda num_pages: 0
-    ) -> None:
+    def __init__(self, pool: Pages, page_size: int, first_needed: Callable[[int], int] = lambda num_pages: 0) -> None:
         self._pool = pool
         self._page_size = page_size
         self._first_needed = first_needed
@@ -153,11 +151,27 @@ class PrefixTree:
         return node
 
     def _remove(self, page: int) -> None:
-        """Take a page out of the tree."""
+        """Take a page out of the tree, and those that follow it if no prefix is found without it.
+
+        Where models share a pool of bytes, a page may be evicted before those that follow it, which no sequence holds either.
+        """
         node = self._nodes.pop(page)
-        assert self._has_gaps or not node.children, "a page is evicted after the pages that follow it"
         node.page = NO_PAGE
+        if node.children and not self._has_gaps:
+            self._pool.forget(self._cut_off(node))
         self._prune(node)
+
+    def _cut_off(self, node: Node) -> list[int]:
+        """Remove all nodes that follow one, and return their pages."""
+        pages, rest = list[int](), list(node.children.values())
+        node.children = {}
+        while rest:
+            each = rest.pop()
+            rest += each.children.values()
+            each.is_removed, each.children = True, {}
+            pages.append(each.page)
+            del self._nodes[each.page]
+        return pages
 
     def _prune(self, node: Node) -> None:
         """Remove a node, and those before it, that lead to no page."""

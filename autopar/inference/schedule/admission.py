@@ -84,6 +84,7 @@ class Admission:
     def admit(self) -> list[Started]:
         """Admit waiting requests while a slot and pages are available."""
         started: list[Started] = []
+        self._cache.pool.claim(0)
         while self.waiting and self._free:
             waiting = self.waiting[0]
             table = self._start_table(waiting)
@@ -159,7 +160,11 @@ class Admission:
             own = np.minimum(own, np.maximum(0, most - slots.num_pages + slots.num_given_back))
             needed = min(needed, max(0, most - len(table.held)))
         reserved = (own + (slots.capacity < slots.num_pages * size) + 1)[slots.attempts > 0].sum()
-        return needed + int(reserved) <= self._cache.pool.num_available
+        pool, total = self._cache.pool, needed + int(reserved)
+        if total <= pool.num_available:
+            return True
+        pool.claim(total)
+        return False
 
     def most_held(self, num_tokens: int) -> int:
         """The number of pages that a sequence of so many tokens holds at most."""
@@ -207,6 +212,7 @@ class Admission:
             return True
         table = self._current_table(slot)
         while (new := self._cache.grow(table, num_tokens)) is None:
+            self._cache.pool.claim(self._cache.num_needed(table, num_tokens))
             if not may_preempt or self._preempt_last() == slot:
                 return False
         copies += new

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import jax
+import jax.numpy as jnp
 
 from autopar.api.microbatched_step import MicrobatchedStep
 from autopar.errors import InferenceError
 from autopar.inference.kernels.paged_attention import REFERENCE
+from autopar.inference.kv_cache.byte_pool import Pages
 from autopar.inference.kv_cache.page_pool import PagePool
 from autopar.inference.kv_cache.page_tables import PagedCache
 from autopar.inference.model.async_load import Load, Progress
@@ -28,6 +30,8 @@ from autopar.inference.schedule.speculation_policy import Proposer, SpeculationP
 from autopar.inference.schedule.stop_strings import TextUntilStop
 from autopar.inference.serve.generation import Generation
 from autopar.inference.serve.iterations import Iterations, Processed
+from autopar.inference.serve.kv_pool import KVPool, PlaceInPool
+from autopar.inference.serve.layout import Served
 from autopar.inference.serve.lend import in_microbatches, lend
 from autopar.inference.serve.lending import Training
 from autopar.inference.serve.runner import PageMemory, Runner
@@ -67,6 +71,8 @@ class Serving(TypedDict, total=False):
             start.
         pages_of: the engine of another model on the same mesh, whose pages this model shares. Its pages must have the same
             shape and dtype, and it must have at least as many layers.
+        pool: a pool of bytes that models with other pages share, too; with it, mesh and page_size are the pool's. quota: the share of it
+            that this model can count on. priority: of its weights, if they do not have room at once; a lower number goes first.
         quantize: how to quantize a folder's float weights: "int8", "int4", by groups as "int8-g128"; by default they stay floats.
         progress: called with a stage's name and the fraction done.
     """
@@ -81,6 +87,9 @@ class Serving(TypedDict, total=False):
     propose: Propose
     attention: str | None
     pages_of: Engine | None
+    pool: KVPool | None
+    quota: float
+    priority: int
     cache: bool | str | os.PathLike[str]
     quantize: str | None
     progress: Progress | None
@@ -92,14 +101,13 @@ class Engine:
     Args:
         runner: the programs and weights on the devices. tokenizer: one of the package `tokenizers`; None for tokens only.
         stop_tokens: the default stop tokens of requests.
-        pages_of: the engine of another model that shares its pages; `runner` must use its memory.
+        pages_of, place: an engine whose pages it shares, or a place in a pool of bytes; `runner` must use the same memory.
         num_pages: the number of pages to use; by default all.
         proposer: the source of draft tokens. policy: decides when to speculate.
         load: reads the weights from where they came from; None if they came from memory.
 
     Attributes:
-        listener: called at the end of each step that has results; None by default.
-        shared, pool, lock: what engines that share its pages have in common.
+        listener: called at the end of each step that has results; None by default. shared, pool, lock: as for all on its pages.
     """
 
     def __init__(
@@ -114,17 +122,15 @@ class Engine:
         proposer: Proposer | None = None,
         policy: SpeculationPolicy | None = None,
         load: Load | None = None,
+        place: PlaceInPool | None = None,
     ) -> None:
         self.runner, self.tokenizer, self.proposer = runner, tokenizer, proposer
         self.stop_tokens = frozenset(stop_tokens)
-        served = runner.served
-        shared = SharedPages(PagePool(num_pages or runner.layout.num_pages)) if pages_of is None else pages_of.shared
-        self.shared, self.pool, self.lock = shared, shared.pool, shared.lock
-        window = served.model.config.window
-        cache = PagedCache(self.pool, served.page_size, shares_prefixes=shares_prefixes, window=window)
+        self.shared, self.pool = _pages_for(runner, num_pages, pages_of, place)
+        self.lock, window = self.shared.lock, runner.served.model.config.window
+        cache = PagedCache(self.pool, runner.served.page_size, shares_prefixes=shares_prefixes, window=window)
         self._iterations = Iterations(runner, cache, proposer, policy, self._listen)
-        shared.members.append(self._iterations)
-        self._weights = Weights(shared, self._iterations, proposer, load)
+        self._weights = _registered(self.shared, Weights(self.shared, self._iterations, proposer, load), place)
         self._names = itertools.count()
         self.listener: Listener | None = None
 
@@ -251,10 +257,14 @@ class Engine:
         """Run until all requests have ended."""
         self.shared.run(self._iterations)
 
+    def close(self) -> None:
+        """Free the devices' memory that no other engine uses, for good. Requests are aborted."""
+        self.shared.close(self._iterations, self.pool)
+
     def sleep(self, weights: Literal["host", "dropped"] = "host") -> None:
         """Free the devices' memory: the weights and, unless another engine uses them, the pages. Requests wait for `wake_up`.
 
-        Running requests keep their tokens, and are computed again afterwards. To read a request meanwhile raises an `InferenceError`.
+        Running ones keep their tokens, and are computed again. To read a request meanwhile raises an `InferenceError`.
 
         Args:
             weights: whether they are kept in the host's memory, or dropped.
@@ -276,10 +286,8 @@ class Engine:
         self._weights.wake_up(params)
 
     def update_weights(self, params: Any) -> None:
-        """Replace the weights between two iterations, for example by those of a train step. No request is dropped.
-
-        Each token is that of the weights in force: running requests keep their tokens, and their keys and values are computed again.
-        `Generation.versions` has the weights of each token.
+        """Replace the weights between two iterations, for example by those of a train step. No request is dropped: running ones keep
+        their tokens, and their keys and values are computed again. `Generation.versions` has the weights of each token.
 
         Args:
             params: as `Decoder(config).init` has them, in any shardings and floating-point dtype. They are copied.
@@ -363,6 +371,25 @@ def _open_folder(folder: str | os.PathLike[str], dtype: Any, serving: Serving) -
     return runner, {**options, "load": load}
 
 
+def _pages_for(
+    runner: Runner, num_pages: int | None, pages_of: Engine | None, place: PlaceInPool | None
+) -> tuple[SharedPages, Pages]:
+    """What an engine has in common with others, and its pages."""
+    if place is not None:
+        return place.shared, place.pages
+    if pages_of is not None:
+        return pages_of.shared, pages_of.pool
+    return SharedPages(), PagePool(num_pages or runner.layout.num_pages)
+
+
+def _registered(shared: SharedPages, weights: Weights, place: PlaceInPool | None) -> Weights:
+    """Let an engine run with the others. Returns its weights."""
+    shared.members.append(weights.iterations)
+    if place is not None:
+        place.take(weights)
+    return weights
+
+
 def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Serving) -> tuple[Runner, dict[str, Any]]:
     """Open a model and run each program once. Returns the runner and the options of its `Engine`."""
     propose, pages_of, progress = (serving.get(name) for name in ("propose", "pages_of", "progress"))
@@ -371,17 +398,22 @@ def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Servin
         raise InferenceError(
             "`quantize` is for the weights of a folder: write them with `write_checkpoint(params=)` first"
         )
-    served = served_of(
-        config, shapes, serving.get("options"), serving.get("page_size", 16), propose, attention or REFERENCE
-    )
+    pool = serving.get("pool")
+    page_size = serving.get("page_size", 16) if pool is None else pool.page_size
+    rows = None if pool is None else pool.rows(config)
+    served = served_of(config, shapes, serving.get("options"), page_size, propose, attention or REFERENCE, rows)
     place = {name: serving.get(name) for name in ("mesh", "hardware", "memory_budget_bytes")}
     place["cache"] = serving.get("cache", True)
+    place_in_pool = None if pool is None else _place_in_pool(pool, served, serving)
+    if pool is not None:
+        place["mesh"] = pool.mesh
     setup = make_proposer(propose, served, place)
     reserved = setup.held_bytes + (pages_of.runner.layout.bytes_without_pages if pages_of is not None else 0)
+    reserved += 0 if pool is None else pool.reserved_bytes()
     shared = pages_of.runner.layout if pages_of is not None else None
     arguments = (served, attention, load, place, serving.get("num_pages"), progress, reserved, shared)
-    memory = pages_of.runner.memory if pages_of is not None else None
-    model = open_model(*arguments)
+    memory = pool.memory if pool is not None else pages_of.runner.memory if pages_of is not None else None
+    model = open_model(*arguments, pool=pool)
     try:
         runner = _warm_runner(model, memory)
     except jax.errors.JaxRuntimeError as error:
@@ -390,8 +422,25 @@ def _open_runner(config: DecoderConfig, shapes: Any, load: Load, serving: Servin
         model.cache.warn_damaged(error)
         runner = _warm_runner(open_model(*arguments, ignore_cache=True), memory)
     policy = make_policy(runner.seconds(), setup.seconds) if served.options.num_proposals else None
-    shares = serving.get("shares_prefixes", True)
-    return runner, {"pages_of": pages_of, "shares_prefixes": shares, "proposer": setup.proposer, "policy": policy}
+    options = {"pages_of": pages_of, "shares_prefixes": serving.get("shares_prefixes", True), "place": place_in_pool}
+    return runner, {**options, "proposer": setup.proposer, "policy": policy}
+
+
+def _place_in_pool(pool: KVPool, served: Served, serving: Serving) -> PlaceInPool:
+    """A place for a model in a pool.
+
+    Raises:
+        InferenceError: the model does not go with the pool, or with other options.
+    """
+    for name in ("pages_of", "num_pages", "mesh", "page_size"):
+        if serving.get(name) is not None:
+            raise InferenceError(f"`{name}` and `pool` are given: with a pool, pages and mesh are the pool's")
+    if jnp.dtype(served.dtype) != pool.dtype:
+        raise InferenceError(
+            f"the model's cache has the dtype {served.dtype}, and the pool {pool.dtype}: give both one `dtype`"
+        )
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(served.params))
+    return pool.place_for(served.model.config, num_bytes, serving.get("quota", 0.0), serving.get("priority", 0))
 
 
 def _warm_runner(model: OpenedModel, memory: PageMemory | None) -> Runner:

@@ -22,10 +22,11 @@ from autopar.inference.kernels.paged_attention import REFERENCE
 from autopar.inference.kv_cache.page_tables import most_held
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
+from autopar.inference.serve.page_rows import PageRows
 from autopar.inference.step.apart import forward_of, sample_logits
 from autopar.inference.step.host_inputs import Rows
 from autopar.inference.step.sampling import num_words
-from autopar.inference.step.step import copy_pages, resident_shapes, start_slot, step_of
+from autopar.inference.step.step import copy_pages, copy_rows_of, resident_shapes, start_slot, step_of
 from autopar.jax_interop.partition_spec import partition_spec
 from autopar.planner.memory_budget import MemoryBudget
 from autopar.plans.plan import Plan
@@ -68,6 +69,7 @@ class Served:
         page_size: tokens per page.
         dtype: the dtype of keys and values in the cache.
         attention: a backend of `paged_attention`.
+        page_rows: where the pages are rows of a pool that other models share; None if each layer has an array of its own.
     """
 
     model: Decoder
@@ -76,6 +78,7 @@ class Served:
     page_size: int
     dtype: Any
     attention: str = REFERENCE
+    page_rows: PageRows | None = None
 
     @property
     def pages_of_sequence(self) -> int:
@@ -101,13 +104,14 @@ class Served:
     def resident(self, num_pages: int) -> Any:
         """The shapes and dtypes of the state that stays on the devices."""
         sizes = (self.model.config, self.options.num_slots, num_pages, self.page_size, self.dtype)
-        return resident_shapes(*sizes, has_logits=self.options.samples_apart)
+        return resident_shapes(*sizes, has_logits=self.options.samples_apart, has_rows=self.page_rows is not None)
 
     def program(self, key: Key, num_pages: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """The function of a program, and the shapes of its arguments."""
         resident, slots = self.resident(num_pages), self.options.num_slots
         if key == "copy":
-            return copy_pages, (resident, jax.ShapeDtypeStruct((2, slots), jnp.int32))
+            copy = copy_pages if self.page_rows is None else copy_rows_of(self.page_rows.num_layers)
+            return copy, (resident, jax.ShapeDtypeStruct((2, slots), jnp.int32))
         if key == "start":
             row = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), resident.state)
             return start_slot, (resident, jax.ShapeDtypeStruct((1,), jnp.int32), row)
@@ -177,6 +181,8 @@ def plan_layout(
     """
     pinned = {} if shared is None else page_pins(served, shared)
     num_pages = num_pages if shared is None else shared.num_pages
+    if served.page_rows is not None:
+        pinned, num_pages = served.page_rows.pins, served.page_rows.scratch
     if num_pages is not None:
         return _plan_rest(served, make, num_pages, _plan_first(served, make, num_pages, pinned), progress)
     num_pages, planned = _fit_pages(served, make, budget_bytes)

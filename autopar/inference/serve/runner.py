@@ -7,6 +7,7 @@ while the devices work on the next. The KV cache and the last token of each slot
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,12 @@ class Runner:
         return self._params is None
 
     @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights on one device."""
+        each = zip(jax.tree.leaves(self.served.params), self.shardings, strict=True)
+        return sum(math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, place in each)
+
+    @property
     def shardings(self) -> tuple[Any, ...]:
         """The sharding of each weight."""
         primary = self.layout.programs[self.served.keys[0]]
@@ -175,9 +182,11 @@ class Runner:
             self._own = self._empty(whole=False)
         self._params, self._asleep = jax.tree.unflatten(jax.tree.structure(self.served.params), new), None
 
-    def close(self) -> None:
-        """Free the weights and the pages."""
-        self._params, self._own, self._asleep, self.memory.pages = None, None, None, ()
+    def close(self, *, frees_pages: bool = True) -> None:
+        """Free the weights and the pages. Nothing can run any more."""
+        self._params = self._own = self._asleep = None
+        if frees_pages:
+            self.memory.pages = ()
         self._masks.clear()
 
     def start(self, slot: int, options: SamplingOptions, prompt: Sequence[int], generated: Sequence[int]) -> None:

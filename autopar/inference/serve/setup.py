@@ -27,7 +27,9 @@ from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Options, Shape
 from autopar.inference.schedule.speculation_policy import NGram, Proposer, SpeculationPolicy
 from autopar.inference.serve.draft_model import DraftModel
+from autopar.inference.serve.kv_pool import KVPool
 from autopar.inference.serve.layout import Key, Layout, Served, page_pins, plan_layout
+from autopar.inference.serve.page_rows import PageRows
 from autopar.inference.serve.program_cache import DamagedError, ProgramCache
 from autopar.jax_interop import compilation
 from autopar.jax_interop.partition_spec import partition_spec
@@ -64,6 +66,7 @@ def open_model(
     shared: Layout[Compiled] | None = None,
     *,
     ignore_cache: bool = False,
+    pool: KVPool | None = None,
 ) -> OpenedModel:
     """Load a model's programs from the cache, or plan, compile and cache them; and read its weights.
 
@@ -72,15 +75,17 @@ def open_model(
         load: the function that reads the weights.
         place, num_pages, progress, reserved_bytes, shared: as for `planned_for`.
         ignore_cache: whether to compile even if the cache has the programs.
+        pool: the pool that the pages are in, if `served` has rows.
     """
     options = {**_planning(place, reserved_bytes), "num_pages": num_pages, "attention": attention}
     options["shared"] = None if shared is None else (shared.num_pages, page_pins(served, shared))
+    options["rows"] = None if served.page_rows is None else (served.page_rows.shape, str(served.page_rows.spec))
     cache = ProgramCache.of(plan_cache.folder_of(options.pop("cache", None)), served, options)
     found = None if ignore_cache else cache.read()
     if found is not None:
         try:
             served = replace(served, attention=found[0])
-            return OpenedModel(served, *_compile_and_load(served, found[1], load, progress), cache)
+            return OpenedModel(served, *_compile_and_load(served, found[1], load, progress, pool), cache)
         except DamagedError as error:
             cache.warn_damaged(error)
     if attention is None:
@@ -88,13 +93,13 @@ def open_model(
     served = replace(served, attention=attention)
     layout = planned_for(served, place, num_pages, progress, reserved_bytes, shared)
     with contextlib.nullcontext() if cache.path is None else compilation.without_compilation_cache():
-        programs, params = _compile_and_load(served, layout, load, progress)
+        programs, params = _compile_and_load(served, layout, load, progress, pool)
     cache.write(attention, programs)
     return OpenedModel(served, programs, params, None)
 
 
 def _compile_and_load(
-    served: Served, layout: Layout[Any], load: Load, progress: Progress | None
+    served: Served, layout: Layout[Any], load: Load, progress: Progress | None, pool: KVPool | None
 ) -> tuple[Layout[Compiled], Any]:
     """Compile the programs while a background thread reads the weights.
 
@@ -110,7 +115,10 @@ def _compile_and_load(
         for number, (key, program) in enumerate(layout.programs.items()):
             if progress is not None:
                 progress("compile programs", number / len(layout.programs))
-            programs[key] = program.compiled()
+            if isinstance(program, Planned) and pool is not None and served.page_rows is not None:
+                programs[key] = pool.compiled(program, served.page_rows)
+            else:
+                programs[key] = program.compiled()
             weights.check()
         return replace(layout, programs=programs), weights.result(progress)
 
@@ -254,6 +262,7 @@ def served_of(
     page_size: int,
     propose: Propose = None,
     attention: str = REFERENCE,
+    rows: PageRows | None = None,
 ) -> Served:
     """Make the model's static sizes from the user's options.
 
@@ -262,14 +271,14 @@ def served_of(
             quantized.
         options: the scheduler's options; by default those for the model.
         page_size: tokens per page.
-        propose: the source of draft tokens. If it is given, four tokens are drafted unless the options set another number.
+        rows: of a pool. propose: the source of draft tokens. If it is given, four tokens are drafted unless the options set another number.
     """
     options = options_for(config, options)
     if propose is not None and not options.num_proposals:
         options = replace(options, num_proposals=_NUM_PROPOSALS)
     dtype = params["params"]["norm"]["weight"].dtype
     backend_named(attention)  # raises if there is none
-    return Served(Decoder(config.for_length(options.max_length)), params, options, page_size, dtype, attention)
+    return Served(Decoder(config.for_length(options.max_length)), params, options, page_size, dtype, attention, rows)
 
 
 def select_attention(served: Served, mesh: Any) -> BackendChoice:

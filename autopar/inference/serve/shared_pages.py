@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from autopar.errors import InferenceError
-from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.byte_pool import ModelPages, Pages
 from autopar.inference.serve.iterations import Iterations, Processed
 from autopar.inference.serve.lending import Lending
+from autopar.inference.serve.swap_weights import Swapping
 
 _Result = TypeVar("_Result")
 
@@ -20,13 +21,16 @@ _Result = TypeVar("_Result")
 class SharedPages:
     """What engines on the same pages have in common.
 
+    Args:
+        swapping: which engines' weights are on the devices; None if all are.
+
     Attributes:
-        pool: the pages. lock: held while an engine runs or changes. members: the iterations of each engine.
+        lock: held while an engine runs or changes. members: the iterations of each engine.
         lent: what runs in their gaps; None if nothing does.
     """
 
-    def __init__(self, pool: PagePool) -> None:
-        self.pool, self.lock = pool, threading.RLock()
+    def __init__(self, swapping: Swapping | None = None) -> None:
+        self.swapping, self.lock = swapping, threading.RLock()
         self.members: list[Iterations] = []
         self.lent: Lending | None = None
         self._error: BaseException | None = None
@@ -37,10 +41,20 @@ class SharedPages:
         Returns:
             Whether there was anything to do.
         """
-        if self.guarded(own.run_next):
+        if self._has_run(own):
             return True
         others = [member for member in self.members if member is not own] if own.generations else []
-        return any(self.guarded(member.run_next) for member in others)
+        return any(self._has_run(member) for member in others)
+
+    def _has_run(self, member: Iterations) -> bool:
+        """Run the next iteration of an engine, whose weights take a place on the devices first if they need one."""
+        self.check()
+        if member.runner.is_asleep and (self.swapping is None or not self.swapping.wake(member)):
+            return False
+        has_run = self.guarded(member.run_next)
+        if has_run and self.swapping is not None:
+            self.swapping.note_run(member)
+        return has_run
 
     def run(self, own: Iterations) -> None:
         """Run until all requests of an engine have ended."""
@@ -53,6 +67,20 @@ class SharedPages:
     def run_in_gap(self) -> bool:
         """Run a piece of the work that the engines' devices are lent to, if there is room for it."""
         return self.lent is not None and self.guarded(self.lent.run_in_gap)
+
+    def close(self, own: Iterations, pages: Pages) -> None:
+        """Abort the requests of an engine, and free its weights and pages; those of the others stay."""
+        with self.lock:
+            for name in list(own.generations):
+                own.abort(name)
+            if self._error is None:
+                self.guarded(own.start_over)
+            self.members.remove(own)
+            if self.swapping is not None:
+                self.swapping.remove(own)
+            if isinstance(pages, ModelPages):
+                pages.pool.models.remove(pages)
+            own.runner.close(frees_pages=not self.members and not isinstance(pages, ModelPages))
 
     def note(self, member: Iterations, processed: Processed) -> None:
         """Take note of the results of an iteration."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from autopar.inference.kv_cache.page_pool import PagePool
+from autopar.inference.kv_cache.byte_pool import Pages
 from autopar.inference.serve.iterations import Iterations
 
 
@@ -17,7 +17,8 @@ class Stats:
 
     Args:
         num_waiting, num_running: requests in the queue, and in slots.
-        free_pages, evictable_pages, held_pages: pages of the cache by state; they add up to all pages.
+        free_pages, evictable_pages, held_pages: pages of the cache by state; they add up to all pages. In a pool of bytes, pages that the
+            engine can get are free, and the sum changes.
         num_iterations: calls of a program. num_steps: model steps; a call can have several.
         num_prompt_tokens: prompt tokens computed. num_cached_tokens: prompt tokens found in the cache.
         num_tokens: tokens generated. num_preempted: preemptions of requests.
@@ -38,7 +39,7 @@ class Stats:
     num_compiled: int
 
 
-def stats_of(iterations: Iterations, pool: PagePool) -> Stats:
+def stats_of(iterations: Iterations, pool: Pages) -> Stats:
     """The counters and the current state."""
     scheduler = iterations.scheduler
     return Stats(

@@ -194,6 +194,16 @@ def copy_pages(resident: Resident, copies: jax.Array) -> Resident:
     return resident._replace(pages=tuple(kv_pages.copy(pages, *copies) for pages in resident.pages))
 
 
+def copy_rows_of(num_layers: int) -> Callable[..., Resident]:
+    """The function that copies pages whose layers are rows of one array."""
+
+    def copy_rows(resident: Resident, copies: jax.Array) -> Resident:
+        rows = copies[:, :, None] + jnp.arange(num_layers, dtype=copies.dtype)
+        return copy_pages(resident, rows.reshape(2, -1))
+
+    return copy_rows
+
+
 def start_slot(resident: Resident, slot: jax.Array, row: TokenCounts) -> Resident:
     """Set the counts and the biases of a slot, for a request that starts there.
 
@@ -220,15 +230,18 @@ class AttendParts:
     ) -> tuple[jax.Array, tuple[KVPages, ...]]:
         """See `Attend`; `cache` has the pages of every layer.
 
-        All parts are written before any is read: a read between two writes makes XLA copy all pages.
+        All parts are written before any is read: a read between two writes makes XLA copy all pages. If the pages of all layers
+        are in one array, that of a layer is as many rows further (`PageRows`).
         """
-        pages, attended = cache[layer], []
-        for part in zip(self._parts(keys), self._parts(values), self.tables, self.positions, strict=True):
+        at = layer if len(cache) > 1 else 0
+        pages, attended = cache[at], []
+        all_tables = [tables + (layer - at) for tables in self.tables]
+        for part in zip(self._parts(keys), self._parts(values), all_tables, self.positions, strict=True):
             pages = kv_pages.write(pages, *part)
-        for part, tables, positions in zip(self._parts(queries), self.tables, self.positions, strict=True):
+        for part, tables, positions in zip(self._parts(queries), all_tables, self.positions, strict=True):
             outputs = attend_paged(self.attention, part, pages, tables, positions, scores)
             attended.append(outputs.reshape(1, positions.size, *outputs.shape[2:]))
-        return jnp.concatenate(attended, 1), (*cache[:layer], pages, *cache[layer + 1 :])
+        return jnp.concatenate(attended, 1), (*cache[:at], pages, *cache[at + 1 :])
 
     def _parts(self, array: jax.Array) -> list[jax.Array]:
         """Split one row of tokens into the rows of each part."""
@@ -268,13 +281,25 @@ def out_of(sampled: Sampled) -> Out:
 
 
 def resident_shapes(
-    config: DecoderConfig, num_slots: int, num_pages: int, page_size: int, dtype: Any, *, has_logits: bool
+    config: DecoderConfig,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    dtype: Any,
+    *,
+    has_logits: bool,
+    has_rows: bool = False,
 ) -> Resident:
-    """The shapes and dtypes of `Resident`, with `num_pages` pages and the scratch page."""
+    """The shapes and dtypes of `Resident`, with `num_pages` pages and the scratch page.
+
+    Args:
+        has_rows: whether all layers are rows of one array. Then `num_pages` is the number of the scratch page.
+    """
 
     def empty() -> Resident:
-        one = (num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
-        pages = tuple(kv_pages.empty_pages(*one) for _ in range(config.num_layers))
+        more, num = (config.num_layers - 1, 1) if has_rows else (0, config.num_layers)
+        one = (num_pages + more, page_size, config.num_kv_heads, config.head_dim, dtype)
+        pages = tuple(kv_pages.empty_pages(*one) for _ in range(num))
         logits = jnp.zeros((num_slots, config.vocab_size), jnp.float32) if has_logits else None
         state = TokenCounts.empty(num_slots, config.vocab_size)
         return Resident(pages, jnp.zeros(num_slots, jnp.int32), state, logits)
