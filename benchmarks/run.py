@@ -104,6 +104,8 @@ _SERVED = {
     "speculation": (),
     "quantized weights": (),
     "start": (),
+    "server": ("inference/server_program.py", "inference/server_clients.py", "inference/timed_device.py"),
+    "restarts": ("inference/server_program.py", "inference/timed_device.py"),
     "eight devices": (),
     "transformers": ("inference/torch_generate.py",),
 }

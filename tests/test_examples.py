@@ -60,6 +60,51 @@ def test_an_example_can_be_planned_for_absent_gpus(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_an_agent_calls_both_tools_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    pytest.importorskip("llguidance")
+    printed = run("examples/agent.py", "--calls", "2")
+    assert re.search(r"^search\((['\"]).+\1\)\n  ['\"][\w-]+\.md: ", printed, re.M)
+    assert re.search(r"^fetch\('http://127.0.0.1:\d+/[\w-]+.md'\)\n  ['\"]# ", printed, re.M)
+    assert re.search(r"^answer: ", printed, re.M)
+
+
+@pytest.mark.slow
+def test_the_demo_of_inference_serves_and_opens_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `make demo-inference` runs, with less training, until Ctrl-C."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("uvicorn")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    browser, opened = tmp_path / "browser", tmp_path / "opened"
+    browser.write_text(f"#!/bin/sh\necho $1 >> {opened}\n")
+    browser.chmod(0o755)
+    environment = {"PYTHONPATH": str(ROOT), "BROWSER": f"{browser} %s", "COLUMNS": "200"}
+    command = [sys.executable, "examples/serve.py", "--seconds", "2", "--requests", "6", "--serve"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines: list[str] = []
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("curl "):
+                    break
+            found = re.search(r"^page: (http://127.0.0.1:\d+/)$", "".join(lines), re.M)
+            assert found is not None, "".join(lines)[-3000:]
+            url = found[1]
+            body = {"prompt": "def main(", "max_tokens": 40}
+            reply = httpx.post(f"{url}v1/completions", json=body, timeout=60).json()
+            assert reply["usage"]["completion_tokens"] == 40
+            assert opened.read_text() == f"{url}\n"
+            assert "<title>" in httpx.get(url).text
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
 def test_admm_on_a_parameter_server_finds_the_optimum_of_scikit_learn() -> None:
     from sklearn.linear_model import LogisticRegression
 

@@ -55,11 +55,13 @@ setup = imported("autopar.inference.serve.setup", "autopar.inference.opening")
 
 
 class TimelessRunner(runner.Runner):
-    """A runner whose device returns random tokens at once."""
+    """A runner whose device returns random tokens at once. It has no weights."""
+
+    shardings = ()
 
     def __init__(self, served: Any, num_pages: int) -> None:
         self.served, self.layout = served, SimpleNamespace(num_pages=num_pages, programs={})
-        self._num_slots = served.options.num_slots
+        self._num_slots, self._params = served.options.num_slots, ()
         try:
             self._sampling = np.tile(imported("autopar.inference.step.sampling_params").NEUTRAL, (self._num_slots, 1))
         except ModuleNotFoundError:
@@ -95,7 +97,9 @@ def tokenizer() -> Tokenizer:
 def measure(slots: int, context: int, output: int, steps: int, shared: int) -> dict[str, float]:
     """CPU seconds of the thread: per prefill call, per decode call and per token, and to read the text per token."""
     options = inference.Options(num_slots=slots, max_length=context + output + 16, chunks=((8, 512),), steps=steps)
-    shapes = {"params": {"embed": {"weight": jax.ShapeDtypeStruct((VOCABULARY, 64), jnp.float32)}}}
+    sizes_of = {"embed": (VOCABULARY, 64), "norm": (64,)}  # those that are read before a program is planned
+    weights = {module: {"weight": jax.ShapeDtypeStruct(size, jnp.float32)} for module, size in sizes_of.items()}
+    shapes = {"params": weights}
     served = setup.served_of(inference.DecoderConfig.of(CONFIG), shapes, options, PAGE)
     num_pages = slots * ((context + output) // PAGE + 3)
     engine = inference.Engine(TimelessRunner(served, num_pages), tokenizer(), num_pages=num_pages)
