@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -619,59 +614,3 @@ def test_the_page_shows_the_state_of_each_model(server: Server) -> None:
     (state,) = httpx.get(f"{server.url}/status", headers={"authorization": f"Bearer {KEY}"}).json()["models"]
     assert (state["name"], state["state"], state["num_slots"]) == ("tiny", "ready", 4)
     assert all(f"model.{name}" in page.text for name in state if name not in ("queued_tokens",))
-
-
-# -- the command --------------------------------------------------------------------------------
-
-
-class Command:
-    """`autopar serve` in a process of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        options = ["--port", "0", "--slots", "2", "--mesh", "1", "--attention", "gather", "--shutdown", "20"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "autopar", "serve", f"tiny={folder}", *options],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.log: list[str] = []
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log.append(line)
-            if found := re.search(r"http://[\d.:]+", line):
-                self.url = found[0]
-                return
-        pytest.fail("".join(self.log))
-
-
-@pytest.mark.slow
-def test_the_command_ends_gracefully_and_starts_after_it_is_killed(folder: Path) -> None:
-    first = Command(folder)
-    body = {"prompt": "x", "max_tokens": 120, "stream": True, "temperature": 0, "n": 8}
-    with httpx.stream("POST", f"{first.url}/v1/completions", json=body) as reply:
-        chunks = reply.iter_text()
-        next(chunks)
-        first.process.send_signal(signal.SIGTERM)
-        assert "".join(chunks).endswith("data: [DONE]\n\n")
-    assert first.process.wait(30) == 0
-    second = Command(folder)
-    with httpx.stream("POST", f"{second.url}/v1/completions", json=body) as reply:
-        second.process.kill()
-        second.process.wait(30)
-    third = Command(folder)
-    assert httpx.post(f"{third.url}/v1/completions", json=body | {"stream": False}).status_code == 200
-    third.process.terminate()
-    assert third.process.wait(30) == 0
-
-
-def test_the_command_refuses_what_it_cannot_serve(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for arguments, why in [
-        ([str(tmp_path / "nothing")], "nothing"),
-        ([str(folder), "--slots", "0"], "--slots is 0"),
-        ([str(folder), "--api-key-file", str(tmp_path / "none")], "cannot be read"),
-    ]:
-        assert main(["serve", *arguments]) == 2
-        assert why in capsys.readouterr().err
