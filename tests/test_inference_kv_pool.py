@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tiny_models import BAD, LENGTH, OPTIONS, opened, write_model
 from autopar.cli import serve
 from autopar.errors import InferenceError
 from autopar.inference import Checkpoint, Engine, KVPool, Options, SamplingOptions
+from autopar.serving import Limits, ServedModel, fields
 
 #: Two head sizes, and two numbers of layers and heads.
 OTHER = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -160,6 +162,36 @@ def test_engines_that_are_woken_up_updated_or_closed_keep_the_budget(folders: li
     assert first.submit([4] * 90, max_tokens=30).result().ended == "length"
     pool.pages.check()
     assert [len(model.slabs) for model in pool.pages.models] == [pool.pages.num_slabs - pool.pages.num_free]
+
+
+@pytest.mark.slow
+def test_a_server_runs_models_that_take_turns(folders: list[Path]) -> None:
+    """Each has a thread of its own, and there is room for the weights of one."""
+    _, engines = in_pool(folders, 1, 5e5, weights_bytes=6e5)
+
+    async def serve_both() -> list[list[list[int]]]:
+        limits = Limits()
+        models = [ServedModel(str(number), engine, limits) for number, engine in enumerate(engines)]
+        wanted = fields.generate({"temperature": 0}, limits, max_tokens=12, num_best=None)
+        found = []
+        for model in models:
+            found.append([await model.submit([tuple(each)], wanted, f"r{n}") for n, each in enumerate(prompts(4, 6))])
+        tokens: list[list[list[int]]] = []
+        for each in found:
+            tokens.append([])
+            for running in each:
+                tokens[-1].append([])
+                while True:
+                    new = await asyncio.wait_for(running.box.take(), 60)
+                    tokens[-1][-1] += [token for one in new for token in one.tokens]
+                    if new[-1].ended is not None:
+                        break
+        for model in models:
+            await model.close()
+        return tokens
+
+    for folder, tokens in zip(folders, asyncio.run(serve_both()), strict=True):
+        assert tokens == [each.tokens for each in alone(folder).generate(prompts(4, 6), max_tokens=12)]
 
 
 @pytest.mark.slow
