@@ -402,3 +402,72 @@ def test_any_failures_leave_a_job_that_ends_with_all_steps(seed: int) -> None:
         assert ranks == list(range(len(ranks))) and len(ranks) <= 4
     assert fleet.job.code == 0, fleet.events[-5:]
     assert [start[0] for start in fleet.starts] == list(range(1, len(fleet.starts) + 1))
+
+
+def failing(fleet: Fleet, why: str, *names: str, seconds: float = 30.0) -> None:
+    """Let the workers of these members fail whenever they run, before they do a step."""
+    for _ in range(round(seconds / TICK_S)):
+        for name in names:
+            one = fleet.members[name]
+            one.frozen = True
+            if one.report.worker == "running":
+                one.report = replace(one.report, worker="failed", why=why)
+        fleet.tick()
+
+
+def test_a_member_whose_workers_always_fail_is_left_out() -> None:
+    """As a host with a broken device: the job goes on without it, also from its first start on."""
+    fleet = Fleet(TERMS, "abcd")
+    failing(fleet, "failed at x.py:1: RuntimeError: no device", "b")
+    assert fleet.job.code is None and fleet.starts[-1][1] == 3 and len(fleet.starts) == 3
+    assert sum("b (host b) is left out" in event for event in fleet.events) == 1
+    assert fleet.members["a"].report.position > 10, "the others train"
+    fleet.members["e"] = Member("e")
+    fleet.run(5.0)
+    assert fleet.starts[-1][1] == 4, "another one is taken in its place"
+
+
+def test_a_member_with_another_program_is_left_out() -> None:
+    """All report that programs differ; those that trained together before are not the cause."""
+    fleet = started()
+    fleet.members.pop("d")
+    fleet.run(TERMS.timeout_s + 2.0)
+    fleet.members["e"] = Member("e")
+    fleet.members["e"].frozen = True  # no step is done with it
+    for _ in range(600):
+        fleet.tick()
+        if "e" in fleet.job.places:
+            for name in "abce":
+                one = fleet.members[name]
+                if one.report.worker == "running" and one.report.generation == fleet.job.generation:
+                    one.report = replace(one.report, worker="failed", why="failed: ProcessError: programs differ")
+    assert fleet.job.code is None and fleet.starts[-1][1] == 3
+    assert any("e (host e) is left out" in event for event in fleet.events)
+    assert fleet.members["a"].report.position > 30
+
+
+def test_members_that_fail_are_not_left_out_if_too_few_others_are_there() -> None:
+    fleet = Fleet(replace(TERMS, least=4), "abcd")
+    failing(fleet, "failed at x.py:1: RuntimeError: no device", "b")
+    assert fleet.job.code == 1 and all(count == 4 for _, count, _ in fleet.starts)
+
+
+def test_names_of_members_do_not_reach_the_terminal_as_they_are() -> None:
+    report = Report("a\x1b[2J\nb\udcff" + "c" * 500, "h\r", 1, "a:1", "a:2")
+    assert str(report).isprintable() and len(str(report)) < 300 and "\\n" in str(report)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"position": "1"}, {"position": -1}, {"stops_at": 1.5}, {"step_s": float("nan")}, {"step_s": "x"}, {"agent": 3}, {"standby": 1},
+     {"worker": "asleep"}, {"held": [[1, 1, 0, 10**9]], "pid": None}],
+)  # fmt: skip
+def test_reports_with_fields_of_another_type_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(WireError, match="cannot be read"):
+        Report.from_json({**Report("a", "a", 1, "a:1", "a:2").to_json(), **change})
+
+
+def test_copies_of_a_huge_number_of_workers_cost_nothing() -> None:
+    report = replace(Report("a", "a", 1, "a:1", "a:2"), held=((1, 1, 0, 10**12), (1, 1, -1, 1), (0, 5, 0, 1)))
+    found = newest_complete([report])
+    assert found is not None and (found.generation, found.step) == (0, 5)

@@ -140,6 +140,36 @@ def test_a_damaged_copy_is_dropped_and_another_one_read() -> None:
             lost.read_index()
 
 
+def test_an_index_that_is_damaged_or_lacks_a_shard_is_refused() -> None:
+    given = {"rows": arrays(lambda spec: sharding(4, spec))["rows"]}
+    memory = PeerMemory()
+    wanted = jax.ShapeDtypeStruct((24, 48), jnp.float32, sharding=sharding(2, P("a")))
+    with served(memory) as address:
+        restore = kept(memory, address, given)
+        ((index, data),) = memory._copies.values()
+        memory.put((1, 10, 0, 1), index[:3], data)
+        copies = PeerCopies(restore, TOKEN)
+        copies.read_index()
+        with pytest.raises(
+            CheckpointError, match=r"have 288 of 576 elements of a part of `rows`: a worker did not send"
+        ):
+            copies.array("rows", wanted)
+        copies.close()
+        first = index[0]
+        for damaged in (
+            None,
+            [[1]],
+            [[*first[:3], [[0, 6], [0, 49]], *first[4:]]],
+            [[*first[:4], -1, *first[5:]]],
+            [[*first[:5], 7, first[6]]],
+            [[first[0], [24, "x"], *first[2:]]],
+            [[*first[:2], "float99", *first[3:]]],
+        ):
+            memory.put((1, 10, 0, 1), damaged, data)
+            with pytest.raises(ProcessError, match=r"the index of the shards of worker 0, of step 10, is damaged"):
+                PeerCopies(restore, TOKEN).read_index()
+
+
 def test_a_memory_keeps_nothing_that_is_older_than_a_complete_copy() -> None:
     memory = PeerMemory()
     for step in (10, 20):

@@ -19,7 +19,7 @@ def newest_complete(reports: Iterable[Report]) -> Restore | None:
         for generation, step, owner, count in report.held:
             found[generation, step][owner].append(report.memory)
             counts[generation, step] = count
-    complete = [key for key, owners in found.items() if set(owners) == set(range(counts[key]))]
+    complete = [key for key, of in found.items() if len(of) == counts[key] and all(0 <= n < counts[key] for n in of)]
     if not complete:
         return None
     generation, step = max(complete)

@@ -20,6 +20,7 @@ from autopar.membership.records import Assignment, Place, Report, Seen, Terms
 from autopar.membership.rehearsal import Rehearsals
 from autopar.membership.state_file import Saved
 from autopar.membership.stragglers import slowest
+from autopar.membership.strikes import Strikes
 
 #: Seconds within which an agent whose connection broke may come back, while no generation runs.
 CLOSED_S = 1.0
@@ -53,7 +54,7 @@ class Job:
         self.code: int | None = None
         self.events: list[str] = []
         self.stopping = False
-        self._rehearsals = Rehearsals(terms, self.events)
+        self._rehearsals, self._strikes = Rehearsals(terms, self.events), Strikes()
         self._order: list[str] = list(self.places)
         self._slow = ""
         self._has_said = False  # that the keeper waits for members
@@ -139,6 +140,7 @@ class Job:
         done = max((one.position for one in members if one.generation == self.generation), default=0)
         if done > self._done:
             self._done, self._done_s = done, now_s
+            self._strikes.proven(self.places)
         failed = [one for one in members if one.generation == self.generation and one.worker == "failed"]
         if lost or failed:
             self._broken_s = self._broken_s or now_s
@@ -146,6 +148,8 @@ class Job:
                 closed = [
                     one.report for agent, one in self.seen.items() if agent in self.places and one.closed_s is not None
                 ]
+                if not lost and self._done <= self._began:
+                    self._leave_out(members, failed)
                 self._fail(cause(lost, closed, failed, self.places), now_s)
             return
         states = {one.worker if one.generation == self.generation else "none" for one in members}
@@ -160,6 +164,14 @@ class Job:
                 self.code = 0
         elif now_s - self._done_s > self.terms.step_timeout_s:
             self._fail(f"no step was done for {self.terms.step_timeout_s:g} s", now_s)
+
+    def _leave_out(self, members: Sequence[Report], failed: Sequence[Report]) -> None:
+        """Leave members out whose workers ended this generation, as others before it."""
+        for one in self._strikes.failed(members, failed):
+            self.events.append(
+                f"{one} is left out, as long as enough others are there: its workers have failed again and again before a step was done."
+                " Start it again to take it back"
+            )
 
     def _fail(self, why: str, now_s: float) -> None:
         self._failures = 0 if self._done > self._furthest else self._failures + 1
@@ -187,13 +199,15 @@ class Job:
         """Start a generation if enough agents are ready."""
         staying = [one for one in self.seen.values() if not one.report.leaving]
         ready = [one.report for one in staying if one.closed_s is None and is_ready(one.report)]
+        fit = [one for one in ready if self._strikes.is_fit(one)]
+        ready = fit if len(fit) >= self.terms.least else ready
         waited_s = now_s - self._since_s
         if waited_s > WAITS_S and not self._has_said:
             self._has_said = True
             self.events.append(f"waiting for members: {len(ready)} of {self.terms.wanted} are ready")
         if len(ready) < self.terms.wanted and waited_s < self._patience_s:
             return
-        former = [one.report for one in staying if one.report.agent in self._order]
+        former = [one.report for one in staying if one.report.agent in self._order and self._strikes.is_fit(one.report)]
         if not all(one in ready for one in former) and waited_s < PATIENCE_S:
             return
         if len(ready) < self.terms.least or self.code is not None:
@@ -235,7 +249,8 @@ class Job:
         if self.stopping or any(one.leaving for one in members):
             return True
         others = [one.report for one in self.seen.values() if one.report.agent not in self.places]
-        spares = [one for one in others if is_ready(one) and not one.leaving and one.agent != self._slow]
+        fit = [one for one in others if self._strikes.is_fit(one) and one.agent != self._slow]
+        spares = [one for one in fit if is_ready(one) and not one.leaving]
         if self._done <= self._began or not all(one.standby for one in members):
             return False
         if spares and len(members) < self.terms.wanted:

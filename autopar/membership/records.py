@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from autopar.membership.wire import WireError
 
@@ -53,7 +54,7 @@ class Report:
     held: tuple[Copy, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.agent} (host {self.host})"
+        return f"{shown(self.agent)} (host {shown(self.host)})"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -70,9 +71,40 @@ class Report:
             fields["held"] = tuple(_copy(one) for one in fields["held"])
             number, succeeded = fields["rehearsed"]
             fields["rehearsed"] = int(number), bool(succeeded)
-            return cls(**fields)
-        except (KeyError, TypeError, ValueError) as error:
+            return _checked(cls(**fields))
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise WireError(f"an agent sent a report that cannot be read: {error}") from error
+
+
+def shown(text: str, most: int = 200) -> str:
+    """A text of another process, for people: one line, without characters that control a terminal.
+
+    >>> shown("a\\x1b[2J\\nb")
+    'a\\\\x1b[2J\\\\nb'
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text[:most])
+
+
+def _checked(report: Report) -> Report:
+    """A report whose fields have their types.
+
+    Raises:
+        ValueError: one has not.
+    """
+    texts = (report.agent, report.host, report.memory, report.coordinator, report.why)
+    numbers = (report.pid, report.generation, report.position, 0 if report.stops_at is None else report.stops_at)
+    flags = (report.standby, report.leaving)
+    is_typed = (
+        all(isinstance(one, str) for one in texts)
+        and all(isinstance(one, int) and one >= 0 for one in numbers)
+        and all(isinstance(one, bool) for one in flags)
+        and isinstance(report.step_s, int | float)
+        and 0 <= report.step_s < math.inf
+        and report.worker in get_args(WorkerState)
+    )
+    if not is_typed:
+        raise ValueError("a field has another type, or a number is out of range")
+    return report
 
 
 def _copy(one: Sequence[Any]) -> Copy:

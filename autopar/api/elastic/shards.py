@@ -7,6 +7,7 @@ shards are is all that counts: stages of a pipeline are found by it, as parts of
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,12 +120,20 @@ class PeerCopies:
         """Read which shards there are.
 
         Raises:
-            ProcessError: no agent has the copies of a worker any more.
+            ProcessError: no agent has the copies of a worker any more, or what it has is no index of shards.
         """
         for owner in range(len(self.restore.sources)):
-            for path, shape, dtype, box, start, size, crc in self._request(owner, {"call": "index"})[0]["index"]:
-                self.kinds[path] = tuple(shape), dtype
-                self.pieces.setdefault(path, []).append(Piece(owner, tuple(map(tuple, box)), start, size, crc))
+            index: Any = self._request(owner, {"call": "index"})[0].get("index")
+            try:
+                for path, shape, dtype, box, start, size, crc in index:
+                    piece = Piece(owner, tuple((int(a), int(b)) for a, b in box), int(start), int(size), int(crc))
+                    _check_piece(piece, shape, dtype)
+                    self.kinds[str(path)] = tuple(shape), str(dtype)
+                    self.pieces.setdefault(str(path), []).append(piece)
+            except (TypeError, ValueError) as error:
+                raise ProcessError(
+                    f"the index of the shards of worker {owner}, of step {self.restore.step}, is damaged: {error}"
+                ) from error
 
     def array(self, path: str, wanted: Any, rows: Rows | None = None) -> Any:
         """An array of these shards.
@@ -152,6 +161,7 @@ class PeerCopies:
             box = _box(index or (), shape)
             box = box if rows is None else _moved(box, rows)
             made = np.empty([stop - start for start, stop in box], jnp.dtype(wanted.dtype))
+            found = 0
             for piece in self.pieces[path]:
                 common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, piece.box, strict=True)]
                 if any(start >= stop for start, stop in common):
@@ -160,6 +170,12 @@ class PeerCopies:
                     of_piece = [stop - start for start, stop in piece.box]
                     read[piece] = self._data(path, piece).view(made.dtype).reshape(of_piece)
                 made[_within(common, box)] = read[piece][_within(common, piece.box)]
+                found += math.prod(stop - start for start, stop in common)
+            if found != made.size:
+                raise CheckpointError(
+                    f"the copies in the memory of peers have {found} of {made.size} elements of a part of `{path}`: a worker did not send"
+                    " all of its shards"
+                )
             return made
 
         return jax.make_array_from_callback(shape, wanted.sharding, at, dtype=wanted.dtype)
@@ -203,6 +219,20 @@ class PeerCopies:
         raise ProcessError(
             f"no peer has the shards of worker {owner} of generation {generation} at step {step} any more, undamaged"
         )
+
+
+def _check_piece(piece: Piece, shape: Sequence[int], dtype: str) -> None:
+    """Refuse a shard that cannot be.
+
+    Raises:
+        ValueError, TypeError: its box is not in the array, or has another number of bytes.
+    """
+    is_inside = len(piece.box) == len(shape) and all(
+        0 <= a <= b <= size for (a, b), size in zip(piece.box, shape, strict=True)
+    )
+    num_bytes = math.prod(b - a for a, b in piece.box) * jnp.dtype(dtype).itemsize
+    if not is_inside or piece.start < 0 or piece.size != num_bytes:
+        raise ValueError(f"a shard {piece.box} of {piece.size} bytes is none of {dtype}{list(shape)}")
 
 
 def _within(common: Sequence[tuple[int, int]], box: Box) -> tuple[slice, ...]:
