@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import jax
+import side_by_side_programs
 
 from benchmarks.faults import fsdp
 
@@ -20,7 +21,12 @@ def main() -> None:
     jax.monitoring.register_event_listener(count)
     tell = fsdp.tell
     fsdp.tell = lambda log, **what: tell(log, compiled=compiled, **what)
-    {"kept": fsdp.kept, "kept_in_stages": fsdp.kept_in_stages}[sys.argv[1]](*sys.argv[2:])
+    programs = {
+        "kept": fsdp.kept,
+        "kept_in_stages": fsdp.kept_in_stages,
+        "kept_side_by_side": side_by_side_programs.kept,
+    }
+    programs[sys.argv[1]](*sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -145,4 +145,7 @@ def test_an_order_by_planned_times_is_saved_as_it_is() -> None:
     other = replace(printed, orders=((second, first, *rest), printed.orders[1]))
     own = OwnSchedule.of(other, kind)
     assert own is not None and own.description.endswith("The order follows planned times.")
-    assert own.schedule("zb-v", [(0, 1), (1, 2), (2, 3)]).orders == other.orders
+    edges = [(0, 1), (1, 2), (2, 3)]
+    assert own.schedule("zb-v", edges).orders == other.orders
+    fewer = own.of_first(3).schedule("zb-v", edges)
+    assert fewer.num_microbatches == 3 and len(fewer.tasks) == len(printed.tasks) - 4 * 3

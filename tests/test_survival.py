@@ -52,7 +52,10 @@ def test_losses_are_those_of_a_run_by_hand_with_the_same_devices(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "more"), [("kept", []), ("kept", ["--microbatches", "6"]), ("kept_in_stages", [])])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [("kept", []), ("kept", ["--microbatches", "6"]), ("kept_in_stages", []), ("kept_side_by_side", [])],
+)
 def test_nothing_is_compiled_for_fewer_members_if_it_was_compiled_ahead(
     tmp_path: Path, kind: str, more: list[str]
 ) -> None:

@@ -15,14 +15,13 @@ import jax
 from jax.sharding import Mesh
 
 from autopar.api.dispatch import Dispatcher, as_written
-from autopar.api.elastic.dealt_step import DealtStep
+from autopar.api.elastic.side_by_side import Pipelines, SideBySideStep
 from autopar.api.everything import check_no_plan, with_everything
-from autopar.api.measure_stages import measure_stages
-from autopar.api.measure_step import FEWEST_STEPS, measure
 from autopar.api.prepared_step import Prepared, RunBy, built
+from autopar.api.report_of_last_steps import report_of_last_steps
 from autopar.api.step_plans import StepPlans
 from autopar.api.step_report import StepReport
-from autopar.errors import StepSignatureError
+from autopar.errors import OptionError, StepSignatureError
 from autopar.frontend.call import Call, opened
 from autopar.frontend.state import abstract_of, new_state, state_arguments, state_like
 from autopar.frontend.step import Step
@@ -30,7 +29,7 @@ from autopar.hardware.profile import HardwareProfile
 from autopar.jax_interop.compat import is_traced, shape_struct
 from autopar.pipeline.plan import AnyPlan, PipelinePlan
 from autopar.pipeline.plan_files import load_plan
-from autopar.pipeline.run.step import PipelinedStep
+from autopar.pipeline.templates.templates import PipelineTemplates
 from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.distributed.argument_layout import shard_batch
@@ -51,6 +50,10 @@ class ParallelStep(Generic[P]):
         self, step: Callable[..., Any], fixed: AnyPlan | str | Path | None, options: Mapping[str, Any]
     ) -> None:
         check_no_plan(options, fixed)
+        requested, options = Pipelines.taken_from(options)
+        self.runs_pipelines = requested is not None  # several side by side
+        if requested is not None and fixed is not None:
+            raise OptionError("`plan` has the stages already, and `pipelines` plans some: leave one of the two out")
         options = with_everything(options)
         self.called = Step.of(step, options.get("static_argnames"))
         functools.update_wrapper(self, self.called.function)
@@ -58,10 +61,17 @@ class ParallelStep(Generic[P]):
         like = options.get("like")
         self._like = {"like": like} if isinstance(like, ParallelStep) else {}
         own = {**options, "like": like._plans} if isinstance(like, ParallelStep) else options
-        if options.get("stages", 1) != 1 or isinstance(given, PipelinePlan) or isinstance(like, PipelinePlan):
+        if (
+            requested
+            or options.get("stages", 1) != 1
+            or isinstance(given, PipelinePlan)
+            or isinstance(like, PipelinePlan)
+        ):
             let_arrays_pass()
         self._plans = StepPlans(self.called, given, own)
         self._dispatch = Dispatcher(self._plans)
+        if requested is not None:
+            self._dispatch.run_by = functools.partial(_side_by_side, requested, options)
         self.clock: StepClock | None = None  # set by `watch`
         self.observer: Callable[[Any], None] | None = (
             None  # takes the arrays of each result; set by a run under `autopar keep`
@@ -96,6 +106,13 @@ class ParallelStep(Generic[P]):
     def prepared(self) -> tuple[Prepared, ...]:
         """The plans of this step ready to run, the least recently used first."""
         return tuple(self._dispatch.known.values())
+
+    @property
+    def pipelines(self) -> PipelineTemplates | None:
+        """The pipelines that run side by side, and their templates, by which `explain` shows them; None before the first call, or
+        without the option `pipelines`."""
+        last = next(reversed(self._dispatch.known.values()), None)
+        return last.run.templates if last is not None and isinstance(last.run, SideBySideStep) else None
 
     @property
     def run_by(self) -> RunBy | None:
@@ -265,24 +282,7 @@ class ParallelStep(Generic[P]):
         Raises:
             StepSignatureError: too few steps have run.
         """
-        last, calls = self._dispatch.last, self._dispatch.calls
-        if last is None or calls.num_steps < FEWEST_STEPS:
-            raise StepSignatureError(
-                f"`{self.name}` has run too few steps to report on: call it at least {FEWEST_STEPS + 2} times with"
-                f" arguments of the same shapes; the first compiles, and {calls.num_steps} have been timed since"
-            )
-        if isinstance(last.run, DealtStep):
-            raise StepSignatureError(
-                f"the microbatches of `{self.name}` are dealt to members by their speed, and the plan predicts equal parts: there is nothing"
-                " to compare. `autopar keep` says which member computes how many"
-            )
-        if isinstance(last.run, PipelinedStep):
-            plan, devices = last.run.plan, self._plans.devices()
-            profiles = self._plans.profiles(plan)
-            return measure_stages(plan, last.program, calls, devices, profiles, last.measured)
-        assert isinstance(last.plan, Plan), "of one program"
-        hardware = self._plans.options.get("hardware")
-        return measure(last.plan, last.program, last.run, last.compiled_for, calls, last.mesh, hardware)
+        return report_of_last_steps(self.name, self._dispatch, self._plans)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind the step as a method if it is an attribute of a class: `self` is its first argument."""
@@ -292,6 +292,12 @@ class ParallelStep(Generic[P]):
         """Open a call with a state, and the other arguments by name."""
         args, kwargs = self.called.by_name(state_arguments(self.called, state, step_args, caller))
         return opened(self.called, args, kwargs)
+
+
+def _side_by_side(
+    requested: Pipelines, options: Mapping[str, Any], plan: Plan, program: Program, mesh: Mesh, may_take: bool
+) -> SideBySideStep:
+    return SideBySideStep(plan, program, mesh, requested, options, may_take=may_take)
 
 
 class BoundStep:

@@ -59,6 +59,8 @@ def parallelize(
             schedule, pin, static_argnames, carry, donate, metadata, logical_axis_rules, solver, time_limit_s, progress,
             cache; `like` may also be another step made by `parallelize`. Here `cache` is on by default: the plan and the compiled
             program are kept on disk for the next start.
+        pipelines (int): run at least so many pipelines side by side, where there are nodes for them (`docs/pipelines.md`); with
+            `num_microbatches`, and `stages` and `schedule` of each.
 
     Raises:
         OptionError: an option that `autopar.plan` does not have.
@@ -66,7 +68,8 @@ def parallelize(
     if consistency is not None:
         made = functools.partial(step_by_consistency, consistency=consistency, plan=plan, options=options)
         return made if step is None else made(step)
-    plan_step.check_options([name for name in options if name not in plan_step.option_names()], "plan")
+    known = (*plan_step.option_names(), "pipelines")
+    plan_step.check_options([name for name in options if name not in known], "plan", "pipelines")
     if step is None:
         return lambda decorated: ParallelStep(decorated, plan, options)
     return ParallelStep(step, plan, options)

@@ -5,7 +5,7 @@ In: a step, a number of nodes, the number of failures to survive. Out: `Pipeline
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,8 +45,7 @@ def plan_templates(
     schedule: str | ScheduleKind = "1f1b",
     **options: Any,
 ) -> PipelineTemplates:
-    """Plan pipelines over nodes so that any `survive` of them may fail (Oobleck, arXiv 2309.08125). Planned only: `parallelize` does not
-    run several pipelines.
+    """Plan pipelines over nodes so that any `survive` of them may fail (Oobleck, arXiv 2309.08125). `parallelize(pipelines=…)` runs several.
 
     A *template* is a plan in stages for a number of nodes. Templates of n0 (the fewest nodes that hold the model), n0 + 1, ... nodes are planned
     ahead, so that the nodes that are left after a failure are covered by templates again, with none idle, and every layer is
@@ -87,18 +86,54 @@ def plan_templates(
     program = program_of(step, args, **{name: options.pop(name, None) for name in names})
     options = {"stages": "auto", **options, "num_microbatches": num_microbatches, "schedule": schedule}
 
+    return templates_for(program, profile, options, num_nodes=num_nodes, survive=survive)
+
+
+def templates_for(
+    program: Program,
+    profile: HardwareProfile,
+    options: dict[str, Any],
+    *,
+    num_nodes: int,
+    survive: int,
+    shares_state: bool = False,
+) -> PipelineTemplates:
+    """The templates of a traced step, and the pipelines on all nodes.
+
+    Args:
+        options: of `plan`, with `stages`, `num_microbatches` and `schedule`.
+        shares_state: as in `Setting`.
+
+    Raises:
+        BudgetError: all nodes together do not hold the model.
+    """
+
     def planned(size: int) -> PipelinePlan:
         return _stages_on(program, size, profile, options)
 
-    fewest, plans = _plans(planned, num_nodes, survive)
+    _, plans = _plans(planned, num_nodes, survive)
+    return templates_from(plans, profile, num_nodes=num_nodes, survive=survive, shares_state=shares_state)
+
+
+def templates_from(
+    plans: Mapping[int, PipelinePlan],
+    profile: HardwareProfile,
+    *,
+    num_nodes: int,
+    survive: int,
+    shares_state: bool = False,
+) -> PipelineTemplates:
+    """The pipelines on all nodes, of plans by the number of nodes."""
+    fewest = min(plans)
     setting = Setting(
         program=plans[fewest].program.name,
         hardware=profile.name,
         devices_per_node=profile.devices_per_host,
         requested=survive,
         fewest=fewest,
-        num_microbatches=num_microbatches,
+        num_microbatches=plans[fewest].num_microbatches,
         network_bytes_per_s=profile.devices_per_host * profile.network_link.bytes_per_s,
+        shares_state=shares_state,
     )
     templates, cells = templates_of(plans, profile.devices_per_host)
     return assembled(setting, templates, cells, range(num_nodes))
@@ -114,7 +149,8 @@ def _stages_on(program: Program, num_nodes: int, profile: HardwareProfile, optio
     """
     devices = num_nodes * profile.devices_per_host
     one_stage = [{"stages": 1, "mesh": mesh} for mesh in factorisations(devices)]  # on all devices, as stages are
-    ways = [*one_stage, {"partitioner": _OnAllDevices()}] if options["stages"] == "auto" else [{}]
+    on_all = {"partitioner": _OnAllDevices()}
+    ways = [*one_stage, on_all] if options["stages"] == "auto" else [{}, on_all]
     found: list[PipelinePlan] = []
     error: BudgetError | None = None
     for way in ways:
@@ -126,6 +162,8 @@ def _stages_on(program: Program, num_nodes: int, profile: HardwareProfile, optio
             continue
         assert isinstance(plan, PipelinePlan), "stages only"
         found.append(plan)
+        if options["stages"] != "auto" and all(stages_on_nodes(plan, num_nodes, profile.devices_per_host)):
+            break
     if not found:
         assert error is not None
         raise error

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.api.elastic.dealt_step import DealtStep
+from autopar.api.elastic.side_by_side import SideBySideStep
 from autopar.frontend.call import Results
 from autopar.jax_interop.compat import shape_struct
 from autopar.jax_interop.compilation import compiled_to_draw, compiling
@@ -35,7 +36,7 @@ from autopar.runtime.own_arrays import make_own
 from autopar.transforms.program import Program
 
 #: Makes what runs a plan of one program: from the plan, its program, the mesh, and whether it may overwrite arrays of the user.
-RunBy = Callable[[Plan, Program, Mesh, bool], DealtStep]
+RunBy = Callable[[Plan, Program, Mesh, bool], DealtStep | SideBySideStep]
 #: The sharding of an array; or the sharding of each part of an array that several stages hold.
 Place = NamedSharding | dict[Rows, NamedSharding]
 
@@ -59,7 +60,7 @@ class Prepared:
     plan: AnyPlan
     program: Program
     results: Results
-    run: JittedStep | PipelinedStep | DealtStep
+    run: JittedStep | PipelinedStep | DealtStep | SideBySideStep
     in_shardings: list[NamedSharding]
     mesh: Mesh
     arguments: Arguments
@@ -129,7 +130,7 @@ def prepared_of(
         may_take: whether arrays that the user made may be donated.
         run_by: makes what runs a plan of one program, in place of a jitted step.
     """
-    run: JittedStep | PipelinedStep | DealtStep
+    run: JittedStep | PipelinedStep | DealtStep | SideBySideStep
     if isinstance(plan, PipelinePlan):
         assert not isinstance(devices, Mesh)
         run = PipelinedStep(plan, program, devices, may_take=may_take)

@@ -194,6 +194,11 @@ class PipelinePlan:
         runs = zip(self.starts, [*self.starts[1:], num_units], layers, strict=True)
         return [layer for start, stop, layer in runs for _ in range(start, stop)]
 
+    def with_first(self, num_microbatches: int) -> PipelinePlan:
+        """The plan for fewer microbatches of the same size."""
+        own = self.own_schedule and self.own_schedule.of_first(num_microbatches)
+        return replace(self, num_microbatches=num_microbatches, own_schedule=own)
+
     def tasks(self) -> Schedule:
         """The schedule, task by task."""
         edges = edges_between(self.sends)

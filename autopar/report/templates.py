@@ -50,7 +50,7 @@ def render_templates(plan: PipelineTemplates, console: Console) -> None:
         (
             "Step time",
             f"{human_seconds(plan.step_time_s)} predicted: {human_seconds(max(plan.pipeline_s))} of the slowest pipeline,"
-            f" {human_seconds(plan.sync_s)} to add up gradients over pipelines",
+            f" {human_seconds(plan.sync_s)} {_sync(plan)}",
         ),
     ]
     console.print(facts_table(facts))
@@ -62,7 +62,13 @@ def render_templates(plan: PipelineTemplates, console: Console) -> None:
         _render_changes(plan, console)
 
 
+def _sync(plan: PipelineTemplates) -> str:
+    return "to send parameters and gradients" if plan.setting.shares_state else "to add up gradients over pipelines"
+
+
 def _survives(plan: PipelineTemplates) -> str:
+    if plan.setting.shares_state:
+        return "what `autopar keep` copies: the state is divided over all nodes once"
     requested, most = plan.setting.requested, plan.survives
     text = "no failure" if not most else "the failure of any node" if most == 1 else f"the failure of any {most} nodes"
     if plan.failed or most >= requested:

@@ -12,6 +12,7 @@ accumulation (`transforms/microbatch/worker_programs.py`), so results are those 
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections import deque
@@ -25,6 +26,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.api.elastic.own_rows import Rows, check_divides
+from autopar.api.elastic.term_update import TermUpdate, check_terms
 from autopar.api.workers.division import PASSED
 from autopar.api.workers.planned_part import PlannedPart
 from autopar.errors import MeshError, MicrobatchError
@@ -34,7 +36,6 @@ from autopar.plans.plan import Plan
 from autopar.runtime import jit as execute
 from autopar.runtime.distributed.exchange import Exchange, Given, among_processes
 from autopar.runtime.own_arrays import OwnArguments
-from autopar.runtime.replay import Replay
 from autopar.transforms.microbatch.batch_dims import leading_dim
 from autopar.transforms.microbatch.slices import COMBINE
 from autopar.transforms.microbatch.worker_programs import Term, cut_for_workers
@@ -67,7 +68,7 @@ class DealtStep:
         own_statistics = bool(options.get("per_microbatch_statistics"))
         check_divides(deal, leading_dim(program.as_written.graph)[0])
         self._cut = cut_for_workers(program, deal.num_microbatches, own_statistics=own_statistics, wide=True)
-        _check_terms(self._cut.terms, program.signature.name)
+        check_terms(self._cut.terms, program.signature.name, "leave --microbatches out")
         groups = _by_process(mesh, len(deal.counts))
         self._worker = _planned(self._cut.worker.program, options, len(groups[0]), among_processes())
         meshes = [execute.make_mesh(self._worker.plan.mesh, group) for group in groups]
@@ -87,7 +88,6 @@ class DealtStep:
         structs = jax.tree.leaves(trace.arguments)
         self.own_arguments = OwnArguments(self.in_tree, structs, plan.donated, dict(plan.carried), may_take=may_take)
         in_shardings = named_shardings([tensor.sharding for tensor in plan.inputs], mesh)
-        out_shardings = named_shardings([tensor.sharding for tensor in plan.outputs], mesh)
         self.rows = Rows(deal, self._cut, program)
         self._gathered = [
             (n, one.index)
@@ -114,27 +114,9 @@ class DealtStep:
                 NamedSharding(self._own_part, PartitionSpec(_AXIS, *one.spec)) for one in self._on.out_shardings
             ),
         )
-        self._read = [one.index for one in self._cut.update.inputs if one.source == "state"]
-        donated = [i in set(plan.donated) for i in self._read]
-        self._donated, self._kept = (
-            [i for i, is_donated in zip(self._read, donated, strict=True) if is_donated is wanted]
-            for wanted in (True, False)
-        )
-        # without constraints: the shardings of state and results are the plan's, XLA chooses those between
-        bare = replace(plan, constraints=(), early_reductions=(), regions=(), unfused_reductions=())
-        self._replay = Replay(bare, self._cut.update.program.as_written.trace, mesh)
-        self._update = jax.jit(
-            self._updated,
-            in_shardings=(
-                [in_shardings[i] for i in self._donated],
-                [in_shardings[i] for i in self._kept],
-                tuple(
-                    NamedSharding(self._everywhere, PartitionSpec(_AXIS, *one.spec)) for one in self._on.out_shardings
-                ),
-            ),
-            out_shardings=tuple(out_shardings),
-            donate_argnums=(0,),
-        )
+        combined = functools.partial(_combined, self._cut.terms)
+        places = [NamedSharding(self._everywhere, PartitionSpec(_AXIS, *one.spec)) for one in self._on.out_shardings]
+        self._update = TermUpdate(plan, self._cut, mesh, places, combined)
         self._num_steps = 0
         self._seconds: deque[float] = deque(maxlen=_KEPT)
 
@@ -164,7 +146,7 @@ class DealtStep:
             )
             for term in self._apart(terms)
         )
-        results = self._update([leaves[i] for i in self._donated], [leaves[i] for i in self._kept], stacked)
+        results = self._update(leaves, stacked)
         self.own_arguments.returned(results)
         return self.out_tree.unflatten(results)
 
@@ -198,13 +180,6 @@ class DealtStep:
         shards = [shard.data for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
 
-    def _updated(self, donated: Sequence[Any], kept: Sequence[Any], terms: Sequence[Any]) -> tuple[Any, ...]:
-        """The step's results, from the state and the terms of each process; traced."""
-        state = dict(zip([*self._donated, *self._kept], [*donated, *kept], strict=True))
-        values = [_combined(term, given) for term, given in zip(self._cut.terms, terms, strict=True)]
-        inputs = [state[one.index] if one.source == "state" else values[one.index] for one in self._cut.update.inputs]
-        return tuple(self._replay.run(inputs))
-
     def _whole_program(self, options: Mapping[str, Any], group: Sequence[Any]) -> Any:
         """What microbatches read of the whole batch, such as a number of marked examples, computed by each process."""
         if self._cut.whole is None:
@@ -212,8 +187,12 @@ class DealtStep:
         return _planned(self._cut.whole.program, options, len(group), among_processes()).on(group)
 
 
-def _combined(term: Term, given: jax.Array) -> jax.Array:
-    """A term of the whole batch from those of all processes, on the first dim."""
+def _combined(terms: Sequence[Term], given: Sequence[jax.Array]) -> list[jax.Array]:
+    """The terms of the whole batch from those of all processes, on the first dim; traced."""
+    return [_of_all(term, one) for term, one in zip(terms, given, strict=True)]
+
+
+def _of_all(term: Term, given: jax.Array) -> jax.Array:
     if term.kind == "same":
         return given[0]
     if term.kind == "sum":
@@ -254,20 +233,6 @@ def _by_process(mesh: Mesh, count: int) -> list[list[Any]]:
             " leave --microbatches out"
         )
     return [groups[process] for process in sorted(groups)]
-
-
-def _check_terms(terms: Sequence[Term], name: str) -> None:
-    """Refuse results that have a value for each example.
-
-    Raises:
-        MicrobatchError: there is one.
-    """
-    for term in terms:
-        if term.kind == "rows":
-            raise MicrobatchError(
-                f"`{name}` returns a value for each example ({term.where}), and no process has those of the microbatches of others: return"
-                " their sum or mean, or leave --microbatches out"
-            )
 
 
 def _check_same(exchange: Exchange | None, deal: Deal) -> None:

@@ -114,6 +114,11 @@ class ElasticRun:
             StepSignatureError: the step does not return its whole state; or microbatches are dealt, and it is a pipeline.
         """
         if self._deal is not None:
+            if step.runs_pipelines:
+                raise StepSignatureError(
+                    f"`{step.name}` runs in several pipelines (`pipelines`), which divide the microbatches: leave --microbatches out of"
+                    " `autopar keep`"
+                )
             step.run_by = functools.partial(self._dealt_step, step.options)
         restore = None if self.place is None else self.place.restore
         saved = None if checkpoints is None or self.is_rehearsal else _agreed(checkpoints)

@@ -49,6 +49,9 @@ class Pipeline:
         may_take: whether the step may also reuse the memory of arrays that the user made; else it copies them.
         timeline: the planned timeline of the schedule, equal in all processes; by default all tasks take equally long.
         compiler_options: the option of the same name of `jax.jit`.
+        own: of the microbatches into which the stages divide the batch, those that run, and how many there are: the schedule's n-th
+            microbatch is the n-th of these. The results are those of these microbatches. By default all of the schedule.
+        broadcasts: whether every process gets small results.
 
     Raises:
         ProcessError: a value would pass between two submeshes that have some but not all processes in common.
@@ -66,6 +69,8 @@ class Pipeline:
         may_take: bool = False,
         timeline: PipelineTimeline | None = None,
         compiler_options: Mapping[str, Any] | None = None,
+        own: tuple[Sequence[int], int] | None = None,
+        broadcasts: bool = True,
     ) -> None:
         self.stages, self.schedule = tuple(stages), schedule
         self.num_outputs, self.literals = num_outputs, dict(literals)
@@ -84,7 +89,14 @@ class Pipeline:
         self.arguments = PipelineArguments(self.pieces, self.instances, self.homes, may_donate, may_take=may_take)
         planned = timeline or simulate(schedule, lambda task: 1)
         self.instructions: Instructions = instructions_of(
-            self.pieces, self.instances, planned.tasks_by_start(), self.arguments, self.carried, compiler_options
+            self.pieces,
+            self.instances,
+            planned.tasks_by_start(),
+            self.arguments,
+            self.carried,
+            compiler_options,
+            own=own,
+            broadcasts=broadcasts,
         )
 
     @property

@@ -77,6 +77,9 @@ def instructions_of(
     arguments: PipelineArguments,
     carried: Mapping[LeafKey, LeafKey],
     compiler_options: Mapping[str, Any] | None,
+    *,
+    own: tuple[Sequence[int], int] | None = None,
+    broadcasts: bool = True,
 ) -> Instructions:
     """The instructions of a step after its arguments have been placed.
 
@@ -84,8 +87,9 @@ def instructions_of(
         stages: the instances of all stages.
         tasks: the tasks in dispatch order.
         carried: the result that replaces each carried argument.
+        own, broadcasts: as for `Pipeline`.
     """
-    return _Listing(stages, instances, tasks, arguments, carried, compiler_options).run()
+    return _Listing(stages, instances, tasks, arguments, carried, compiler_options, own, broadcasts).run()
 
 
 class _Listing:
@@ -99,10 +103,15 @@ class _Listing:
         arguments: PipelineArguments,
         carried: Mapping[LeafKey, LeafKey],
         compiler_options: Mapping[str, Any] | None,
+        own: tuple[Sequence[int], int] | None,
+        broadcasts: bool,
     ) -> None:
         self.stages, self.instances, self.tasks, self.arguments = stages, instances, tasks, arguments
         self.num_slices = max(stage.layout.num_slices for stage in stages)
-        self.num_microbatches = (1 + max(task.microbatch for task in tasks)) // self.num_slices
+        count = (1 + max(task.microbatch for task in tasks)) // self.num_slices
+        #: The microbatch of the batch that each microbatch of the schedule is.
+        self.own, self.num_microbatches = (range(count), count) if own is None else own
+        self.broadcasts = broadcasts
         self.steps: list[Call | Move | Broadcast] = []
         self.stage_of = list(arguments.stage_of)
         self.at: dict[tuple[int, Slot, int | None], int] = {
@@ -115,7 +124,7 @@ class _Listing:
         #: Of each result that several replicas have, the sharding on each.
         self.replica_shardings: dict[LeafKey, list[NamedSharding]] = {}
         #: Instances and the microbatches that they run.
-        self.runs = {(instances.of_task(task), task.microbatch // self.num_slices) for task in tasks}
+        self.runs = {(instances.of_task(task), self._microbatch(task)) for task in tasks}
         #: Registers from which a replica sends to one in another process.
         self.sent_away: set[int] = set()
         made = ProgramsOfPieces(stages, instances, arguments, self.num_microbatches, compiler_options)
@@ -157,7 +166,7 @@ class _Listing:
             for phase in PHASES
             for part in range(self.num_slices)
             if (name := piece_name(phase, part, self.num_slices)) in stage.pieces.each and name in stage.whole
-            for microbatch in range(self.num_microbatches)
+            for microbatch in range(len(self.own))
         )
         for task in needed:
             if task not in tasks:
@@ -172,7 +181,7 @@ class _Listing:
         stage, program = self.stages[s], self.programs[s].get(key)
         if program is None:
             return
-        microbatch = None if task is None else task.microbatch // self.num_slices
+        microbatch = None if task is None else self._microbatch(task)
         reads = self._registers(s, program.takes, program.counts[0], microbatch)
         gives = self._registers(s, program.gives, program.counts[1], microbatch)
         sends = [self._new(s) for _ in program.sends]
@@ -225,6 +234,10 @@ class _Listing:
                 found.append(self.at[place])
         return tuple(found)
 
+    def _microbatch(self, task: Task) -> int:
+        """The microbatch of the batch that a task computes."""
+        return self.own[task.microbatch // self.num_slices]
+
     def _new(self, s: int) -> int:
         self.stage_of.append(s)
         return len(self.stage_of) - 1
@@ -236,7 +249,7 @@ class _Listing:
             if is_state:
                 self._add_replica(result, aval, register, sharding)
             return
-        if jax.process_count() > 1 and not is_state and is_small(aval):
+        if self.broadcasts and jax.process_count() > 1 and not is_state and is_small(aval):
             whole = NamedSharding(sharding.mesh, PartitionSpec())
             broadcaster = Broadcaster(aval, whole)
             copy = self._new(s)

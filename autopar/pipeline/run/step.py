@@ -66,9 +66,19 @@ class PipelinedStep:
     Args:
         devices: the devices, ordered by host; as many as the plan's cluster has.
         may_take: whether donated arrays that the user made may be overwritten.
+        own: the microbatches that this pipeline computes, where others compute the rest: the results are those of these alone, and
+            stay with the stages that make them.
     """
 
-    def __init__(self, plan: PipelinePlan, program: Program, devices: Sequence[Any], *, may_take: bool = False) -> None:
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        program: Program,
+        devices: Sequence[Any],
+        *,
+        may_take: bool = False,
+        own: Sequence[int] | None = None,
+    ) -> None:
         self.plan = plan
         trace = program.as_traced.trace
         self.in_tree, self.out_tree = trace.in_tree, trace.out_tree
@@ -88,15 +98,18 @@ class PipelinedStep:
             )
         ]
         literals = {i: out.value for i, out in enumerate(trace.outputs) if isinstance(out, LiteralOperand)}
+        run = plan if own is None else plan.with_first(len(own))
         self.pipeline = Pipeline(
             stages,
-            plan.tasks(),
+            run.tasks(),
             len(trace.outputs),
             literals,
             homes=_homes(plan),
             donated=plan.donated,
             may_take=may_take,
-            timeline=plan.timeline(),
+            timeline=run.timeline(),
+            own=None if own is None else (own, plan.num_microbatches),
+            broadcasts=own is None,
         )
 
     @property

@@ -6,7 +6,7 @@ Out: `OwnSchedule`, data that gives the schedule back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.pipeline.schedule.kind import ScheduleKind
 from autopar.pipeline.schedule.table import KINDS, build
@@ -48,6 +48,15 @@ class OwnSchedule:
             orders=tuple(map(text_of, schedule.orders)),
             needs=tuple((text_of([task]), text_of(on)) for task, on in needs.items()),
         )
+
+    def of_first(self, num_microbatches: int) -> OwnSchedule:
+        """The tasks of the first microbatches."""
+
+        def kept(text: str) -> str:
+            return text_of([task for task in tasks_of(text) if task.microbatch < num_microbatches])
+
+        needs = ((kept(one), kept(on)) for one, on in self.needs)
+        return replace(self, orders=tuple(map(kept, self.orders)), needs=tuple(both for both in needs if both[0]))
 
     def schedule(self, name: str, edges: Edges) -> Schedule:
         """The schedule with these tasks.

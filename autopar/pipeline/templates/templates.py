@@ -1,7 +1,6 @@
 """Define pipelines over nodes that survive failures: templates, the pipelines that run, and those after a failure.
 
-In: templates as numbers. Out: `PipelineTemplates`, whose `after(failed)` is the next cover with what it copies. Planned only: the
-pipelines of a plan are run by nothing here.
+In: templates as numbers. Out: `PipelineTemplates`, whose `after(failed)` is the next cover with what it copies.
 """
 
 from __future__ import annotations
@@ -47,6 +46,8 @@ class Setting:
         requested: the number of failures to survive.
         fewest: the fewest nodes that hold the model.
         network_bytes_per_s: of all devices of a node together, in one direction.
+        shares_state: whether the state is divided over all nodes once, and each pipeline gets what it reads, as pipelines that run
+            have it; else each pipeline holds all of the state.
     """
 
     program: str
@@ -56,6 +57,7 @@ class Setting:
     fewest: int
     num_microbatches: int
     network_bytes_per_s: float
+    shares_state: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +118,8 @@ class PipelineTemplates:
     @property
     def survives(self) -> int:
         """How many further failures are survived, whichever nodes fail: all state stays on some node, and enough nodes are left."""
+        if self.setting.shares_state:
+            return 0
         return max(0, min(num_copies(self.pipelines, self.held) - 1, self.num_nodes - self.setting.fewest))
 
     @property
@@ -192,9 +196,11 @@ def assembled(
 def sync_seconds(
     setting: Setting, templates: Mapping[int, Template], cells: Cells, count: int, sizes: Collection[int]
 ) -> float:
-    """Seconds of a ring all-reduce of the gradients over `count` pipelines: 2 (r - 1) / r of the bytes of the fullest node."""
+    """Seconds of a ring all-reduce of the gradients over `count` pipelines: 2 (r - 1) / r of the bytes of the fullest node. Where pipelines
+    share the state, a node gets its parameters and sends its gradients."""
     most = max(cells.bytes_of(node & cells.synced) for size in sizes for node in templates[size].held)
-    return 2 * (count - 1) / count * most / setting.network_bytes_per_s
+    share = 1.0 if setting.shares_state else (count - 1) / count
+    return 2 * share * most / setting.network_bytes_per_s
 
 
 def sizes_needed(fewest: int, num_nodes: int, survive: int) -> range:

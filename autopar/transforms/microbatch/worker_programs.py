@@ -12,7 +12,7 @@ workers the numbers are those of gradient accumulation over as many microbatches
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from autopar.errors import MicrobatchError
@@ -117,6 +117,25 @@ def cut_for_workers(
     return _Cutting(trace, graph, split, border).run()
 
 
+def cut_before_update(program: Program, *, own_statistics: bool = False) -> WorkerCut:
+    """Cut a step before its update, for the whole batch: the worker computes the terms of any of its microbatches in a loop over these,
+    as in a pipeline. It also returns the state that it reads, unchanged, so that a planner takes that for state.
+
+    Args:
+        own_statistics: whether each microbatch may have batch statistics of its own; as in `classify`.
+
+    Raises:
+        MicrobatchError: the batch cannot be split.
+    """
+    form = program.as_written
+    trace, graph = laid_for_parts(form.trace, form.graph)
+    places = Places(graph)
+    split = classify(trace, graph, places, own_statistics=own_statistics)
+    border = WorkerBorder(trace, split, 1)
+    write_microbatch(trace, graph, places, split, border)
+    return _Cutting(trace, graph, split, border).before_update()
+
+
 class _Cutting:
     """Divides the items of a trace; the one mutable object of this module."""
 
@@ -131,13 +150,7 @@ class _Cutting:
 
     def run(self) -> WorkerCut:
         """The three programs."""
-        update = TraceBuilder(self.trace)
-        update.add(*self.update)
-        live = update.drop_dead(self.trace.outputs)
-        made = {v for item in update.items for v in _made(item)} | set(update.constants)
-        needed = sorted(v for v in live if v not in made)
-        terms = [v for v in needed if v not in self.state]
-
+        terms, names, update_part = self._updating()
         worker = self.border.builder
         nothing = self.trace.equations[0]
         outputs = [self.border.left[v] if v in self.border.left else self.border.enter(v, nothing) for v in terms]
@@ -145,14 +158,69 @@ class _Cutting:
         live = worker.drop_dead(outputs)
         made = {v for item in worker.items for v in _made(item)} | set(worker.constants)
         taken = sorted(v for v in live if v not in made)
-        names = [f"term {n}" for n in range(len(terms))]
         worker_trace = worker.finish(
             name=f"{self.trace.name} of a worker",
             **_border([(v, self._path(v)) for v in taken], list(zip(outputs, names, strict=True))),
         )
         share_of = {share: value for value, share in self.border.shares.items()}
         wanted = sorted({share_of.get(v, v) for v in taken} & self.of_whole)
+        return WorkerCut(
+            whole=self._whole(wanted) if wanted else None,
+            worker=Part(_program(worker_trace, ()), tuple(self._input(v, share_of, wanted) for v in taken)),
+            update=update_part,
+            terms=tuple(map(self._term, terms)),
+            batch_size=self.split.batch.size,
+            num_workers=self.border.m,
+        )
 
+    def before_update(self) -> WorkerCut:
+        """All that runs before the update, and the update, which reads arguments by itself."""
+        needed, _, update_part = self._updating()
+        terms = [v for v in needed if v not in self.trace.inputs]
+        names = [f"term {n}" for n in range(len(terms))]
+        sources = tuple(
+            one
+            if one.source == "state"
+            else Input("term", terms.index(needed[one.index]))
+            if needed[one.index] in terms
+            else Input("argument", self._position(needed[one.index]))
+            for one in update_part.inputs
+        )
+        builder = TraceBuilder(self.trace)
+        builder.add(*items_of(self.trace.equations, self.trace.regions))
+        live = builder.drop_dead(terms)
+        taken = [(n, v) for n, v in enumerate(self.trace.inputs) if v in live]
+        state = [(at, v) for at, (_, v) in enumerate(taken) if v in self.state]
+        trace = builder.finish(
+            name=f"{self.trace.name} before its update",
+            **_border(
+                [(v, self._path(v)) for _, v in taken],
+                [*zip(terms, names, strict=True), *((v, self._path(v)) for _, v in state)],
+            ),
+        )
+        pairs = tuple((at, len(terms) + n) for n, (at, _) in enumerate(state))
+        inputs = tuple(
+            Input("state" if v in self.state else "argument", n, None, tuple(self.trace.avals[v].shape))
+            for n, v in taken
+        )
+        return WorkerCut(
+            whole=None,
+            worker=Part(_program(trace, pairs), inputs),
+            update=replace(update_part, inputs=sources),
+            terms=tuple(map(self._term, terms)),
+            batch_size=self.split.batch.size,
+            num_workers=1,
+        )
+
+    def _updating(self) -> tuple[list[int], list[str], Part]:
+        """The values that the update takes from workers, their names, and the update."""
+        update = TraceBuilder(self.trace)
+        update.add(*self.update)
+        live = update.drop_dead(self.trace.outputs)
+        made = {v for item in update.items for v in _made(item)} | set(update.constants)
+        needed = sorted(v for v in live if v not in made)
+        terms = [v for v in needed if v not in self.state]
+        names = [f"term {n}" for n in range(len(terms))]
         update_trace = update.finish(
             name=f"update of {self.trace.name}",
             **_border(
@@ -165,14 +233,7 @@ class _Cutting:
         ]
         at = {one.index: n for n, one in enumerate(sources) if one.source == "state"}
         pairs = tuple((at[position], output) for position, output in self.carried if position in at)
-        return WorkerCut(
-            whole=self._whole(wanted) if wanted else None,
-            worker=Part(_program(worker_trace, ()), tuple(self._input(v, share_of, wanted) for v in taken)),
-            update=Part(_program(update_trace, pairs), tuple(sources)),
-            terms=tuple(map(self._term, terms)),
-            batch_size=self.split.batch.size,
-            num_workers=self.border.m,
-        )
+        return terms, names, Part(_program(update_trace, pairs), tuple(sources))
 
     def _divided(self) -> tuple[list[Item], list[Item], list[Item]]:
         """The items of the whole batch, those that each worker computes for itself, and those of the update."""
