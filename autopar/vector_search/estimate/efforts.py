@@ -1,7 +1,7 @@
 """Predict the effort of a search for a recall, from measured searches.
 
 In: an index kind, a recall@10, the number of vectors. Out: lists that a query probes, or nodes of its beam. Measured on
-FAISS's synthetic set, of which recall is harder than of most embeddings (`benchmarks/results/vector_disk.md`, efforts);
+FAISS's synthetic set, of which recall is harder than of most embeddings (docs/decisions/0101-choose-among-all-kinds.md);
 between the measured recalls and beyond, and for other numbers of vectors, the logarithm of the effort is linear in those of
 the missed share and of the number of vectors.
 """
