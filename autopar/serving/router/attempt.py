@@ -184,6 +184,7 @@ class Attempt:
             raise
         finally:
             self._server.sent.discard(self._sent)
+            self._parts.put_nowait(Lost("the router has failed", had_it=True))  # whoever waits must not wait for ever
 
     def _end(self) -> None:
         """Close the connection, so that the server aborts what still runs, and tell that the request has ended."""

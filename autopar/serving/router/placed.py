@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from autopar.errors import AutoparError, PlacementError
 from autopar.placement import Group, Placement, Trace
@@ -58,7 +59,7 @@ def servers_of(placement: Path | None, urls: Sequence[str]) -> list[GroupServer]
     """
     urls = [each.rstrip("/") for each in urls]
     for url in urls:
-        if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
+        if not _is_address(url) or urls.count(url) > 1:
             raise PlacementError(f"the address {url!r} is not one: give each server once, as http://HOST:PORT")
     if placement is None:
         return [GroupServer(url) for url in urls]
@@ -72,6 +73,18 @@ def servers_of(placement: Path | None, urls: Sequence[str]) -> list[GroupServer]
         GroupServer(url, group.layout, running.firsts[number], frozenset(group.models))
         for number, (url, group) in enumerate(zip(urls, groups, strict=True))
     ]
+
+
+def _is_address(url: str) -> bool:
+    """
+    >>> [_is_address(each) for each in ("http://gpu-1:8000", "gpu-1:8000", "http://", "http://x:99999", "http://[x")]
+    [True, False, False, False, False]
+    """
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 class Placed:

@@ -52,7 +52,7 @@ async def ask(forwarder: Forwarder, server: GroupServer, timeout_s: float = 2.0)
         why = f"/status has HTTP status {reply.status_code}"
         if reply.status_code == 401:
             why += ": start the router with a key of the server (--api-key-file)"
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         why, is_late = f"{type(error).__name__}: {error}".rstrip(": "), isinstance(error, httpx.TimeoutException)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"/status is not that of `autopar serve` ({error!r})"
