@@ -163,7 +163,10 @@ def test_a_model_as_verifier(engine: Engine) -> None:
     def counted() -> bool:
         nonlocal most
         did_step = step()
-        most = max(most, sum(each.scored_from is not None for each in engine._scheduler._admission.requests.values()))
+        most = max(
+            most,
+            sum(each.scored_from is not None for each in engine._iterations.scheduler._admission.requests.values()),
+        )
         return did_step
 
     engine.step = counted  # pyright: ignore[reportAttributeAccessIssue]
