@@ -45,18 +45,18 @@ def mlp_state(num_layers: int = LAYERS) -> tuple[Params, Any]:
     return params, optimizer().init(params)
 
 
-def mlp_batch(seed: int) -> tuple[jax.Array, jax.Array]:
+def mlp_batch(seed: int, size: int = BATCH) -> tuple[jax.Array, jax.Array]:
     one, other = jax.random.split(jax.random.key(seed))
-    return jax.random.normal(one, (BATCH, WIDTH)), jax.random.normal(other, (BATCH, WIDTH))
+    return jax.random.normal(one, (size, WIDTH)), jax.random.normal(other, (size, WIDTH))
 
 
-def check_mlp(steps: int = 2, **options: Any) -> None:
-    run, _ = pipelined(mlp_step, (mlp_state(), mlp_batch(0)), **options)
+def check_mlp(steps: int = 2, size: int = BATCH, **options: Any) -> None:
+    run, _ = pipelined(mlp_step, (mlp_state(), mlp_batch(0, size)), **options)
     plain = jax.jit(mlp_step)
     here = there = mlp_state()
     for seed in range(steps):
-        here, loss = run(here, mlp_batch(seed))
-        there, expected = plain(there, mlp_batch(seed))
+        here, loss = run(here, mlp_batch(seed, size))
+        there, expected = plain(there, mlp_batch(seed, size))
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         for one, other in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
@@ -88,6 +88,10 @@ def test_stages_that_share_a_submesh(schedule: str, virtual: int, num_microbatch
 
 def test_stages_that_are_split_over_two_axes() -> None:
     check_mlp(schedule="1f1b", num_stages=2, num_microbatches=2, mesh="2x2")
+
+
+def test_a_batch_of_one_example() -> None:
+    check_mlp(size=1, num_stages=2, num_microbatches=1)
 
 
 def test_one_microbatch() -> None:

@@ -99,7 +99,7 @@ def leading_dim(graph: Graph) -> tuple[int, tuple[int, ...]]:
     if not sizes:
         raise MicrobatchError(
             "the step has no batch to split into microbatches: no argument but carried state holds an array with"
-            " a leading dim. Pass the batch as an argument, or give `carry` if the batch was mistaken for state"
+            " a leading dim of at least 2. Pass the batch as an argument, or give `carry` if the batch was mistaken for state"
         )
     size = max(sizes, key=lambda s: (s in lengths, sizes[s], s))
     return size, tuple(leading[size])

@@ -131,12 +131,15 @@ class _Classifier:
         self.kinds.made.update(found)
 
     def _place_without_batch(self, i: int, unit: Unit) -> None:
-        if all(v in self.kinds.early for v in unit.operands):
+        is_update = self.trace.equations[unit.start].phase == "update"
+        if self.alone and not self.batch.inputs and not is_update:  # a batch of one example has no dim to follow
+            self._bring(unit.results)
+        elif all(v in self.kinds.early for v in unit.operands):
             self._put_before(i)
         elif all(map(self.kinds.is_shared, unit.operands)):
             self.placed.inside.add(i)  # computed in each microbatch, as its operands are
             self.kinds.made.update(self.kinds.of_unit(unit))
-        elif self.alone and self.trace.equations[unit.start].phase != "update":
+        elif self.alone and not is_update:
             self._bring(unit.results)
         elif not self._follow_own(i, unit):
             self.placed.after.add(i)
@@ -259,9 +262,9 @@ class _Classifier:
             return
         if not any(self.kinds.has_batch(self.placed.units[i]) for i in self.placed.inside):
             paths = ", ".join(f"`{self.graph.input_paths[p]}`" for p in self.batch.inputs[:3])
+            of_data = f"of {paths} ({self.batch.size} examples)" if paths else "of any data"
             raise MicrobatchError(
-                f"there is nothing to run in microbatches: no operation runs over the leading dim of {paths}"
-                f" ({self.batch.size} examples)"
+                f"there is nothing to run in microbatches: no operation runs over the leading dim {of_data}"
             )
 
 
