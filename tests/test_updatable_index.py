@@ -203,6 +203,10 @@ def test_what_is_invalid_is_refused_and_changes_nothing(tmp_path: Path, index: v
         (lambda: index.metadata([77]), "`ids` has 77, and no vector"),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, dtype="float64"), "`dtype` is 'float64'"),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, metadata="i4"), "with named fields"),
+        (
+            lambda: vector_search.create_updatable(tmp_path / "no", 4, metadata=[("t", "U20000")]),
+            "80,000 bytes per vector",
+        ),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, space=0.5), "`space` is 0.5"),
         (lambda: vector_search.create_updatable(tmp_path / "no", 4, delta_share=0), "`delta_share` is 0"),
     ):

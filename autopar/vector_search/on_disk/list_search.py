@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.frame.recall_tuning import MEASURED_AT
 from autopar.vector_search.graph.nearest_points import NearestPoints
 from autopar.vector_search.on_disk.list_reads import ListReads
 from autopar.vector_search.on_disk.list_scores import ListScores
@@ -90,6 +91,11 @@ class ListSearch:
         is_near[:, : probing.least] = True
         return of_lists(nearest, is_near, lists.num_lists)
 
+    def usually_probed(self, queries: NDArray[Any]) -> NDArray[np.bool_]:
+        """As `probed`, for a search of a few neighbours without a filter or an effort."""
+        num = self.lists.num_vectors
+        return self.probed(queries, self.probing(None, min(MEASURED_AT, num), num))
+
     def of_lists(
         self, queries: NDArray[Any], k: int, is_probed: NDArray[np.bool_], allowed: NDArray[np.bool_] | None
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
@@ -111,7 +117,7 @@ class ListSearch:
     def page_reads(self, queries: NDArray[Any], num_pages: int) -> NDArray[np.int64]:
         """int64 `[num_pages]`: how many of the queries want each page of the file."""
         lists, found = self.lists, np.zeros(num_pages, np.int64)
-        times = self.probed(queries, Probing(self.effort, self.pruning)).sum(axis=0)
+        times = self.usually_probed(queries).sum(axis=0)
         for which in np.flatnonzero(times):
             found[lists.first_pages[which] : lists.last_pages[which] + 1] += times[which]
         return found

@@ -15,7 +15,6 @@ from autopar.vector_search.on_disk.index import AT_ONCE, DiskIndex
 from autopar.vector_search.on_disk.layout import packed
 from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
-from autopar.vector_search.on_disk.probing import Probing
 from autopar.vector_search.on_disk.readers import Run
 from autopar.vector_search.servers.list_placement import placed
 
@@ -54,8 +53,7 @@ def divide(
         checked = inputs.checked_queries(queries, lists.dim, lists.dtype)
         loads = np.zeros(lists.num_lists)
         for at in range(0, len(checked), AT_ONCE):
-            probing = Probing(index.measured.effort, index.pruning)
-            loads += index.searches.probed(checked[at : at + AT_ONCE], probing).sum(axis=0)
+            loads += index.searches.usually_probed(checked[at : at + AT_ONCE]).sum(axis=0)
     order = np.argsort(lists.starts, kind="stable")
     sizes = lists.counts * lists.entry_bytes
     has = placed(order, loads, sizes, servers, inputs.checked_count("replicas", replicas))

@@ -32,8 +32,8 @@ from autopar.vector_search.updates.page_store import FIRST_DATA_PAGE, PageStore,
 from autopar.vector_search.updates.records import Layout
 from autopar.vector_search.updates.settings import Settings
 
-#: Pages that are copied at a time.
-_AT_ONCE = 256
+#: Pages that are copied at a time; maximum bytes of metadata per vector.
+_AT_ONCE, _MAX_ROW_BYTES = 256, 65_536
 
 #: Maximum lists per vector, and maximum of the mean.
 COPIES, SPACE = 4, 1.5
@@ -200,6 +200,11 @@ def _checked_metadata_dtype(given: DTypeLike | None) -> np.dtype[Any]:
         raise SearchError(
             f"`metadata` has dtype {dtype}: give one with named fields of numbers or fixed-length text, as"
             " [('page', 'i4'), ('year', 'i2')]"
+        )
+    if dtype.itemsize > _MAX_ROW_BYTES:
+        raise SearchError(
+            f"`metadata` has {dtype.itemsize:,} bytes per vector, which are kept in memory: give at most {_MAX_ROW_BYTES:,}, and"
+            " keep long texts elsewhere, by id"
         )
     return dtype
 
