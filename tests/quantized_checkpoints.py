@@ -1,7 +1,11 @@
-"""Write quantized checkpoints as their formats define them, value by value, next to float checkpoints of the same weights."""
+"""Write quantized checkpoints as their formats define them, value by value, next to float checkpoints of the same weights.
+
+`scripts/quantized_logits.py` writes the logits that the packages which define the formats compute from them.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,9 @@ from safetensors.numpy import load_file, save_file
 from autopar.inference import write_checkpoint
 
 GROUP = 16
+#: The tokens of a sequence whose last logits are kept.
+LENGTH = 12
+LOGITS = Path(__file__).parent / "logits" / "quantized"
 
 
 def _words(values: np.ndarray, bits: int) -> np.ndarray:
@@ -33,7 +40,13 @@ def _awq_words(values: np.ndarray) -> np.ndarray:
 def _compressed(bits: int, strategy: str, symmetric: bool = True, kind: str = "pack-quantized") -> dict[str, Any]:
     weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": strategy, "dynamic": False}
     weights["group_size"] = GROUP if strategy == "group" else None
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": kind,
+    }
     return {
         "quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group},
         "ignore": ["lm_head", "re:.*block_sparse_moe.gate$"], "kv_cache_scheme": None, "quantization_status": "compressed",
@@ -68,7 +81,7 @@ def _stored(
         tensors = {"qweight": _awq_words(q.T), "scales": scale.T, "qzeros": _awq_words(zero.T)}
     elif how["quant_method"] == "gptq":
         less = 1 if how["checkpoint_format"] == "gptq" else 0
-        tensors = {"qweight": _words(q, bits).T, "scales": scale.T, "qzeros": _words(zero.T - less, bits)}
+        tensors = {"qweight": _words(q, bits).T, "scales": scale.T, "qzeros": _words((zero.T - less) % 2**bits, bits)}
         tensors["g_idx"] = (np.arange(q.shape[1]) // (q.shape[1] // scale.shape[1])).astype(np.int32)
     elif how["format"] == "int-quantized":
         tensors = {"weight": (q.astype(int) - 128).astype(np.int8), "weight_scale": scale}
@@ -108,7 +121,7 @@ def write_quantized(folder: Path, family: str, name: str) -> tuple[Path, Path]:
         outs, ins = tensor.shape
         groups = ins // group if group and group > 0 else 1
         q = chance.integers(0, 2**bits, (outs, ins))
-        zero = np.full((outs, groups), middle) if symmetric else chance.integers(1, 2**bits, (outs, groups))
+        zero = np.full((outs, groups), middle) if symmetric else chance.integers(0, 2**bits, (outs, groups))
         scale = (chance.uniform(0.5, 1.5, (outs, groups)) / (middle * ins**0.5)).astype(np.float16)
         size = ins // groups
         tensors[key] = ((q - np.repeat(zero, size, 1)) * np.repeat(scale, size, 1).astype(np.float32)).astype(
@@ -120,3 +133,23 @@ def write_quantized(folder: Path, family: str, name: str) -> tuple[Path, Path]:
     save_file(stored, quantized / "model.safetensors", metadata={"format": "pt"})
     (quantized / "config.json").write_text(json.dumps({**fields, "quantization_config": how, "torch_dtype": "float32"}))
     return quantized, floats
+
+
+def file_of(name: str) -> Path:
+    """The file of the logits of a format."""
+    return LOGITS / f"{name.replace(', ', '-').replace(' ', '-')}.npz"
+
+
+def digest_of(folder: Path) -> str:
+    """A digest of all tensors of a checkpoint."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(load_file(folder / "model.safetensors").items()):
+        found.update(name.encode() + np.ascontiguousarray(tensor).tobytes())
+    return found.hexdigest()
+
+
+def logits_elsewhere(name: str, folder: Path) -> np.ndarray:
+    """The last logits of the sequences, [2, vocabulary], by the packages that define the format."""
+    stored = np.load(file_of(name))
+    assert str(stored["digest"]) == digest_of(folder), f"the weights of {name} are others: write its logits again"
+    return stored["logits"]

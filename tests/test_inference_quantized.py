@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from family_checkpoints import CHECKPOINTS, tokens_of, write_family
-from quantized_checkpoints import FORMATS, write_quantized
+from quantized_checkpoints import FORMATS, LENGTH, logits_elsewhere, write_quantized
 from safetensors.numpy import load_file, save_file
 
 from autopar.errors import ModelError
@@ -26,16 +26,19 @@ from autopar.inference.model.quantized_weights import dequantized, quantized
 def logits_of(folder: Path, quantize: str | None = None) -> np.ndarray:
     checkpoint = Checkpoint.open(folder, quantize)
     model: Any = checkpoint.model
-    return np.asarray(jax.jit(model.apply)(checkpoint.load(), tokens_of(12))[0])
+    return np.asarray(jax.jit(model.apply)(checkpoint.load(), tokens_of(LENGTH))[0])
 
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_checkpoint_computes_what_its_format_defines(name: str, tmp_path: Path) -> None:
+    """By the definition, and by the package that defines it."""
     stored, floats = write_quantized(tmp_path, "llama", name)
     expected = logits_of(floats)
     assert expected.std() > 0.1
-    np.testing.assert_allclose(logits_of(stored), expected, atol=2e-5)
+    found = logits_of(stored)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
+    np.testing.assert_allclose(found[:, -1], logits_elsewhere(name, stored), atol=1e-4)
 
 
 @pytest.mark.sampled(4)

@@ -94,7 +94,7 @@ def test_ray_serves_the_deployment(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     folder = write_model(tmp_path / "tiny")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": 8765})
         serve.run(example().deployment({"model": str(folder)}))

@@ -7,7 +7,7 @@ the host; each device still gets its own slice only.
 |---|---|---|---|
 | compressed-tensors, int-quantized | `weight` int8 [out, in] | `weight_scale` [out, groups] | `weight_zero_point` |
 | compressed-tensors, pack-quantized | `weight_packed` int32 [out, in / n] | `weight_scale` | `weight_zero_point` [out / n, groups] |
-| GPTQ | `qweight` int32 [in / n, out] | `scales` [groups, out] | `qzeros` [groups, out / n], less one |
+| GPTQ | `qweight` int32 [in / n, out] | `scales` [groups, out] | `qzeros` [groups, out / n], less one modulo the range |
 | AWQ | `qweight` int32 [in, out / n], columns in another order | `scales` [groups, out] | `qzeros` [groups, out / n] |
 
 n weights share an int32: 8 of 4 bits, or 4 of 8 bits, the first one in the lowest bits.
@@ -188,7 +188,9 @@ class QuantizedSource:
             return self._signed(_unpacked(array.T, self.how.bits).T)
         if self.how.format == "awq":
             return self._signed(_in_awq_order(array).T)
-        return self._signed(_unpacked(array, self.how.bits).T) + (1 if self.how.format == "gptq" else 0)
+        # GPTQ's first version stores one less, modulo the range: a zero of 0 is the largest value.
+        less = 1 if self.how.format == "gptq" else 0
+        return self._signed((_unpacked(array, self.how.bits).T + less) % 2**self.how.bits)
 
 
 @dataclass(eq=False, slots=True)
