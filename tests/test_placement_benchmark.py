@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopar.inference.schedule.requests import Shape
-from autopar.placement import Group, Layout, ModelSpec, Placement, Slo, StepTimes
+from autopar.placement import Group, Layout, ModelSpec, Placement, Slo, StepTimes, Trace
 from benchmarks import run
 from benchmarks.inference.rows import row
 from benchmarks.placement import md1, overhead, page, parts, settings
@@ -22,6 +23,13 @@ def times(layout: Layout, stage_s: float) -> StepTimes:
 def test_the_formula_is_that_of_md1_queues() -> None:
     assert md1.mean_wait_s(2, 0.4, 0.4) == pytest.approx(1.2)
     assert md1.mean_wait_s(4, 0.4, 0.2) == pytest.approx(0.8)
+
+
+def test_the_recursion_waits_for_the_request_before() -> None:
+    columns = (np.array([0, 1, 0, 0], np.int32), np.ones(4, np.int32), np.ones(4, np.int32))
+    trace = Trace(("a", "b"), np.array([0.0, 0.1, 0.3, 5.0]), *columns, duration_s=9.0)
+    assert md1.lindley_s(trace, ["a"], 0.4) == pytest.approx(0.4 + 0.1 / 3)
+    assert md1.lindley_s(trace, ["a", "b"], 0.2) == pytest.approx(0.4 + (0.0 + 0.1 + 0.1 + 0.0) / 4)
 
 
 def test_a_layout_with_an_overhead_takes_that_much_more_of_its_devices() -> None:
