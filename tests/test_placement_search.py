@@ -7,6 +7,7 @@ import math
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autopar.cli import main as cli
@@ -152,6 +153,23 @@ def test_a_placement_that_cannot_be_found_is_refused() -> None:
         place(models, trace_of({"b": 1.0}, 20.0), 4, 60.0)
     with pytest.raises(PlacementError, match="each with its own name"):
         place(models * 2, trace, 4, 60.0)
+
+
+def test_the_choice_is_by_the_whole_trace_and_no_worse_than_the_largest_rates_and_what_runs() -> None:
+    """In the burst that is searched with, all requests are for `a`; most of the others are for `b`."""
+    names, burst, rest = ("a", "b"), np.linspace(0.0, 2.0, 30), np.linspace(5.0, 45.0, 110)
+    arrival = np.concatenate([burst, rest])
+    columns = (np.repeat(np.array([0, 1], np.int32), [30, 110]), np.full(140, 64, np.int32), np.ones(140, np.int32))
+    trace = Trace(names, arrival, *columns, duration_s=46.0)
+    models = [model(name, 0.3, 0.6, layouts=(ONE, TWO)) for name in names]
+    named = {each.name: each for each in models}
+    for runs in (Placement((Group(ONE, ("a",)), Group(ONE, ("b",)), Group(ONE, ("b",)))), None):
+        current = None if runs is None else Running.of(runs)
+        found = place(models, trace, 3, 60.0, current=current, max_requests=30)
+        rates = largest_rates(named, Demand(named, busiest(trace, 30)), 3, 60.0).placement
+        others = [each for each in (runs, rates) if each is not None]
+        assert found.outcome.num_good >= max(simulate(each, named, trace, 60.0).num_good for each in others)
+    assert busiest(trace, 30).model.sum() == 0
 
 
 def test_the_busiest_part_has_the_most_requests_per_second() -> None:

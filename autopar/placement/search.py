@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autopar.errors import PlacementError
 from autopar.placement.change import Running, change_bytes
 from autopar.placement.evaluate import Evaluator
@@ -29,6 +31,10 @@ _Value = tuple[int, int, int, float]
 #: Placements of a neighbourhood that are simulated before the next step is taken, and at most.
 _BATCH, _MOST = 8, 32
 _STARTS = 4
+#: Of the placements that were found, as many are compared on a part of the trace with so many times the requests.
+_FINALISTS, _LONGER = 3, 5
+#: The number of models that lose the most requests, and of groups that are the least busy, which are tried together first.
+_FOCUS = 2
 #: The largest number of models times devices with which every neighbour is simulated.
 _SMALL = 32
 #: The seconds of the rate problem of a start.
@@ -89,11 +95,20 @@ def place(
         check(current.placement, named, budget_bytes)
     part = busiest(trace, max_requests)
     search = _Search(named, part, num_devices, budget_bytes, current, effort, keeps_groups=keeps_groups)
-    best = search.run()
+    finalists = search.run()
+    longer = busiest(trace, _LONGER * max_requests)
+    if longer is not part:  # the order on the part need not be that on the whole trace
+        scores = {each: (search.num_placed(each), _num_good(each, named, longer, budget_bytes)) for each in finalists}
+        finalists.sort(key=lambda each: (*scores[each], -each.num_devices), reverse=True)
+    best = finalists[0]
     outcome = simulate(best, named, trace, budget_bytes)
     load_bytes, firsts = change_bytes(best, current, named, num_devices, keeps_groups=keeps_groups)
     evaluator = search.evaluator
     return Found(best, outcome, firsts, load_bytes, evaluator.num_placements, evaluator.num_iterations)
+
+
+def _num_good(placement: Placement, models: Mapping[str, ModelSpec], trace: Trace, budget_bytes: float) -> int:
+    return simulate(placement, models, trace, budget_bytes).num_good
 
 
 def busiest(trace: Trace, max_requests: int) -> Trace:
@@ -127,18 +142,21 @@ class _Search:
         self._demand = Demand(models, trace)
         self.evaluator = Evaluator(models, trace, budget_bytes)
         self._neighbours = Neighbours(models, self._layouts, num_devices, budget_bytes)
+        counts = np.bincount(trace.model, minlength=len(trace.models)).tolist()
+        self._num_requests: dict[str, int] = dict(zip(trace.models, counts, strict=True))
         is_small = len(models) * num_devices <= _SMALL
         self._most = 10**9 if is_small else _MOST
 
-    def run(self) -> Placement:
+    def run(self) -> list[Placement]:
+        """The best placements that were found, the best one first; what runs now, and that with the largest rates."""
         starts = self._starts()
+        given = starts[: 1 if self._current is None else 2]
         values = {start: self._value(start) for start in starts}
-        best = max(starts, key=lambda start: values[start] or ())
         for start in sorted(starts, key=lambda start: values[start] or (), reverse=True):
             found = self._climb(start)
-            if (self._value(found) or ()) > (self._value(best) or ()):
-                best = found
-        return best
+            values[found] = self._value(found)
+        ranked = sorted(values, key=lambda each: values[each] or (), reverse=True)
+        return list(dict.fromkeys([*ranked[:_FINALISTS], *given]))
 
     def _value(self, placement: Placement, least: _Value | None = None) -> _Value | None:
         """The objective, larger is better: models with a replica, requests within their bounds, devices, bytes to load.
@@ -146,7 +164,7 @@ class _Search:
         Args:
             least: a value to be reached; None is returned as soon as it is clear that it is not.
         """
-        num_placed = self._num_placed(placement)
+        num_placed = self.num_placed(placement)
         if least is not None and num_placed < least[0]:
             return None
         score = self.evaluator.score_if(placement, 0 if least is None or num_placed > least[0] else least[1])
@@ -157,12 +175,13 @@ class _Search:
         )
         return num_placed, score.num_good, -placement.num_devices, -load_bytes
 
-    def _num_placed(self, placement: Placement) -> int:
+    def num_placed(self, placement: Placement) -> int:
+        """The number of models with a replica."""
         placed = {name for group in placement.groups for name in group.models}
         return sum(name in placed for name in self._demand.rate_per_s)
 
     def _expected(self, placement: Placement) -> tuple[int, float, int]:
-        return self._num_placed(placement), self._demand.expected_per_s(placement), -placement.num_devices
+        return self.num_placed(placement), self._demand.expected_per_s(placement), -placement.num_devices
 
     def _starts(self) -> list[Placement]:
         """The placement that runs now, that with the largest rates, and the best of those with one layout."""
@@ -220,7 +239,8 @@ class _Search:
         value = self._value(placement)
         assert value is not None
         while self.evaluator.num_iterations < self._effort:
-            ranked = sorted(self._steps(placement), key=self._expected, reverse=True)[: self._most]
+            neighbours = sorted(self._steps(placement), key=self._expected, reverse=True)[: self._most]
+            ranked = list(dict.fromkeys([*self._where_requests_are_lost(placement), *neighbours]))
             found = None
             for first in range(0, len(ranked), _BATCH):
                 for each in ranked[first : first + _BATCH]:
@@ -235,6 +255,19 @@ class _Search:
                 break
             placement = found
         return placement
+
+    def _where_requests_are_lost(self, placement: Placement) -> list[Placement]:
+        """The models that lose the most requests, each with a replica more on the groups that are the least busy."""
+        score, groups = self.evaluator.score(placement), placement.groups
+        lost = {name: num - score.good[name] for name, num in self._num_requests.items()}
+        found: list[Placement] = []
+        for name in sorted(lost, key=lost.__getitem__, reverse=True)[:_FOCUS]:
+            others = [n for n, group in enumerate(groups) if name not in group.models]
+            others = [n for n in others if self._neighbours.fits(groups[n].with_model(name))]
+            for number in sorted(others, key=score.busy.__getitem__)[:_FOCUS]:
+                changed = (*groups[:number], groups[number].with_model(name), *groups[number + 1 :])
+                found.append(Placement(changed).canonical())
+        return found
 
     def _steps(self, placement: Placement) -> Iterable[Placement]:
         """The neighbours of a placement; if groups stay, those with the groups that run now."""
