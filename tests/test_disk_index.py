@@ -490,3 +490,12 @@ def test_order_keeps_near_centroids_together(monkeypatch: pytest.MonkeyPatch) ->
     for order in (chained, bisected):
         assert sorted(order.tolist()) == list(range(300))
         assert between(order) < 0.6 * between(np.arange(300))
+
+
+def test_expected_page_reads_are_those_of_searches(index: vector_search.DiskIndex) -> None:
+    """What `pin` and `divide` count: the lists that searches read, by the learned choice."""
+    assert index.lists.rule is not None
+    for query in DATA.queries[:10]:
+        before = index.reads().pages
+        index.search(query, 10)
+        assert (index.searches.page_reads(query[None], 10**4) > 0).sum() == index.reads().pages - before
