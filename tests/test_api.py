@@ -325,8 +325,10 @@ def test_a_plan_file_of_another_version(mlp: programs.Program, tmp_path: Path) -
 
 
 def test_an_unknown_option() -> None:
-    with pytest.raises(TypeError, match=r"unknown option 'mehs'; the options are plan, mesh"):
+    with pytest.raises(TypeError, match=r"unknown option 'mehs'; the options are plan, pipelines, mesh, .*give `mesh`"):
         autopar.parallelize(mehs="8")
+    with pytest.raises(TypeError, match=r"unknown option 'pipeline'; .*give `pipelines`"):
+        autopar.parallelize(pipeline=2)
 
 
 def test_a_step_that_is_no_function() -> None:

@@ -254,12 +254,12 @@ def check_options(unknown: Iterable[str], *first: str) -> None:
     Raises:
         OptionError: an option is unknown; the text names it and its replacement.
     """
-    known = option_names()
+    known = [*first, *option_names()]
     for name in unknown:
         near = difflib.get_close_matches(name, known, 1)
         replacement = _INSTEAD.get(name) or (f"`{near[0]}`" if near else "one of these")
         raise OptionError(
-            f"unknown option {name!r}; the options are {', '.join((*first, *known))}. Instead of it, give {replacement}"
+            f"unknown option {name!r}; the options are {', '.join(known)}. Instead of it, give {replacement}"
         )
 
 

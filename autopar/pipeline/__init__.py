@@ -2,5 +2,5 @@
 
 In: a `Program`, devices, a schedule or `"auto"`.
 Out: a `PipelinePlan`, and a function that runs it.
-Imported by: report, api, verification, comparison, code_export, cli.
+Imported by: report, api, verification, comparison, code_export, inference, cli.
 """

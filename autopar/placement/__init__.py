@@ -2,7 +2,7 @@
 
 In: models with their latency bounds, traffic, a hardware profile, a number of devices.
 Out: `Placement`s with goodput and utilization.
-Imported by: cli.
+Imported by: serving, cli.
 """
 
 from autopar.placement.layouts import Layout as Layout
