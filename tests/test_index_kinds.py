@@ -443,11 +443,12 @@ def test_auto_chooses_by_predicted_time() -> None:
     assert kind == "exact"
     assert "256 queries" in why
     assert "below 50 ms" in why
-    kind, why = chosen(400_000_000)
+    kind, why = chosen(400_000_000, batch=16)
     assert kind == IVF
-    assert why.startswith("predicted times of 256 queries: exact ")
-    assert chosen(400_000_000, recall_target=1.0)[0] == "exact"
-    assert chosen(1_000_000, hardware="cpu-host")[0] == IVF
+    assert why.startswith("predicted times of 16 queries: exact ")
+    kind, why = chosen(400_000_000)
+    assert kind == "exact" and "no other kind is 1.5 times as fast" in why, "it reads all vectors once for all queries"
+    assert chosen(400_000_000, recall_target=1.0, batch=16)[0] == "exact"
     assert chosen(6_000_000, hardware="cpu-host", batch=1)[0] == GRAPH
     assert chosen(20_000_000, budget=2e9)[0] == "exact"
     kind, why = chosen(20_000_000, budget=1e9)
