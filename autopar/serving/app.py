@@ -16,16 +16,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from autopar.errors import AutoparError
 from autopar.serving import fields
-from autopar.serving.access import Access, error_response, json_of
+from autopar.serving.access import json_of
 from autopar.serving.generate_reply import reply_to
 from autopar.serving.grammar import schema_of, schema_of_tools
 from autopar.serving.inputs import model_of, only_or_named, prompts_of
@@ -33,6 +29,7 @@ from autopar.serving.limits import RequestError
 from autopar.serving.metrics import exposition
 from autopar.serving.models import Models, ServedModel
 from autopar.serving.replies import Chat, Completion, Reply
+from autopar.serving.routes import application
 from autopar.serving.score_texts import embeddings, score
 
 _COMPLETION = fields.COMMON | {"prompt", "max_tokens", "echo"}
@@ -72,26 +69,7 @@ def make_app(models: Models, environment: Mapping[str, str] | None = None) -> AS
         ("GET", health): _ready,
         ("POST", environment.get("AIP_PREDICT_ROUTE", "/predict")): _predict,
     }
-    made = [
-        Route(path, functools.partial(_answer, handler, models), methods=[method])
-        for (method, path), handler in routes.items()
-    ]
-    app = Starlette(routes=made, exception_handlers={HTTPException: _http_error})
-    return Access(app, models.limits, {health})
-
-
-async def _answer(handler: _Handler, models: Models, request: Request) -> Response:
-    """Run a handler. What is the client's fault is a reply with an error; all else is the server's."""
-    try:
-        return await handler(models, request)
-    except RequestError as error:
-        return error_response(error)
-    except AutoparError as error:
-        return error_response(RequestError(400, str(error)))
-
-
-async def _http_error(_: Request, error: Any) -> Response:
-    return error_response(RequestError(error.status_code, f"{error.detail}: see the paths in the documentation"))
+    return application(models, routes, models.limits, {health})
 
 
 def _body_to(handler: Callable[[Models, Request, dict[str, Any]], Awaitable[Response]]) -> _Handler:

@@ -9,24 +9,20 @@ In: a `Forwarder`. Out: `make_app`, an ASGI application.
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from autopar.errors import AutoparError
 from autopar.serving import fields
-from autopar.serving.access import Access, error_response, json_of
+from autopar.serving.access import json_of
 from autopar.serving.limits import RequestError
 from autopar.serving.router.group_servers import GroupServer, by_url
 from autopar.serving.router.placed import Placed
+from autopar.serving.routes import application
 
 _FORWARDED = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score")
 _Handler = Callable[[Placed, Request], Awaitable[Response]]
@@ -47,26 +43,7 @@ def make_app(placed: Placed) -> ASGIApp:
         ("POST", "/admin/reload"): _reload,
         ("POST", "/admin/replace"): _replace,
     }
-    made = [
-        Route(path, functools.partial(_answer, handler, placed), methods=[method])
-        for (method, path), handler in routes.items()
-    ]
-    app = Starlette(routes=made, exception_handlers={HTTPException: _http_error})
-    return Access(app, placed.forwarder.limits)
-
-
-async def _answer(handler: _Handler, placed: Placed, request: Request) -> Response:
-    """Run a handler."""
-    try:
-        return await handler(placed, request)
-    except RequestError as error:
-        return error_response(error)
-    except AutoparError as error:
-        return error_response(RequestError(400, str(error)))
-
-
-async def _http_error(_: Request, error: Any) -> Response:
-    return error_response(RequestError(error.status_code, f"{error.detail}: see the paths in the documentation"))
+    return application(placed, routes, placed.forwarder.limits)
 
 
 async def _forward(placed: Placed, request: Request) -> Response:
