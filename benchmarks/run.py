@@ -345,6 +345,7 @@ BENCHMARKS = {
                 f"placement/{part.partition(':')[0].replace(' ', '_')}.py",
                 *(("placement/settings.py",) if part.startswith(("goodput", "overhead", "brute", "rates")) else ()),
                 *(("placement/every_placement.py",) if part.startswith("brute") else ()),
+                *(("placement/small_decoder.py",) if part.startswith(("real engine", "lend")) else ()),
                 *(("inference/models.py",) if part == "real engine" else ()),
             )
             for part in _PLACED

@@ -21,26 +21,16 @@ from jax.sharding import Mesh
 from numpy.typing import NDArray
 
 from autopar.api.microbatched_step import MicrobatchedStep
-from autopar.inference import Decoder, DecoderConfig, Engine, Options
+from autopar.inference import Decoder, DecoderConfig, Engine
 from autopar.inference.schedule.requests import Iteration, Shape
 from autopar.inference.serve.lending import GUARD_FACTOR, Lending
 from autopar.inference.serve.runner import Runner
 from autopar.inference.step.step import Out
 from autopar.placement import Trace, Traffic, synthetic_trace
 from benchmarks.inference.rows import row
+from benchmarks.placement.small_decoder import FIELDS, OPTIONS
 
 Row = dict[str, Any]
-_FIELDS = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "max_position_embeddings": 512,
-}
-_OPTIONS = Options(num_slots=4, max_length=192, chunks=((1, 64),), steps=4)
 _PROMPT, _OUTPUT, _NUM_REQUESTS = 96, 24, 300
 _MICROBATCHES, _BATCH = 8, (16, 65)
 #: Burstiness, and arrivals per time of a request alone.
@@ -49,10 +39,10 @@ Seconds = Mapping[Hashable, Sequence[float]]
 
 
 def measure() -> list[Row]:
-    config = DecoderConfig.of(_FIELDS)
+    config = DecoderConfig.of(FIELDS)
     mesh = Mesh(np.array(jax.devices()[:1]), ("model",))
     params = Decoder(config).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))
-    more: dict[str, Any] = {"options": _OPTIONS, "mesh": mesh, "hardware": "cpu-host", "num_pages": 200}
+    more: dict[str, Any] = {"options": OPTIONS, "mesh": mesh, "hardware": "cpu-host", "num_pages": 200}
     engine = Engine.of(config, params, attention="gather", cache=False, shares_prefixes=False, **more)
     iterations, alone_s = recorded_iterations(engine)
     pieces = recorded_pieces(config, params, mesh)
@@ -171,7 +161,7 @@ class _Dispatched:
         """Results in which each row has the token 1."""
         self._devices.now_s = max(self._devices.now_s, self._end_s)
         shape = self.iteration.shape
-        rows = _OPTIONS.num_slots + shape.rows
+        rows = OPTIONS.num_slots + shape.rows
         tokens = np.ones((rows, max(shape.steps, shape.width)), np.int32)
         return Out(tokens, np.ones(rows, np.int32), np.zeros(tokens.shape, np.float32), np.ones(rows, bool))  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from autopar.inference import DecoderConfig, Engine, Options
+from autopar.inference import DecoderConfig, Engine
 from autopar.inference.model.decoder import Decoder
 from autopar.inference.schedule.requests import Shape
 from autopar.placement import (
@@ -35,19 +35,9 @@ from autopar.placement import (
 )
 from autopar.placement.recorded import Recording
 from benchmarks.inference.rows import row
+from benchmarks.placement.small_decoder import FIELDS, OPTIONS
 
 Row = dict[str, Any]
-_FIELDS = {
-    "model_type": "llama",
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "vocab_size": 2048,
-    "max_position_embeddings": 512,
-}
-_OPTIONS = Options(num_slots=4, max_length=192, chunks=((1, 64),), steps=4)
 _NAMES = ("a", "b")
 _PROMPT, _OUTPUT, _NUM_REQUESTS = 96, 24, 40
 #: Burstiness, and the share of one engine's time that its requests take.
@@ -116,11 +106,11 @@ class Recorder:
 
 
 def _engines(meshes: list[Mesh]) -> list[Engine]:
-    config = DecoderConfig.of(_FIELDS)
+    config = DecoderConfig.of(FIELDS)
     engines: list[Engine] = []
     for number, mesh in enumerate(meshes):
         params = Decoder(config).init(jax.random.key(number), jnp.zeros((1, 1), jnp.int32))
-        more = {"options": _OPTIONS, "mesh": mesh, "hardware": "cpu-host", "num_pages": 200, "shares_prefixes": False}
+        more = {"options": OPTIONS, "mesh": mesh, "hardware": "cpu-host", "num_pages": 200, "shares_prefixes": False}
         engines.append(Engine.of(config, params, attention="gather", cache=False, **more))
     return engines
 
@@ -196,8 +186,8 @@ def _compare(
         slowest = max(typical.values())
         times = StepTimes(
             layout=layout,
-            options=_OPTIONS,
-            stage_s={shape: (typical.get(shape, slowest),) for shape in _OPTIONS.shapes},
+            options=OPTIONS,
+            stage_s={shape: (typical.get(shape, slowest),) for shape in OPTIONS.shapes},
             recording=Recording(recorder.seconds),
         )
         models[name] = ModelSpec(name=name, slo=Slo(latency_s=bound_s), times={layout: times})
