@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -22,6 +23,9 @@ from autopar.vector_search.updates import log as logs
 from autopar.vector_search.updates.assign import closure, halves
 from autopar.vector_search.updates.commit import CommitQueue, Ticket
 from autopar.vector_search.updates.free_pages import FreePages
+from autopar.vector_search.updates.maintenance import Maintenance
+from autopar.vector_search.updates.slots import Slots
+from autopar.vector_search.updates.snapshot import Delta
 from benchmarks.vector_disk import crashes, rounds
 from benchmarks.vector_disk.faulty_files import FaultyFiles
 from benchmarks.vector_disk.random_updates import (
@@ -471,3 +475,75 @@ def test_a_log_holds_what_was_appended(tmp_path: Path) -> None:
     again.close()
     with pytest.raises(IndexFileError, match="belongs to another index"):
         logs.opened(log.path, FILES, b"87654321", 4, True)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, of: type, name: str) -> None:
+    """Let a method fail at its next call, as if memory ran out."""
+    own = getattr(of, name)
+
+    def fail(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(of, name, own)
+        raise MemoryError
+
+    monkeypatch.setattr(of, name, fail)
+
+
+@pytest.mark.parametrize("name", ["add", "kill"])
+def test_an_operation_that_cannot_be_applied_is_taken_out_of_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    index = start(tmp_path / "index")
+    index.insert([1, 2], drawn(2), rows(2))
+    failing(monkeypatch, Slots, name)
+    with pytest.raises(IndexFileError, match=r"cannot be applied \(MemoryError\): they have no effect"):
+        index.upsert([2, 3], drawn(2), rows(2))
+    assert set(held_by(index)) == {1, 2} and set(index.search(drawn(1), 5).ids.ravel().tolist()) == {1, 2, -1}
+    for change in (lambda: index.insert([4], drawn(1), rows(1)), index.checkpoint):
+        with pytest.raises(IndexFileError, match="they have no effect"):
+            change()
+    index.close()
+    with loaded(tmp_path / "index") as again:
+        assert set(held_by(again)) == {1, 2}
+        again.insert([3], drawn(1), rows(1))
+        assert set(held_by(again)) == {1, 2, 3}
+
+
+def test_without_memory_for_an_operation_nothing_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = start(tmp_path / "index")
+    failing(monkeypatch, Delta, "with_room")
+    with pytest.raises(MemoryError):
+        index.insert([1], drawn(1), rows(1))
+    index.insert([2], drawn(1), rows(1))
+    index.close()
+    with loaded(tmp_path / "index") as again:
+        assert set(held_by(again)) == {2}
+
+
+def test_a_checkpoint_that_cannot_be_used_stops_all_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = start(tmp_path / "index")
+    index.insert([1, 2], drawn(2), rows(2))
+    failing(monkeypatch, Delta, "without_first")
+    with pytest.raises(MemoryError):
+        index.checkpoint()
+    for change in (lambda: index.insert([3], drawn(1), rows(1)), index.checkpoint):
+        with pytest.raises(
+            IndexFileError, match=r"is on the device, and cannot be used \(MemoryError\): nothing is lost"
+        ):
+            change()
+    assert set(index.search(drawn(1), 5).ids.ravel().tolist()) == {1, 2, -1}
+    index.close()
+    with loaded(tmp_path / "index") as again:
+        assert set(held_by(again)) == {1, 2}
+
+
+def test_a_checkpoint_that_fails_does_not_fail_the_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = start(tmp_path / "index", delta_share=1e-9)
+    index._maintenance._settings = dataclasses.replace(index.settings, delta_vectors=1)
+    failing(monkeypatch, Maintenance, "_frozen")
+    index.insert([1], drawn(1), rows(1))
+    failing(monkeypatch, Maintenance, "_frozen")
+    with pytest.raises(MemoryError):
+        index.insert([2], drawn(1), rows(1))
+    index.insert([3], drawn(1), rows(1))
+    assert set(held_by(index)) == {1, 3} and index.stats().details["checkpoints"] >= 1
+    index.close()

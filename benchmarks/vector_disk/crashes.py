@@ -2,8 +2,8 @@
 
 `torn`: the machine stops at a random operation on files, in the middle of a write, and loses a random part of what was
 not synchronized, in sectors of 512 bytes. `killed`: a process that inserts, replaces, deletes and writes checkpoints gets
-SIGKILL at a random moment. `faults`: a random operation on files, or several in a row, fail with ENOSPC or EIO. After each,
-the index is opened again and compared with a dictionary. An operation that had begun may be there, as a whole. `oracle`:
+SIGKILL at a random moment. `faults`: a random operation on files, or several in a row, fail with ENOSPC or EIO, or for lack
+of memory. After each, the index is opened again and compared with a dictionary. An operation that had begun may be there, as a whole. `oracle`:
 10,000 random operations, and searches of all lists between them, compared with an exact search of the dictionary.
 """
 
@@ -90,19 +90,19 @@ def faults(times: int = TIMES, seed: int = 0) -> int:
         _small(path)
         held: Held = {}
         for each in range(times):
-            error = int(draw.choice([errno.ENOSPC, errno.EIO]))
+            error = int(draw.choice([errno.ENOSPC, errno.EIO, errno.ENOMEM]))
             files = FaultyFiles(draw, int(draw.integers(3, 300)), error, int(draw.choice([1, 2, 3, 10])))
             unsure = None
             try:
                 index = UpdatableIndex(path, "mmap", files, background=False)
-            except IndexFileError:
+            except (IndexFileError, MemoryError):
                 continue  # it failed while it was opened
             for operation in operations(5_000 + each):
                 one = fitting(operation, held)
                 try:
                     run(index, one)
                     held = after(held, one)
-                except IndexFileError as refused:
+                except (IndexFileError, MemoryError) as refused:
                     if index._state.broken is not None:
                         unsure = one if "may or may not" in str(refused) else None
                         break

@@ -7,6 +7,7 @@ lost, kept, or torn, and so may names.
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,8 @@ class FaultyFiles:
 
     Args:
         fails_at: number of the operation that fails; None: none.
-        error: what it raises; None: the machine stops.
+        error: what it raises; ENOMEM is a `MemoryError`, as of an allocation before the operation; None: the machine
+            stops.
         times: how many operations fail from there on.
     """
 
@@ -147,4 +149,4 @@ class FaultyFiles:
     def _fail(self) -> None:
         if self.error is None:
             raise Stopped
-        raise OSError(self.error, os.strerror(self.error))
+        raise MemoryError if self.error == errno.ENOMEM else OSError(self.error, os.strerror(self.error))

@@ -40,6 +40,11 @@ class Files(Protocol):
         ...
 
 
+def why(error: BaseException) -> str:
+    """An error in words."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
 class _SystemFiles:
     """The operations of the operating system."""
 

@@ -179,9 +179,12 @@ class UpdatableIndex:
 
         Raises:
             SearchError: no vector has one of the ids.
+            IndexFileError: the index has to be opened again.
         """
         wanted = np.atleast_1d(np.asarray(ids, np.int64))
         with self._commits.lock:
+            if self._state.broken is not None:  # slots may have a part of an operation
+                raise self._state.broken
             slots = self._state.slots.find(wanted)
             if (slots == NO_ID).any():
                 raise SearchError(f"`ids` has {wanted[np.argmin(slots)]}, and no vector of the index has that id")
@@ -198,7 +201,9 @@ class UpdatableIndex:
             yield from self._maintenance.items(snapshot)
 
     def __len__(self) -> int:
-        return self._state.slots.num_live
+        newest = self._state.readers.newest
+        assert newest is not None
+        return newest.num_live
 
     # -- the whole ----------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from autopar.errors import IndexFileError
 from autopar.vector_search.on_disk.page_file import damaged
 from autopar.vector_search.on_disk.pages import ID_BYTES
-from autopar.vector_search.updates.files import Files
+from autopar.vector_search.updates.files import Files, why
 
 MAGIC = b"autopar log\n\0\0\0\0"
 VERSION = 1
@@ -69,26 +69,40 @@ class Log:
         try:
             self.files.write(self.handle, group + records, self.size)
             self.files.sync(self.handle)
-        except OSError as error:
+        except (Exception, KeyboardInterrupt) as error:
             self._cut(error)
             raise
         self.size += len(group) + len(records)
         self.next_sequence += len(bodies)
         return self.next_sequence - 1
 
+    def take_back(self, size: int, num_records: int, error: BaseException) -> None:
+        """Remove the last group.
+
+        Args:
+            size: bytes of the log before it.
+            num_records: its records.
+            error: why.
+
+        Raises:
+            IndexFileError: it cannot be removed.
+        """
+        self.size, self.next_sequence = size, self.next_sequence - num_records
+        self._cut(error)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self.handle)
 
-    def _cut(self, error: OSError) -> None:
+    def _cut(self, error: BaseException) -> None:
         """Remove a group that was not acknowledged."""
         try:
             self.files.truncate(self.handle, self.size)
             self.files.sync(self.handle)
-        except OSError as second:
+        except Exception as second:
             raise IndexFileError(
-                f"{self.path} cannot be written ({error.strerror or error}), and the rest of the write cannot be removed"
-                f" ({second.strerror or second}): the operation may or may not be there after the index is opened again."
+                f"{self.path} cannot be written ({why(error)}), and the rest of the write cannot be removed"
+                f" ({why(second)}): the operation may or may not be there after the index is opened again."
                 " Check the disk, and open it again"
             ) from error
 
@@ -112,7 +126,7 @@ def created(folder: Path, files: Files, file_id: bytes, generation: int, next_se
         files.write(handle, header + _LENGTH.pack(zlib.crc32(header)), 0)
         files.sync(handle)
         files.sync_folder(folder)
-    except OSError:
+    except (Exception, KeyboardInterrupt):
         os.close(handle)
         files.remove(path)
         raise

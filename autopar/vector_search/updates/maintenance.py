@@ -21,6 +21,7 @@ from autopar.vector_search.updates import log as logs
 from autopar.vector_search.updates.checkpoint import Frozen, Written, checkpoint
 from autopar.vector_search.updates.commit import CommitQueue
 from autopar.vector_search.updates.contents import Contents, Members
+from autopar.vector_search.updates.files import why
 from autopar.vector_search.updates.folder import Opened
 from autopar.vector_search.updates.page_store import PageStore
 from autopar.vector_search.updates.snapshot import Snapshot
@@ -64,31 +65,38 @@ class Maintenance:
         self._known_free: set[int] = (
             set()
         )  # slots that are free, or will be, without the checkpoint that is being written
+        self._failure: Exception | None = None
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
     def make_room(self) -> None:
-        """Wait for a checkpoint if the delta is twice as large as it should be.
+        """Wait for a checkpoint if the delta is twice as large as it should be, or if one has failed otherwise than by the
+        disk.
 
         Raises:
             IndexFileError: the checkpoint cannot be written.
         """
-        if self._due() >= 2:
+        if self._due() >= 2 or self._failure is not None:
             with self.lock:  # a checkpoint that is running ends
-                is_due = self._due() >= 2
+                is_due = self._due() >= 2 or self._failure is not None
             if is_due:
                 self.run()
 
     def after_commit(self) -> None:
-        """Start a checkpoint if it is due."""
+        """Start a checkpoint if it is due. The operation is in the log: what fails here is not its failure, and `make_room`
+        of the next one reports it."""
         if self._due() < 1 or self._is_stopped:
             return
         if not self._background:
-            with suppress(IndexFileError):  # the operation is in the log; `make_room` reports it
-                self.run()
+            self._run_quietly()
         elif self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run_quietly, name="autopar-checkpoint", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run_quietly, name="autopar-checkpoint", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads
+                self._failure = error
+            else:
+                self._thread = thread
 
     def stop(self) -> None:
         """Wait for a checkpoint that is running; no other starts."""
@@ -103,21 +111,22 @@ class Maintenance:
             IndexFileError: it cannot be written; the state before is intact.
         """
         with self.lock:
+            self._failure = None
             self._release()
             try:
                 frozen, old_log, size = self._frozen()
                 written = checkpoint(self._store, frozen, self._settings, self._queries)
-            except OSError as error:
-                raise IndexFileError(
-                    f"{self._store.path} cannot be written ({error.strerror or error}): nothing is lost, and the operations"
-                    " stay in the log. Free space or check the disk"
-                ) from error
-            except IndexFileError as error:
-                if self._store.is_broken:
-                    self._state.broken = error
+                self._adopt(written, len(frozen.delta.slots), size)
+            except (Exception, KeyboardInterrupt) as error:
+                if self._store.is_ahead:
+                    self._state.broken = error if isinstance(error, IndexFileError) else self._ahead(error)
+                if isinstance(error, OSError):
+                    raise IndexFileError(
+                        f"{self._store.path} cannot be written ({why(error)}): nothing is lost, and the operations stay"
+                        " in the log. Free space or check the disk"
+                    ) from error
                 raise
-            self._adopt(written, len(frozen.delta.slots), size)
-            with suppress(OSError):  # else it is removed when the index is opened again
+            with suppress(OSError, MemoryError):  # else it is removed when the index is opened again
                 self._store.files.remove(old_log)
 
     def items(self, snapshot: Snapshot) -> Iterator[tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]]:
@@ -145,6 +154,17 @@ class Maintenance:
             self.run()
         except IndexFileError:
             return  # the delta grows until `make_room` reports it
+        except Exception as error:
+            self._failure = error
+
+    def _ahead(self, error: BaseException) -> IndexFileError:
+        """Why nothing can be written any more."""
+        broken = IndexFileError(
+            f"a checkpoint of {self._store.path} is on the device, and cannot be used ({why(error)}): nothing is lost."
+            " Open the index again"
+        )
+        broken.__cause__ = error
+        return broken
 
     def _frozen(self) -> tuple[Frozen, Path, int]:
         """Start the next log, and copy what the checkpoint writes; the log that it makes superfluous; changes in it."""
@@ -178,8 +198,8 @@ class Maintenance:
         pages = self._store.adopt(written.state, written.lists.data_pages)
         self._grown()
         with self._commits.lock:
-            state.lists, state.tuned = written.lists, written.tuned
-            state.delta = state.delta.without_first(num_in_lists)
+            delta = state.delta.without_first(num_in_lists)
+            state.lists, state.tuned, state.delta = written.lists, written.tuned, delta
             state.num_changes -= num_changes
             state.slots.index_ids()
             state.publish()
@@ -189,6 +209,7 @@ class Maintenance:
             self._retired.append(_Retired(state.readers.newest.number, pages, free))
         self._dead = written.dead
         self._num_changes = 0 if written.free is not None else self._num_changes + num_changes
+        self._store.is_ahead = False
         self.counts.update(written.counts | {"checkpoints": 1})
 
     def _release(self) -> None:

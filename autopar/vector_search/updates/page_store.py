@@ -33,7 +33,7 @@ from autopar.vector_search.on_disk.pages import (
     payloads,
     sealed,
 )
-from autopar.vector_search.updates.files import Files
+from autopar.vector_search.updates.files import Files, why
 from autopar.vector_search.updates.free_pages import FreePages
 
 MAGIC = b"autopar updates\n"
@@ -86,7 +86,8 @@ class PageStore:
         is_used: bool `[num_pages]`, the pages of `state`, and those dropped since that readers may still read.
         written_bytes: bytes that were written since the file was opened.
         written_pages: pages whose content the last adopted state has changed.
-        is_broken: whether a superblock may be on the device that must not be; the file has to be opened again.
+        is_ahead: whether the device may have a newer superblock than that of `state`. Then nothing may be written, as
+            pages that are free here may be in use there.
     """
 
     path: Path
@@ -96,7 +97,7 @@ class PageStore:
     state: State
     is_used: NDArray[np.bool_] = field(default_factory=lambda: np.ones(FIRST_DATA_PAGE, np.bool_))
     written_bytes: int = 0
-    is_broken: bool = False
+    is_ahead: bool = False
     written_pages: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def close(self) -> None:
@@ -104,7 +105,8 @@ class PageStore:
         os.close(self.handle)
 
     def writer(self) -> PageWriter:
-        """Start a new state."""
+        """Start a new state. `is_ahead` from the moment its superblock is written until somebody has adopted it, and says
+        so."""
         return PageWriter(self, FreePages(self.is_used))
 
     def adopt(self, state: State, data_pages: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -179,28 +181,29 @@ class PageWriter:
         block = _SUPERBLOCK.pack(*fields, state.num_pages, first, len(directory))
         store.files.sync(store.handle)
         place = state.generation % FIRST_DATA_PAGE
+        store.is_ahead = True
         try:
             self._write(np.frombuffer(block, np.uint8), place)
             store.files.sync(store.handle)
-        except OSError as error:
+        except (Exception, KeyboardInterrupt) as error:
             self._withdraw(place, error)
             raise
         return state
 
     # -- private ------------------------------------------------------------------------------
 
-    def _withdraw(self, place: int, error: OSError) -> None:
+    def _withdraw(self, place: int, error: BaseException) -> None:
         """Remove a superblock that may or may not be on the device: its pages are going to be written again."""
         store = self._store
         try:
             store.files.write(store.handle, bytes(PAGE_BYTES), place * PAGE_BYTES)
             store.files.sync(store.handle)
-        except OSError as second:
-            store.is_broken = True
+        except Exception as second:
             raise IndexFileError(
-                f"{store.path} cannot be written ({error.strerror or error}), and the superblock that may be there cannot be"
-                f" removed ({second.strerror or second}): nothing is lost. Check the disk, and open the index again"
+                f"{store.path} cannot be written ({why(error)}), and the superblock that may be there cannot be removed"
+                f" ({why(second)}): nothing is lost. Check the disk, and open the index again"
             ) from error
+        store.is_ahead = False
 
     def _paged(self, array: NDArray[Any], old: PagedArray | None) -> PagedArray:
         stream = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

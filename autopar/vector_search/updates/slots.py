@@ -80,10 +80,9 @@ class Slots:
 
     def add(self, ids: NDArray[np.int64], metadata: NDArray[Any]) -> NDArray[np.int32]:
         """Give slots to vectors whose ids are not in use."""
+        self.make_room(len(ids))
         reused = min(len(ids), len(self.free))
         fresh = len(ids) - reused
-        if self.count + fresh > len(self.ids):
-            self._grow(self.count + fresh)
         taken = [self.free.pop() for _ in range(reused)]
         slots = np.array([*taken, *range(self.count, self.count + fresh)], np.int32)
         self.count += fresh
@@ -105,12 +104,15 @@ class Slots:
         self.sorted_ids = self.ids[self.by_id]
         self.recent = {}
 
-    def _grow(self, count: int) -> None:
-        capacity = max(_MIN_CAPACITY, count + count // 4)
-        for name, rest in (("ids", NO_ID), ("metadata", 0), ("died", 0)):
-            old = getattr(self, name)
-            grown = np.zeros(capacity, old.dtype)
-            grown[: len(old)] = old
-            if rest:
-                grown[len(old) :] = rest
-            setattr(self, name, grown)
+    def make_room(self, num: int) -> None:
+        """Let the arrays have slots for so many vectors more."""
+        count = self.count + max(0, num - len(self.free))
+        if count <= len(self.ids):
+            return
+        capacity, grown = max(_MIN_CAPACITY, count + count // 4), []
+        for old in (self.ids, self.metadata, self.died):
+            new = np.zeros(capacity, old.dtype)
+            new[: len(old)] = old
+            grown.append(new)
+        grown[0][len(self.ids) :] = NO_ID
+        self.ids, self.metadata, self.died = grown

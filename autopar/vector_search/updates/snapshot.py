@@ -40,12 +40,18 @@ class Delta:
 
     def with_more(self, slots: NDArray[np.int32], vectors: NDArray[Any]) -> Delta:
         """The delta with more vectors. Only the newest delta may be extended."""
-        end, own, held = self.count + len(slots), self.slots, self.vectors
-        if end > len(own):
-            own, held = np.zeros(2 * end, np.int32), np.zeros((2 * end, held.shape[1]), held.dtype)
-            own[: self.count], held[: self.count] = self.slots[: self.count], self.vectors[: self.count]
-        own[self.count : end], held[self.count : end] = slots, vectors
-        return Delta(own, held, end)
+        room, end = self.with_room(len(slots)), self.count + len(slots)
+        room.slots[self.count : end], room.vectors[self.count : end] = slots, vectors
+        return Delta(room.slots, room.vectors, end)
+
+    def with_room(self, num: int) -> Delta:
+        """The delta in arrays that have room for some more vectors."""
+        end = self.count + num
+        if end <= len(self.slots):
+            return self
+        own, held = np.zeros(2 * end, np.int32), np.zeros((2 * end, self.vectors.shape[1]), self.vectors.dtype)
+        own[: self.count], held[: self.count] = self.slots[: self.count], self.vectors[: self.count]
+        return Delta(own, held, self.count)
 
     def without_first(self, num: int) -> Delta:
         """The delta without its oldest vectors."""

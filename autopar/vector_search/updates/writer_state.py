@@ -1,7 +1,9 @@
 """Apply operations to the newest state: the slots, the delta, and the log.
 
 In: groups of operations. Out: a log that is on the device, then the changed state, then a new snapshot. An operation is
-checked against the state and the operations before it in its group; if the log cannot be written, none is applied.
+checked against the state and the operations before it in its group; if the log cannot be written, none is applied. Memory
+is allocated before the log is written. If an operation of the log can still not be applied, its group is taken out of the
+log, and no further operation is accepted, as the state may contain a part of it.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from autopar.errors import IndexFileError, SearchError
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.updates.commit import Ticket
+from autopar.vector_search.updates.files import why
 from autopar.vector_search.updates.list_map import ListMap
 from autopar.vector_search.updates.log import Log
 from autopar.vector_search.updates.records import Delete, Put, Record, encoded
@@ -76,6 +79,7 @@ class WriterState:
             return
         before = self.log.size
         try:
+            self._make_room([ticket.operation.record for ticket in accepted])
             last = self.log.append([encoded(ticket.operation.record) for ticket in accepted])
         except (OSError, IndexFileError) as error:
             if isinstance(error, IndexFileError):
@@ -85,9 +89,16 @@ class WriterState:
                 ticket.error = refusal
             return
         self.logged_bytes += self.log.size - before
-        for sequence, ticket in enumerate(accepted, last + 1 - len(accepted)):
-            ticket.result = self.apply(ticket.operation.record, sequence)
-        self.publish()
+        try:
+            for sequence, ticket in enumerate(accepted, last + 1 - len(accepted)):
+                ticket.result = self.apply(ticket.operation.record, sequence)
+            self.publish()
+        except (Exception, KeyboardInterrupt) as error:
+            self.broken = self._taken_back(before, len(accepted), error)
+            for ticket in accepted:
+                ticket.error = self.broken
+            if not isinstance(error, Exception):
+                raise
 
     def apply(self, record: Record, sequence: int) -> int:
         """Change the state by an operation that is in the log. Return the number of vectors deleted or replaced."""
@@ -123,6 +134,25 @@ class WriterState:
             )
         )
 
+    def _make_room(self, records: Sequence[Record]) -> None:
+        """Allocate what `apply` needs."""
+        num = sum(len(record.ids) for record in records if isinstance(record, Put))
+        self.slots.make_room(num)
+        self.delta = self.delta.with_room(num)
+
+    def _taken_back(self, size: int, num_records: int, error: BaseException) -> IndexFileError:
+        """Take the last group out of the log; what the callers of its operations get."""
+        try:
+            self.log.take_back(size, num_records, error)
+        except IndexFileError as second:
+            return second
+        refusal = IndexFileError(
+            f"operations on the index of {self.log.path.parent} cannot be applied ({why(error)}): they have no effect, and"
+            " nothing is lost. Open the index again"
+        )
+        refusal.__cause__ = error
+        return refusal
+
     def _refusal(self, operation: Operation, changed: dict[int, bool]) -> SearchError | None:
         if not operation.is_insert:
             return None
@@ -144,7 +174,7 @@ class WriterState:
 
 def _refused(log: Log, error: OSError) -> IndexFileError:
     return IndexFileError(
-        f"{log.path} cannot be written ({error.strerror or error}): the operation has no effect, and nothing is lost. Free"
+        f"{log.path} cannot be written ({why(error)}): the operation has no effect, and nothing is lost. Free"
         " space or check the disk, and repeat it"
     )
 
