@@ -45,13 +45,28 @@ def sample(num_queries: int, seed: int) -> tuple[Nearest, Lists, np.ndarray]:
 
 def test_model_predicts_the_hits_of_other_queries() -> None:
     nearest, lists, ranks = sample(2000, 0)
-    model = fitted(nearest, lists, first_hits(ranks, 20))
+    model, expected = fitted(nearest, lists, first_hits(ranks, 20))
+    assert expected.sum() == pytest.approx(first_hits(ranks, 20).sum(), rel=0.03)
     other, _, other_ranks = sample(2000, 1)
     predicted, counted = model.hits(other, lists), first_hits(other_ranks, 20)
     assert predicted.sum() == pytest.approx(counted.sum(), rel=0.03)
     np.testing.assert_allclose(predicted.mean(axis=0), counted.mean(axis=0), atol=0.1)
     top, low = predicted > 1, predicted < 0.3
     assert counted[top].mean() > 4 * counted[low].mean()
+
+
+def test_recall_of_a_small_sample_is_that_of_other_queries() -> None:
+    """The model knows its sample by heart: a bound that reads the least from it would promise too much."""
+    lacking = []
+    for seed in range(8):
+        nearest, lists, ranks = sample(200, seed)
+        found = tuned_rule(nearest, ranks[:, :, None], lists, PAYLOAD_BYTES // 10, 0.9)
+        assert found is not None
+        rule, reached, _ = found
+        other, _, other_ranks = sample(2000, seed + 100)
+        probed = rule.is_probed(other, lists.centroids, lists.counts, PAYLOAD_BYTES // 10)
+        lacking.append(reached.found - np.take_along_axis(probed, other_ranks, axis=1).mean())
+    assert np.mean(lacking) < 0.003, lacking
 
 
 def test_rule_reaches_the_target_with_fewer_pages_than_a_number_of_lists() -> None:

@@ -1,9 +1,12 @@
 """Predict how many neighbours of a query each list holds, and probe the lists that hold enough of them per page.
 
 In: queries with known neighbours. Out: `HitModel`, small tables. A list is worth a read if it holds neighbours that no
-nearer list holds. Their expected number is a product of factors, one of each table; a table is indexed by the bins of
-one or two features of query and list. The factors are fitted to the counts of a sample by iterative proportional
-fitting: each table is scaled in turns until it predicts the neighbours counted in each of its bins.
+nearer list holds. Their expected number is a product of factors, one for the bin of each feature of query and list. The
+factors are fitted to the counts of a sample by iterative proportional fitting: those of each feature are scaled in turns
+until they predict the neighbours counted in each bin.
+
+A model knows the queries that it was fitted to better than others. So what it expects for the sample itself comes from
+cross-fitting: from models of the rest of the sample, one for each of a few parts.
 
 Features: the rank r of the list; d_r / d_1, the distances of the centroids; the distance of the query from the border
 between list r and the nearest one, relative to d_1; the vectors of the list; d_r and d_1 relative to the radii of their
@@ -20,11 +23,11 @@ from numpy.typing import NDArray
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.probing import Nearest
 
-#: Features of each table: rank and ratio, border and distance in radii, count, nearest in radii, second nearest.
-_TABLES = ((0, 1), (2, 4), (3,), (5,), (6,))
 _NUM_FEATURES = 7
 #: Bins of a feature; rounds of the fit; neighbours in each bin before any are counted, in means.
 _BINS, _ROUNDS, _PRIOR = 24, 15, 0.5
+#: Parts of a sample for cross-fitting.
+_PARTS = 4
 #: Queries whose features are computed at a time, and the largest feature.
 _AT_ONCE, _LARGEST = 64, 1e3
 
@@ -42,7 +45,7 @@ class HitModel(NamedTuple):
 
     Args:
         edges: f32 `[num_features, bins - 1]`, upper edges of the bins; infinity beyond the last.
-        factors: f32 `[num_tables, bins * bins]`.
+        factors: f32 `[num_features, bins]`.
     """
 
     edges: NDArray[np.float32]
@@ -57,14 +60,19 @@ class HitModel(NamedTuple):
         return np.concatenate([*parts, np.zeros((0, nearest.lists.shape[1]), np.float32)])
 
     def _hits(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        found = np.ones(features.shape[1:], np.float32)
-        for factors, bins in zip(self.factors, _bins(features, self.edges), strict=True):
-            found *= factors[bins]
-        return found
+        return _product(self.factors, _bins(features, self.edges)).astype(np.float32)
 
 
-def fitted(nearest: Nearest, lists: Lists, hits: NDArray[np.float32]) -> HitModel:
-    """The model of a sample.
+class Fitted(NamedTuple):
+    """The result of a fit: the model, and f32 `[num_queries, width]`, what models of the other parts of the sample expect
+    in each list."""
+
+    model: HitModel
+    hits: NDArray[np.float32]
+
+
+def fitted(nearest: Nearest, lists: Lists, hits: NDArray[np.float32]) -> Fitted:
+    """Fit the model to a sample.
 
     Args:
         nearest: the nearest lists of the sample's queries.
@@ -74,18 +82,30 @@ def fitted(nearest: Nearest, lists: Lists, hits: NDArray[np.float32]) -> HitMode
     features = np.concatenate(parts, axis=1)
     edges = np.stack([_edges(feature.reshape(-1)) for feature in features])
     edges[0] = _edges(np.geomspace(1, features.shape[2] + 1, 4 * _BINS).round() - 1.5)
-    bins = [table.reshape(-1) for table in _bins(features, edges)]
+    bins = _bins(features, edges)
+    del parts, features
+    expected, part_of = np.zeros(hits.shape, np.float32), np.arange(len(hits)) % _PARTS
+    for part in range(_PARTS):
+        is_here = part_of == part
+        expected[is_here] = _product(_factors(bins[:, ~is_here], hits[~is_here]), bins[:, is_here])
+    return Fitted(HitModel(edges, _factors(bins, hits)), expected)
+
+
+def _factors(bins: NDArray[np.uint8], hits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The factors that predict the hits, f32 `[num_features, bins]`."""
     counted = hits.reshape(-1).astype(np.float64)
-    mean = max(counted.mean(), 1e-9)
-    size = _BINS * _BINS
-    wanted = [np.bincount(table, counted, size) + _PRIOR * mean for table in bins]
-    factors = np.ones((len(bins), size))
+    bins = bins.reshape(len(bins), -1)
+    mean = max(counted.sum() / max(1, counted.size), 1e-9)
+    wanted = [np.bincount(own, counted, _BINS) + _PRIOR * mean for own in bins]
+    factors = np.ones((len(bins), _BINS))
     factors[0] = mean
+    predicted = np.full(counted.size, mean)
     for _ in range(_ROUNDS):
-        for at, table in enumerate(bins):
-            predicted = np.prod([factors[each][bins[each]] for each in range(len(bins))], axis=0)
-            factors[at] *= wanted[at] / (np.bincount(table, predicted, size) + _PRIOR * mean)
-    return HitModel(edges, factors.astype(np.float32))
+        for at, own in enumerate(bins):
+            scale = wanted[at] / (np.bincount(own, predicted, _BINS) + _PRIOR * mean)
+            factors[at] *= scale
+            predicted *= scale[own]
+    return factors.astype(np.float32)
 
 
 def first_hits(ranks: NDArray[np.int32], width: int) -> NDArray[np.float32]:
@@ -129,15 +149,22 @@ def _edges(values: NDArray[np.floating]) -> NDArray[np.float32]:
     return np.pad(edges, (0, _BINS - 1 - len(edges)), constant_values=np.inf)
 
 
-def _bins(features: NDArray[np.float32], edges: NDArray[np.float32]) -> list[NDArray[np.int64]]:
-    """The bin of each table, `[num_queries, width]`."""
-    bins = [np.searchsorted(edge, feature) for edge, feature in zip(edges, features, strict=True)]
-    return [bins[table[0]] * _BINS + bins[table[1]] if len(table) == 2 else bins[table[0]] for table in _TABLES]
+def _bins(features: NDArray[np.float32], edges: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """The bins of features, of their shape."""
+    return np.stack([np.searchsorted(edge, own) for edge, own in zip(edges, features, strict=True)]).astype(np.uint8)
+
+
+def _product(factors: NDArray[np.float32], bins: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """The product of the factors of bins, `[num_features, ...]`."""
+    found = np.ones(bins.shape[1:])
+    for own, which in zip(factors, bins, strict=True):
+        found *= own[which]
+    return found
 
 
 def why_invalid(model: HitModel) -> str | None:
     """Why arrays of a file are no model, as text."""
-    shapes = ((_NUM_FEATURES, _BINS - 1), (len(_TABLES), _BINS * _BINS))
+    shapes = ((_NUM_FEATURES, _BINS - 1), (_NUM_FEATURES, _BINS))
     for name, array, shape in zip(("hit_edges", "hit_factors"), model, shapes, strict=True):
         if array.dtype != np.float32 or array.shape != shape:
             return f"`{name}` is {array.dtype} of shape {list(array.shape)}, expected float32 of shape {list(shape)}"

@@ -47,7 +47,8 @@ class HitRule:
             counts: vectors of each list.
             entry_bytes: bytes of a vector in a list.
         """
-        values = _values(self.model, nearest, Lists(centroids, counts, self.radii), entry_bytes)
+        lists = Lists(centroids, counts, self.radii)
+        values = _per_page(self.model.hits(nearest, lists), nearest, lists, entry_bytes)
         is_probed = values >= self.least
         is_probed[:, 0] = True
         return is_probed
@@ -91,7 +92,7 @@ def tuned_rule(
     samples: Sequence[slice] = (slice(None),),
 ) -> tuple[HitRule, Recall, float] | None:
     """The rule that reaches a recall target on a sample, its recall, and the mean pages' worth of bytes; None if none
-    does.
+    does. Recall and pages are those of models that do not know the query (`hit_model.fitted`).
 
     Args:
         nearest: the nearest lists of the sample's queries, `width` of them.
@@ -104,8 +105,8 @@ def tuned_rule(
     is_known = (ranks >= 0).any(axis=2)
     wanted = is_known.sum(axis=1)
     held = np.where(ranks < 0, width, ranks)
-    model = fitted(nearest, lists, first_hits(np.where(is_known, held.min(axis=2), width), width))
-    values = _values(model, nearest, lists, entry_bytes)
+    model, expected = fitted(nearest, lists, first_hits(np.where(is_known, held.min(axis=2), width), width))
+    values = _per_page(expected, nearest, lists, entry_bytes)
     values[:, 0] = np.inf
     best = np.take_along_axis(
         np.append(values, np.full((len(values), 1), -np.inf, np.float32), axis=1)[:, None], held, axis=2
@@ -125,10 +126,9 @@ def tuned_rule(
     return HitRule(model, lists.radii, width, low), recall(low), cost
 
 
-def _values(model: HitModel, nearest: Nearest, lists: Lists, entry_bytes: int) -> NDArray[np.float32]:
+def _per_page(hits: NDArray[np.float32], nearest: Nearest, lists: Lists, entry_bytes: int) -> NDArray[np.float32]:
     """Expected neighbours per page, f32 `[num_queries, width]`."""
-    values = model.hits(nearest, lists) / np.maximum(_pages(nearest, lists, entry_bytes), _LEAST_PAGES)
-    return values.astype(np.float32)
+    return (hits / np.maximum(_pages(nearest, lists, entry_bytes), _LEAST_PAGES)).astype(np.float32)
 
 
 def _pages(nearest: Nearest, lists: Lists, entry_bytes: int) -> NDArray[np.float32]:
