@@ -56,8 +56,12 @@ def shape_of(index: InvertedLists, num_queries: int, num_probes: int, step_bytes
     """
     mean = max(1.0, num_queries * num_probes / index.num_lists)
     rows = min(num_queries, _MAX_ROWS, max(_MIN_ROWS, 2 ** round(math.log2(mean))))
-    item_bytes = 4 * (index.slots * index.dim + rows * index.dim + rows * index.slots)
-    return Shape(rows, max(1, step_bytes // item_bytes))
+    return Shape(rows, max(1, step_bytes // _item_bytes(index, rows)))
+
+
+def _item_bytes(index: InvertedLists, rows: int) -> int:
+    """The working set of one item."""
+    return 4 * (index.slots * index.dim + rows * index.dim + rows * index.slots)
 
 
 def search(
@@ -102,7 +106,7 @@ def search_lists(
     most_blocks = index.most_blocks(num_probes)
     group = _group_size(index.slots, most_blocks * index.slots, wanted)
     most, usual = num_work_items(num_queries, shape.rows, index.num_blocks, most_blocks)
-    shape = replace(shape, at_once=min(shape.at_once, most))
+    shape = replace(shape, at_once=_items_per_step(most, usual, shape, index))
     max_items, steps_per_iteration = _loop_sizes(most, usual, shape.at_once)
 
     positions = index.positions
@@ -136,6 +140,19 @@ def _group_size(slots: int, num_slots: int, k: int) -> int:
     groups."""
     best = 2 ** round(math.log2(max(1.0, math.sqrt(num_slots / k))))
     return math.gcd(slots, max(1, min(slots // _MIN_GROUPS, best)))
+
+
+def _items_per_step(most: int, usual: int, shape: Shape, index: InvertedLists) -> int:
+    """Items per loop step: all of them if they fit, else few enough that the usual number takes the typical number of
+    iterations, down to the items that fit a cache.
+
+    Args:
+        most, usual: as in `_loop_sizes`.
+    """
+    if most <= shape.at_once:
+        return most
+    least = max(1, CACHED_BYTES // _item_bytes(index, shape.rows))
+    return min(shape.at_once, max(least, -(-usual // _TYPICAL_ITERATIONS)))
 
 
 def _loop_sizes(most: int, usual: int, at_once: int) -> tuple[int, int]:
