@@ -228,6 +228,8 @@ def test_hostile_directories(
         ({}, {"codes": arrays["codes"][1:]}, "`codes` is"),
         ({}, {"codebooks": arrays["codebooks"][:1]}, "`codebooks` has shape"),
         ({}, {"entries": arrays["entries"] + 10**6}, "`entries` points outside"),
+        ({}, {"entry_links": arrays["entry_links"] - 1}, "`entry_links` points outside"),
+        ({}, {"entry_links": arrays["entry_links"][1:]}, "`entry_links` is"),
         ({}, {"repeated_of": np.array([5, 3], np.int32), "repeated": np.array([1, 2], np.int32)}, "does not increase"),
     ):
         with pytest.raises(IndexFileError, match=text):
@@ -302,6 +304,16 @@ def test_blocks_hold_each_node_once(num: int, degree: int, per_block: int, seed:
     blocks = packed(edges, per_block)
     assert blocks.shape == (-(-num // per_block), per_block)
     assert (np.sort(blocks[blocks != NO_ID]) == np.arange(num)).all()
+
+
+def test_near_neighbours_share_a_block_rather_than_far_ones() -> None:
+    """Each node has one neighbour in its clique first, and then others of another partition that links as often."""
+    near, far = (np.random.default_rng(seed).permutation(400).reshape(50, 8) for seed in range(2))
+    edges = np.zeros((400, 16), np.int32)
+    for one, other in zip(near, far, strict=True):
+        edges[one, :8], edges[other, 8:] = one, other
+    blocks = packed(edges, 8)
+    assert links_within(edges[:, :8], blocks) > 0.9 * 400 * 8
 
 
 def test_blocks_hold_nodes_that_link_to_each_other() -> None:

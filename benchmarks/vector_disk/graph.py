@@ -71,7 +71,7 @@ def measure(of: str, num_vectors: int = NUM_VECTORS) -> list[Row]:
         ("bytes by /proc/self/io, of bytes counted", on_device, None, None),
         ("beam", details["effort"], None, None),
         ("file bytes per byte of vectors", details["file_bytes"] / corpus.nbytes, None, None),
-        ("bytes in memory per vector", details["code_bytes"] + (4 * corpus.shape[1] + 4) / 100, None, None),
+        ("bytes in memory per vector", details["code_bytes"] + (4 * (corpus.shape[1] + DEGREE) + 4) / 100, None, None),
     ]
     if theirs:
         figures.append(("pages per query of DiskANN at this recall", theirs, None, None))

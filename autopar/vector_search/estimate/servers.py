@@ -22,9 +22,9 @@ from autopar.vector_search.estimate.sizes import PARTS, SearchSpec, index_bytes,
 #: is in up to 2.2 lists, and the file is 1.24 times its entries (measured, benchmarks/results/vector_disk.md).
 _PAGE_BYTES, _PAYLOAD_BYTES, _LIST_PAGES, _READ_PAGES, _SPACE, _PADDING = 4096, 4092, 2.7, 3.4, 2.2, 1.24
 #: Pages that a query reads per node of its beam, at a width of 4 (measured); nodes per entry point.
-_PAGES_PER_BEAM, _PER_ENTRY = 1.2, 100
-#: Bytes in memory per list or entry point, beside its vector in f32: offsets, counts and radius; number; its edges in a
-#: graph over more than 100,000.
+_PAGES_PER_BEAM, _PER_ENTRY = 1.0, 100
+#: Bytes in memory per list or entry point, beside its vector in f32 and the edges of its node: offsets, counts and radius;
+#: number; its edges in a graph over more than 100,000.
 _LIST_BYTES, _POINT_BYTES, _EDGE_BYTES, _GRAPH_FROM = 20, 4, 128, 100_000
 _GIGA = 1e9
 
@@ -86,7 +86,8 @@ def _list_footprint(case: SearchSpec) -> Footprint:
 
 def _graph_footprint(case: SearchSpec) -> Footprint:
     num_entries = math.ceil(case.num_vectors / _PER_ENTRY)
-    memory = case.num_vectors * case.code_bytes + num_entries * _points(case, num_entries, _POINT_BYTES)
+    points = num_entries * _points(case, num_entries, _POINT_BYTES + 4 * case.degree)
+    memory = case.num_vectors * case.code_bytes + points
     node = 4 * (1 + math.ceil(case.vector_bytes / 4) + case.degree)
     per_page = max(1, _PAYLOAD_BYTES // node)
     pages = 1 if node <= _PAYLOAD_BYTES else math.ceil(node / _PAYLOAD_BYTES)

@@ -86,6 +86,7 @@ class _Written(NamedTuple):
     codes: NDArray[np.uint8]
     entries: NDArray[np.int32]
     entry_vectors: NDArray[np.float32]
+    entry_links: NDArray[np.int32]
 
 
 def build_file(
@@ -131,6 +132,7 @@ def build_file(
                 codebooks=np.asarray(books.centroids),
                 entries=written.entries,
                 entry_vectors=written.entry_vectors,
+                entry_links=written.entry_links,
                 centre=centre,
                 ids=own_ids,
                 repeated=np.ascontiguousarray(repeated[:, 0]),
@@ -161,7 +163,8 @@ def _num_parts(dim: int, code_bytes: int) -> int:
 
 def _per_shard(chunks: Chunks, num_parts: int, options: GraphOptions) -> int:
     """The maximum vectors of a shard, so that its graph is built within half of the budget."""
-    held = chunks.num_vectors * (num_parts + 8)  # codes, and the number of each position
+    per_vector = num_parts + 8 + 4 * (chunks.dim + options.degree) // _PER_ENTRY
+    held = chunks.num_vectors * per_vector  # codes, the number of each position, and entry points
     room = options.budget_bytes / 2 - held / 2
     near = 2 * options.degree + 1
     # the vectors as read, sorted and distinct; in f32, in lists, and as a sample; candidates; edges, and their reversal
@@ -202,7 +205,7 @@ def _written(
     draw = np.random.default_rng(0)
     chosen = np.sort(draw.permutation(np.unique(number_of))[: max(1, -(-num // _PER_ENTRY))])
     codes = np.zeros((count, books.num_parts), np.uint8)
-    entry_vectors, begin = [], 0
+    entry_vectors, entry_links, begin = [], [], 0
     for shard in range(shards.num_shards):
         own, which = shards.nodes(shard, blocks.degree), places[shard]
         edges = np.where(own.edges == NO_ID, NO_ID, number_of[np.maximum(own.edges, 0)])
@@ -216,8 +219,10 @@ def _written(
             codes[begin : begin + len(flat)] = np.asarray(encode(books, jnp.asarray(flat)))
             here = chosen[(chosen >= begin) & (chosen < begin + len(flat))]
             entry_vectors.append(flat[here - begin])
+            entry_links.append(edges[safe.reshape(-1)[here - begin]])
             begin += len(flat)
-    return _Written(codes, chosen.astype(np.int32), np.concatenate(entry_vectors)), number_of
+    entries = chosen.astype(np.int32), np.concatenate(entry_vectors), np.concatenate(entry_links)
+    return _Written(codes, *entries), number_of
 
 
 def _within(own: ShardNodes) -> NDArray[np.int32]:

@@ -84,7 +84,7 @@ class Searcher:
         if not len(queries):
             return self._distances(np.full((0, k), np.inf)), np.full((0, k), NO_ID, np.int32)
         near = prepared(queries, graph.metric, graph.centre)
-        start = graph.entries[self._entries.nearest(near, min(effort, len(graph.entries)))[0]]
+        start = self._entries.nearest(near, min(effort, len(graph.entries)))[0]
         compared = Compared(queries, near, graph.codebooks, graph.metric)
         found = self.blocks.search(compared, start, k, effort, self._width, allowed)
         if graph.repeated.size:

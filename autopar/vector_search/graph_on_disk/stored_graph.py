@@ -19,7 +19,7 @@ from autopar.vector_search.graph_on_disk.node_blocks import NodeBlocks
 from autopar.vector_search.on_disk.page_file import PageFile, damaged
 
 #: Arrays of the page file; a part of them may be missing.
-ARRAYS = ("codes", "codebooks", "entries", "entry_vectors", "repeated", "repeated_of")
+ARRAYS = ("codes", "codebooks", "entries", "entry_vectors", "entry_links", "repeated", "repeated_of")
 OPTIONAL_ARRAYS = ("centre", "ids", "entry_edges", "entry_points")
 
 
@@ -33,6 +33,7 @@ class StoredGraph:
             for cosine.
         entries: int32 `[num_entries]`, node numbers.
         entry_vectors: f32 `[num_entries, d]`, compared vectors.
+        entry_links: int32 `[num_entries, degree]`, the edges of their nodes, which a search follows without a read.
         centre: f32 `[d]`, subtracted for l2 of floats; None if there is none.
         ids: int64 `[n]`; None if ids are positions.
         repeated: int32 `[m]`, positions of vectors that equal the vector of a node.
@@ -44,6 +45,7 @@ class StoredGraph:
     codebooks: NDArray[np.float32]
     entries: NDArray[np.int32]
     entry_vectors: NDArray[np.float32]
+    entry_links: NDArray[np.int32]
     centre: NDArray[np.float32] | None
     ids: NDArray[np.int64] | None
     repeated: NDArray[np.int32]
@@ -104,6 +106,7 @@ def loaded(pages: PageFile) -> StoredGraph:
         codebooks=arrays["codebooks"],
         entries=arrays["entries"],
         entry_vectors=arrays["entry_vectors"],
+        entry_links=arrays["entry_links"],
         repeated=arrays["repeated"],
         repeated_of=arrays["repeated_of"],
         centre=arrays.get("centre"),
@@ -136,6 +139,7 @@ def _inconsistent(graph: StoredGraph, per_block: int, num_data_pages: int) -> st
         "codebooks": ("float32", (parts, num_codes, width)),
         "entries": ("int32", (num_entries,)),
         "entry_vectors": ("float32", (num_entries, blocks.dim)),
+        "entry_links": ("int32", (num_entries, blocks.degree)),
         "centre": ("float32", (blocks.dim,)),
         "ids": ("int64", (num,)),
         "repeated": ("int32", (num_repeated,)),
@@ -149,12 +153,13 @@ def _inconsistent(graph: StoredGraph, per_block: int, num_data_pages: int) -> st
             return f"`{name}` is {array.dtype} of shape {list(array.shape)}, expected {dtype} of shape {list(shape)}"
     if num_codes < 256 and graph.codes.size and int(graph.codes.max()) >= num_codes:
         return f"`codes` has {int(graph.codes.max())}, and there are {num_codes} codes"
-    for name, array, most in (
-        ("entries", graph.entries, num_nodes),
-        ("repeated", graph.repeated, num),
-        ("repeated_of", graph.repeated_of, num_nodes),
+    for name, array, least, most in (
+        ("entries", graph.entries, 0, num_nodes),
+        ("entry_links", graph.entry_links, NO_ID, num_nodes),
+        ("repeated", graph.repeated, 0, num),
+        ("repeated_of", graph.repeated_of, 0, num_nodes),
     ):
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) < most:
+        if array.size and not least <= int(array.min()) <= int(array.max()) < most:
             return f"`{name}` points outside the {most:,}"
     if graph.entry_graph is not None and (why := why_invalid_graph(graph.entry_graph, num_entries)):
         return why
