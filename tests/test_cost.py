@@ -109,6 +109,25 @@ def test_resharding_takes_the_expected_collectives(
 
 
 @pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        # 30522 / 8 rows are padded to 3816: four such parts are not half of the rows.
+        (sharding(D, M), sharding(("data", "model"), ()), [("all-gather", M, 15261 * 256), ("all-gather", D, 30522 * 256)]),
+        (sharding(("data", "model"), ()), sharding(D, M), [("all-gather", ("data", "model"), 30528 * 256)]),
+        (sharding((), M), sharding(("data", "model"), ()), [("all-gather", M, 30522 * 256)]),
+        # Whole rows are free to be split along one axis.
+        (sharding((), M), sharding(M, ()), [("all-to-all", M, 7631 * 256)]),
+        (sharding(M, ()), sharding((), M), [("all-to-all", M, 7631 * 256)]),
+    ],
+)  # fmt: skip
+def test_padded_parts_are_gathered_where_they_begin_elsewhere(
+    source: TensorSharding, target: TensorSharding, expected: list[tuple[object, ...]]
+) -> None:
+    moves = collectives_of(resharding_moves(source, target, (30522, 64), 4, MESH))
+    assert [(m.kind, m.axes, m.num_bytes) for m in moves] == expected
+
+
+@pytest.mark.parametrize(
     ("dim", "shape", "inner"),
     [
         (1, (8, 32, 64), True),

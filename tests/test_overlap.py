@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from on_absent_gpus import all_reduced, compiled
 
 from autopar.hardware.profile import load
+from autopar.ir.device_program import Reassociated
 from autopar.planner import overlap_search as overlap
 from autopar.planner.candidate import Candidate
 from autopar.planner.memory_budget import MemoryBudget
@@ -122,9 +123,13 @@ def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpu
 
 def test_only_what_something_else_waits_for_stays_apart() -> None:
     awaited = [EarlyReduction(node=9, operand=0, values=(3, 5))]
-    assert overlap._stay_separate([(3, 4)], awaited)
-    assert overlap._stay_separate([(3, 4), (5, 3, 4)], awaited)
-    assert not overlap._stay_separate([(3, 4), (3, 4, 6)], awaited)
+
+    def separate(*sums: tuple[int, ...]) -> bool:
+        return overlap._stay_separate([Reassociated(values, 0.0) for values in sums], awaited)
+
+    assert separate((3, 4))
+    assert separate((3, 4), (5, 3, 4))
+    assert not separate((3, 4), (3, 4, 6))
 
 
 @pytest.mark.slow

@@ -59,6 +59,18 @@ def scanned(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
     return jax.lax.scan(lambda y, w: (jnp.tanh(y @ w) + y, None), x, ws["w"])[0]
 
 
+def biased(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
+    """Two layers with biases and the exact GELU, whose derivative reads what the first matmul makes."""
+    y = jax.nn.gelu(x @ ws["a"] + ws["b"], approximate=False)
+    return x + y @ ws["c"] + ws["d"]
+
+
+def gated(x: jax.Array, ws: dict[str, jax.Array]) -> jax.Array:
+    """Two matmuls of one operand: its gradient is a sum of two partial sums."""
+    y = jnp.tanh(x * ws["scale"])
+    return (jnp.tanh(y @ ws["a"]) * (y @ ws["b"])) @ ws["c"]
+
+
 def step_of(model: Callable[..., jax.Array]) -> Callable[..., Any]:
     """A step of gradient descent with momentum."""
 
@@ -100,6 +112,27 @@ CASES = {
         "8",
         {"x": _DATA, "ws/*": P(), "momenta/*": P()},
     ),
+    "biases": Case(
+        biased,
+        {"a": array(WIDTH, 4 * WIDTH), "b": array(4 * WIDTH), "c": array(4 * WIDTH, WIDTH), "d": array(WIDTH)},
+        array(ROWS, WIDTH),
+        "8",
+        {"x": _DATA, "ws/*": P(), "momenta/*": P()},
+    ),
+    "two partial sums": Case(
+        gated,
+        {
+            "scale": array(WIDTH),
+            "a": array(WIDTH, 4 * WIDTH),
+            "b": array(WIDTH, 4 * WIDTH),
+            "c": array(4 * WIDTH, WIDTH),
+        },
+        array(ROWS // 16, WIDTH),
+        "8",
+        {"x": _DATA}
+        | {f"{of}/{name}": P("data") if name == "c" else P(None, "data") for of in ("ws", "momenta") for name in "abc"}
+        | {f"{of}/scale": P() for of in ("ws", "momenta")},
+    ),
     "scan": Case(
         scanned, {"w": array(6, WIDTH, WIDTH)}, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": P(), "momenta/*": P()}
     ),
@@ -134,7 +167,8 @@ def predicted(timeline: Timeline) -> Figures:
     for ran in timeline.ran:
         op = ran.op
         if op.kind != "collective":
-            kernels += op.kind not in ("border", "view", "loop") and op.written_bytes > 40
+            is_kernel = op.kind not in ("border", "view", "loop")
+            kernels += is_kernel * (op.num_launches - 1 + (op.written_bytes > 40))
         elif op.payload_bytes > 256:
             sent[op.collective, op.axes] += op.payload_bytes * ran.num_iterations
             collectives[op.collective] += 1
@@ -238,32 +272,39 @@ MEASURED: dict[str, dict[str, tuple[float, float, float]]] = {
         "Megatron": (0.81, 0.81, 0.81),
         # In the model the root of the variance is a kernel of its own; XLA computes it in its user.
         "attention": (1.03, 1.03, 1.03),
+        # In the model the sums of a bias's gradient share a kernel with what they sum.
+        "biases": (0.90, 0.90, 0.90),
+        "two partial sums": (0.94, 0.94, 1.0),
         # XLA's loops have separate kernels for slices of stacks and for copies of an iteration's results.
-        "scan": (0.63, 0.61, 0.61),
+        "scan": (0.68, 0.67, 0.67),
     },
     "temporary_bytes": {
         # The order of kernels, which differs between releases, determines which values are live together.
-        "data parallel": (1.17, 0.70, 0.87),
-        "FSDP": (0.89, 1.0, 0.89),
-        "Megatron": (0.90, 1.0, 0.90),
-        "attention": (0.90, 1.11, 1.0),
+        "data parallel": (1.33, 0.80, 1.0),
+        "FSDP": (0.90, 1.12, 0.90),
+        "Megatron": (0.91, 1.0, 0.91),
+        "two partial sums": (1.20, 1.20, 1.0),
         # Unexplained: XLA's loops keep two to three more values of an iteration.
-        "scan": (0.92, 0.80, 0.83),
+        "scan": (0.95, 0.84, 0.87),
     },
     "seconds": {
         # XLA's schedules expose 125, 55 and 0 us of all-reduces; 11 us are predicted.
-        "data parallel": (0.61, 0.77, 0.91),
+        "data parallel": (0.61, 0.76, 0.90),
         # Exposed collectives agree; kernels take 34 us more in XLA's estimate, a sixth.
-        "FSDP": (0.89, 0.89, 0.89),
-        "Megatron": (0.94, 0.95, 0.94),
-        "attention": (0.98, 1.0, 1.0),
+        "FSDP": (0.87, 0.87, 0.87),
+        "Megatron": (0.93, 0.93, 0.93),
+        "attention": (0.97, 0.97, 0.97),
+        "biases": (0.97, 0.97, 0.97),
+        # Unexplained; the hidden collectives are the same in all releases but 0.11.
+        "two partial sums": (0.65, 0.88, 1.08),
     },
 }
 #: JAX 0.11 starts some collectives too late to overlap with a kernel: kind -> how many do.
 HIDDEN = {
     ("FSDP", "0.11"): {"reduce-scatter": 0},
     ("Megatron", "0.11"): {"all-reduce": 0},
-    ("attention", "0.11"): {"all-reduce": 1},
+    ("attention", "0.11"): {"all-reduce": 0},
+    ("two partial sums", "0.11"): {"reduce-scatter": 0},
 }
 
 

@@ -258,8 +258,10 @@ class ReshardingTimes:
         split = (first != 0) | (second != 0)
         dims = np.argsort(~split, axis=1, kind="stable")  # split dims first, in order
         most = int(split.sum(axis=1).max(initial=0))
-        # Divisibility matters only where some axes leave a dim and others enter it (`resharding_steps`).
-        crossed = np.where((first != second) & (first != 0) & (second != 0), np.array(divisors, np.int64), 0)
+        # Divisibility matters only where several axes leave or enter a dim (`resharding_steps`).
+        num_axes = np.array([len(axes) for axes in self._axes])  # in the order of their numbers
+        several = (first != second) & (num_axes[first] + num_axes[second] > 1)
+        crossed = np.where(several, np.array(divisors, np.int64), 0)
         columns = [np.take_along_axis(each, dims, axis=1)[:, :most] for each in (first, second, crossed)]
         pending = [np.repeat(kept, len(wanted))[:, None], np.tile(left, len(made))[:, None]]
         labels, examples, keys = _distinct_rows(np.hstack([*pending, *np.stack(columns, axis=2).swapaxes(0, 1)]))

@@ -99,11 +99,11 @@ def resharding_steps(
     assert not set(target.unreduced) - set(source.unreduced), "nothing makes a tensor unreduced again"
     path = _Path(source, target, shape, mesh)
     path.reduce()
-    late = path.cut()
+    path.cut()
     path.exchange()
     path.reorder()
     path.gather()
-    path.cut_late(late)
+    path.cut_late()
     path.reorder()
     assert path.now() == target, f"{source} -> {target} ended at {path.now()}"
     return tuple(path.steps)
@@ -125,7 +125,21 @@ class _Path:
         self.dims = [list(axes) for axes in source.dims]
         self.pending = [axis for axis in source.unreduced if axis not in target.unreduced]
         self.target_dim = {axis: d for d, axes in enumerate(target.dims) for axis in axes}
+        self.whole = self._gathered_dims()
         self.steps: list[Step] = []
+
+    def _gathered_dims(self) -> frozenset[int]:
+        """The dims that an axis leaves or enters by an all-to-all, and that the axes before and after do not divide.
+
+        Padded parts of such a dim begin elsewhere under each sharding, so XLA gathers both dims of the all-to-all instead. Only a
+        whole dim is free to be split along one axis.
+        """
+        moves = [(d, to) for d, axes in enumerate(self.dims) for a in axes if (to := self.target_dim.get(a, d)) != d]
+        touched = {d for move in moves for d in move}
+        axes_of = {d: dict.fromkeys((*self.dims[d], *self.target.dims[d])) for d in touched}
+        return frozenset(
+            d for d, axes in axes_of.items() if len(axes) > 1 and self.shape[d] % self.mesh.sizes(tuple(axes))
+        )
 
     def now(self) -> TensorSharding:
         return TensorSharding(tuple(map(tuple, self.dims)), (*self.target.unreduced, *self.pending))
@@ -156,29 +170,30 @@ class _Path:
         reduced, self.pending = self.pending, []
         self.add("all-reduce", reduced)
 
-    def cut(self) -> list[str]:
-        """Split along new axes.
-
-        Returns:
-            The axes that must wait until other axes have left their dim, which would not divide until then.
-        """
+    def cut(self) -> None:
+        """Split along new axes, but for those that wait until other axes have left their dim, which would not divide until then."""
         placed = {axis for axes in self.dims for axis in axes}
         new = [axis for axis in self.target_dim if axis not in placed]
-        late = [axis for axis in new if not self._divides_with(axis)]
-        done = [axis for axis in new if axis not in late]
+        done = [axis for axis in new if self._divides_with(axis)]
         for axis in done:
             self.dims[self.target_dim[axis]].append(axis)
         self.add("cut", done)
-        return late
 
     def _divides_with(self, axis: str) -> bool:
         d = self.target_dim[axis]
+        if d in self.whole:
+            return False
         leaving = [a for a in self.dims[d] if self.target_dim.get(a) != d]
         together = dict.fromkeys((*self.dims[d], *self.target.dims[d]))  # an axis in both counts once
         return not leaving or self.shape[d] % self.mesh.sizes(tuple(together)) == 0
 
     def exchange(self) -> None:
-        moving = [(axis, d) for d, axes in enumerate(self.dims) for axis in axes if self.target_dim.get(axis, d) != d]
+        moving = [
+            (axis, d)
+            for d, axes in enumerate(self.dims)
+            for axis in axes
+            if self.target_dim.get(axis, d) != d and self.whole.isdisjoint((d, self.target_dim[axis]))
+        ]
         for axis, d in moving:
             if self.dims[d][-1] != axis:  # only the minor-most axis can leave a dim
                 wanted = [*(a for a in self.dims[d] if a != axis), axis]
@@ -194,6 +209,8 @@ class _Path:
         """Order the axes of each dim: those that stay, in the target's order, then those that leave."""
         disordered: list[str] = []
         for d, axes in enumerate(self.dims):
+            if d in self.whole:  # it is gathered, and split in the target's order
+                continue
             stay = [axis for axis in self.target.dims[d] if axis in axes]
             wanted = [*stay, *(axis for axis in axes if axis not in stay)]
             if wanted != axes:
@@ -211,11 +228,14 @@ class _Path:
 
     def gather(self) -> None:
         for d in reversed(range(len(self.dims))):  # XLA gathers one dim at a time
-            leaving = [axis for axis in self.dims[d] if axis not in self.target_dim]
-            self.dims[d] = [axis for axis in self.dims[d] if axis in self.target_dim]
+            leaving = [axis for axis in self.dims[d] if d in self.whole or self.target_dim.get(axis) != d]
+            self.dims[d] = [axis for axis in self.dims[d] if axis not in leaving]
             self.add("all-gather", leaving, dim=d)
 
-    def cut_late(self, late: list[str]) -> None:
+    def cut_late(self) -> None:
+        """Split along the axes that waited, and along those of the gathered dims."""
+        placed = {axis for axes in self.dims for axis in axes}
+        late = [axis for axis in self.target_dim if axis not in placed]
         for axis in late:
             self.dims[self.target_dim[axis]].append(axis)
         self.add("cut", late)

@@ -134,20 +134,33 @@ class LoopSpan:
 
 
 @dataclass(frozen=True, slots=True)
+class Reassociated:
+    """A reduction over devices that XLA makes of several whose results are added.
+
+    Args:
+        values: the values that they reduce.
+        num_bytes: its payload, by the convention of `cost.collectives`.
+    """
+
+    values: tuple[int, ...]
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceProgram:
     """The operations of one device in execution order, and the buffers they read and write.
 
     Attributes:
         loops: inner loops first.
         separate: per kernel to keep out of fusion with another, the nodes to compute for it alone.
-        reassociated: per all-reduce that XLA makes of several by reassociation, the values they reduce.
+        reassociated: reductions that XLA makes of several by reassociation.
     """
 
     ops: tuple[Op, ...]
     buffers: tuple[Buffer, ...]
     loops: tuple[LoopSpan, ...] = ()
     unfused: tuple[tuple[int, ...], ...] = ()
-    reassociated: tuple[tuple[int, ...], ...] = ()
+    reassociated: tuple[Reassociated, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

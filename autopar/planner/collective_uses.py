@@ -1,16 +1,19 @@
 """List the collectives of a plan with their causes.
 
-In: an `ExplicitProgram`. Out: `CollectiveUse`s, and the collectives that each decision causes.
+In: an `ExplicitProgram`, and the reductions that XLA makes of several. Out: `CollectiveUse`s, and the collectives that each
+decision causes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.cost.collectives import collective
 from autopar.formulate.decisions import Flow
 from autopar.formulate.formulation import Formulation
+from autopar.ir.device_program import Reassociated
 from autopar.ir.explicit_program import Communicate, ExplicitProgram
 from autopar.ir.graph import Node, Phase
 from autopar.plans.records import CollectiveUse
@@ -23,15 +26,23 @@ _COMBINED = ("region", "context", "program")
 
 
 def collective_uses(
-    f: Formulation, explicit: ExplicitProgram
+    f: Formulation, explicit: ExplicitProgram, reassociated: Sequence[Reassociated] = ()
 ) -> tuple[tuple[CollectiveUse, ...], dict[int, tuple[int, ...]]]:
-    """All collectives, and by decision the positions of those that its flows and halos cause."""
-    causes = _Causes(f, explicit)
+    """All collectives, and by decision the positions of those that its flows and halos cause.
+
+    Args:
+        reassociated: reductions that XLA makes of several; each is listed once.
+    """
+    causes, merged = _Causes(f, explicit), _Merged(explicit, reassociated)
     uses: list[CollectiveUse] = []
     caused: dict[int, list[int]] = defaultdict(list)
     for op in sorted((op for op in explicit.communications if op.kind != "cut"), key=_place):
+        position, num_bytes = merged.place(op, len(uses))
         for decision in op.decisions if op.cause in ("reshard", "halo") else ():
-            caused[decision].append(len(uses))
+            caused[decision].append(position)
+        if position < len(uses):
+            continue
+        op = replace(op, num_bytes=num_bytes)
         node, phase = causes.of(op)
         uses.append(
             CollectiveUse(
@@ -54,6 +65,25 @@ def _place(op: Communicate) -> tuple[int, int, int]:
     """The sort key of a communication. Communications of one flow or decision stay in program order."""
     first = min(op.flows) if op.flows else min(op.decisions, default=0)
     return _ORDER[op.cause], first, _WITHIN.get(op.cause, 0)
+
+
+class _Merged:
+    """The positions of the reductions that XLA makes of several, each at its first part."""
+
+    def __init__(self, explicit: ExplicitProgram, reassociated: Sequence[Reassociated]) -> None:
+        self.explicit = explicit
+        self.whole = {value: one for one in reassociated for value in one.values}
+        self.first: dict[Reassociated, int] = {}
+
+    def place(self, op: Communicate, position: int) -> tuple[int, float]:
+        """The position of a collective and its payload.
+
+        Args:
+            position: where it stands if it is no further part of a reduction.
+        """
+        is_sum = op.operand is not None and op.cause == "reshard" and collective(op.collective).is_sum
+        one = self.whole.get(self.explicit.arrays[op.operand].value) if is_sum and op.operand is not None else None
+        return (position, op.num_bytes) if one is None else (self.first.setdefault(one, position), one.num_bytes)
 
 
 class _Causes:

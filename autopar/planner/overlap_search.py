@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from autopar.cost.collectives import collective
 from autopar.cost.resharding_matrix import Hideable
+from autopar.ir.device_program import Reassociated
 from autopar.planner.candidate import Candidate
 from autopar.planner.early_reductions import EarlyStart
 from autopar.planner.plan_assembly import predicted_again
@@ -162,10 +163,10 @@ def _with_early_reductions(plan: Candidate, budget: float, to_beat: float) -> Ca
     return _best(plan, budget, variants)
 
 
-def _stay_separate(reassociated: Sequence[Sequence[int]], reductions: Sequence[EarlyReduction]) -> bool:
+def _stay_separate(reassociated: Sequence[Reassociated], reductions: Sequence[EarlyReduction]) -> bool:
     """Whether XLA cannot reassociate the reductions whose results are added, because barriers wait for all but one of them."""
     values = {value for one in reductions for value in one.values}
-    return all(len(values.intersection(sums)) >= len(sums) - 1 for sums in reassociated)
+    return all(len(values.intersection(one.values)) >= len(one.values) - 1 for one in reassociated)
 
 
 #: A combine threshold in bytes (None: the profile's), the program of one device, and its early reductions.

@@ -93,7 +93,7 @@ def assemble(
     if figures_only:
         prediction, timeline = _predict(f, simulation.timelines(), (), inputs, outputs)
         return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline)
-    collectives, caused_by = collective_uses(f, explicit)
+    collectives, caused_by = collective_uses(f, explicit, simulation.program.reassociated)
     prediction, timeline = _predict(f, simulation.timelines(), collectives, inputs, outputs)
     return Assembled(
         explicit=explicit,
@@ -127,6 +127,10 @@ def predicted_again(
     timelines = simulation.timelines(combine_threshold_bytes, to_beat)
     if timelines is None:
         return None
+    if parts.collectives and simulation.program.reassociated != parts.device.reassociated:
+        collectives, caused_by = collective_uses(f, parts.explicit, simulation.program.reassociated)
+        decisions = _decisions(f, parts.explicit.choices, parts.inputs, caused_by)
+        parts = replace(parts, collectives=collectives, decisions=decisions)
     prediction, timeline = _predict(f, timelines, parts.collectives, parts.inputs, parts.outputs)
     return replace(
         parts,

@@ -32,7 +32,7 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
     """The program of one device.
 
     Args:
-        reassociate: whether to apply XLA's all-reduce reassociation.
+        reassociate: whether to apply XLA's reassociation of reductions.
     """
     local, profile = local_program(f, explicit, reassociate=reassociate), f.profile
     loops = tuple(LoopSpan(loop.start, loop.stop, loop.num_iterations) for loop in f.graph.loops)

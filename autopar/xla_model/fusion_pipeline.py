@@ -23,11 +23,11 @@ def fuse(program: LocalProgram, profile: HardwareProfile, graph: Graph | None = 
     Args:
         program: the instructions of one device.
         profile: the hardware profile that prices kernels.
-        graph: the program's graph; without it, no column reduction is kept out of multi-output fusion.
+        graph: the program's graph; without it, no bias is added inside a matmul, and no column reduction is kept out of
+            multi-output fusion.
     """
     kernels = Kernels(program)
-    fuse_into_gemms(kernels)
+    fuse_into_gemms(kernels, graph)
     fuse_diamonds(kernels)
     fused = PriorityFusion(kernels, profile).run()
-    program.outputs = [at if at is None else kernels.renamed.get(at, at) for at in program.outputs]
     return MultiOutputFusion(program, fused, profile, graph).run()

@@ -49,7 +49,11 @@ PASSES: tuple[Pass, ...] = (
         ),
         ("xla/service/spmd/spmd_partitioner.cc",),
     ),
-    Pass("all-reduce reassociation", ("all_reduce_reassociate",), ("xla/service/all_reduce_reassociate.cc",)),
+    Pass(
+        "reassociation of reductions",
+        ("reduce_reassociate",),
+        ("xla/service/all_reduce_reassociate.cc", "xla/service/reduce_scatter_reassociate.cc"),
+    ),
     Pass("ragged dot rewriter", ("ragged_dot",), ("ragged_dot_rewriter.cc",)),
     Pass("dot merger", ("dot_merger",), ("xla/hlo/transforms/simplifiers/dot_merger.cc",)),
     Pass("GEMM fusion", ("gemm_fusion",), (f"{_GPU}/gemm_fusion.cc", f"{_GPU}/gemm_rewriter.cc")),

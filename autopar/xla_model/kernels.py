@@ -58,7 +58,6 @@ class Kernels:
         kernels: position of the instruction whose result a kernel writes -> kernel.
         users: per instruction, the kernels that read it.
         outputs: positions of the step's outputs.
-        renamed: position of an output that was fused away -> position that produces it now.
     """
 
     def __init__(self, program: LocalProgram) -> None:
@@ -66,7 +65,6 @@ class Kernels:
         self.kernels: dict[int, Fused] = {}
         self.users: list[set[int]] = [set() for _ in program.instructions]
         self.outputs = {at for at in program.outputs if at is not None}
-        self.renamed: dict[int, int] = {}
         for i, one in enumerate(program.instructions):
             if one.kind == "argument":
                 continue

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.ir.device_program import Gemm
+from autopar.ir.device_program import Gemm, Reassociated
 
 #: `alias`: a bitcast, the same memory under another shape. `loop`: computes one output element at a time. `reduce`:
 #: reduces many elements to one. `inplace`: writes into its first operand. `unfusible`: a kernel that no elementwise
@@ -69,7 +69,7 @@ class LocalProgram:
         arguments: position of an input -> its instruction.
         at: value -> the instruction that holds it.
         nodes: instruction -> all nodes that compute it.
-        reassociated: per all-reduce that XLA makes of several by reassociation, the values they reduce.
+        reassociated: reductions that XLA makes of several by reassociation.
     """
 
     instructions: list[Instruction] = field(default_factory=list)
@@ -77,4 +77,4 @@ class LocalProgram:
     arguments: dict[int, int] = field(default_factory=dict)
     at: dict[int, int] = field(default_factory=dict)
     nodes: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    reassociated: tuple[tuple[int, ...], ...] = ()
+    reassociated: tuple[Reassociated, ...] = ()

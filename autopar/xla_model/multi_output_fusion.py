@@ -80,7 +80,8 @@ class MultiOutputFusion:
 
     def run(self) -> list[Fused]:
         for source in reversed(range(len(self.instructions))):
-            if self.instructions[source].elements > 1.0 and len(self.users[source]) > 1:
+            one = self.instructions[source]
+            if one.elements > 1.0 and one.gemm is None and len(self.users[source]) > 1:  # not users of a Triton matmul
                 self._fuse_siblings(source)
             if source in self.kernels:
                 self._fuse_with_user(source)

@@ -18,25 +18,25 @@ from autopar.rules.control_flow import BORDERS
 from autopar.rules.grouping import Work
 from autopar.rules.node_view import NodeView, matrix_efficiency
 from autopar.rules.table import rule_for, traits_of, unknown_rule
-from autopar.xla_model.all_reduce_reassociate import AllReduceReassociate
 from autopar.xla_model.dot_operands import DotOperands
 from autopar.xla_model.instruction_kinds import InstructionKinds, is_outer_product
 from autopar.xla_model.local_program import Instruction, InstructionKind, LocalProgram
 from autopar.xla_model.loop_borders import LoopBorders
 from autopar.xla_model.partition_builder import PartitionBuilder
 from autopar.xla_model.partition_communication import Communications
+from autopar.xla_model.reduce_reassociate import ReduceReassociate
 
 #: Reads of the operand per element that XLA's cost analysis counts, during fusion, for operations that it expands to
 #: polynomials. A producer fused into one counts as often, so fusion stores the operand if anything else uses it. The
 #: final kernel reads the operand once.
-EXPANDED: Mapping[str, float] = {"erf": 25.0, "erfc": 25.0, "erf_inv": 25.0}
+EXPANDED: Mapping[str, float] = {"erf": 18.0, "erfc": 18.0, "erf_inv": 18.0}
 
 
 def local_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bool = True) -> LocalProgram:
     """Partition the operations of a program.
 
     Args:
-        reassociate: whether to apply XLA's all-reduce reassociation.
+        reassociate: whether to apply XLA's reassociation of reductions.
     """
     return _Partitioner(f, explicit, reassociate=reassociate).run()
 
@@ -45,7 +45,7 @@ class _Partitioner:
     def __init__(self, f: Formulation, explicit: ExplicitProgram, *, reassociate: bool) -> None:
         self.b = PartitionBuilder(f, explicit)
         self.sent = Communications(self.b)
-        self.sums = AllReduceReassociate(self.b, self.sent, reassociate=reassociate)
+        self.sums = ReduceReassociate(self.b, self.sent, reassociate=reassociate)
         self.kinds, self.gemms = InstructionKinds(self.b), DotOperands(self.b)
         self.borders = LoopBorders(self.b, self.sent)
         self.works: dict[int, tuple[Work, float]] = {}  # node -> its work, and its points on one device
@@ -75,7 +75,7 @@ class _Partitioner:
             else:
                 self._node(n, node)
         self._outputs()
-        self.b.program.reassociated = tuple(self.sums.values_of.values())
+        self.b.program.reassociated = tuple(self.sums.made.values())
         return self.b.program
 
     def _argument(self, value: int) -> int:

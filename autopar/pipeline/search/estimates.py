@@ -121,7 +121,9 @@ class StageFigures:
     def collectives(self) -> tuple[CollectiveUse, ...]:
         """The collectives of the plan as pieces run them: in the dtype that they send, deferred reductions once, and one
         that several phases repeat for each."""
-        found, _ = collective_uses(self.candidate.formulation, self.pieces.explicit())
+        found, _ = collective_uses(
+            self.candidate.formulation, self.pieces.explicit(), self.candidate.parts.device.reassociated
+        )
         uses = list(found)
         equal: dict[tuple[str, tuple[str, ...], float], list[CollectiveUse]] = defaultdict(list)
         for use in uses:

@@ -1,7 +1,7 @@
-"""Fold additions as XLA does: reassociate the sum of two all-reduces, and scatter into an addend.
+"""Fold additions as XLA does: reassociate the sum of two reductions over devices, and scatter into an addend.
 
-In: an addition. Out: the instruction that replaces it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc and
-XLA's algebraic simplifier.
+In: an addition. Out: the instruction that replaces it. Source: openxla/xla, xla/service/all_reduce_reassociate.cc,
+xla/service/reduce_scatter_reassociate.cc and XLA's algebraic simplifier.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.collectives import collective
+from autopar.ir.device_program import Reassociated
 from autopar.ir.graph import Node
 from autopar.rules.table import traits_of
 from autopar.xla_model.local_program import Instruction
@@ -19,31 +20,32 @@ from autopar.xla_model.partition_communication import Communications
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """An all-reduce with a single user.
+    """A reduction over devices with a single user.
 
     Args:
         at: position of its instruction.
-        order: permutation of dims between the all-reduce and that user.
+        order: permutation of dims between the reduction and that user.
     """
 
     at: int
     order: tuple[int, ...]
 
 
-class AllReduceReassociate:
-    """Folds additions into all-reduces and scatters.
+class ReduceReassociate:
+    """Folds additions into reductions and scatters.
 
     Args:
-        reassociate: whether `all_reduce(x) + all_reduce(y)` becomes `all_reduce(x + y)` where nothing else uses either.
+        reassociate: whether `all_reduce(x) + all_reduce(y)` becomes `all_reduce(x + y)` where nothing else uses either, and
+            the same for reduce-scatters.
 
     Attributes:
-        values_of: position of a reassociated all-reduce -> the values that it reduces.
+        made: position of a reassociated reduction -> what it is made of.
     """
 
     def __init__(self, builder: PartitionBuilder, sent: Communications, *, reassociate: bool) -> None:
         self.b, self.sent, self.reassociate = builder, sent, reassociate
         self.leaving = frozenset(builder.graph.outputs)
-        self.values_of: dict[int, tuple[int, ...]] = {}
+        self.made: dict[int, Reassociated] = {}
 
     def added_up(self, n: int, node: Node, operands: Sequence[tuple[int, tuple[int, ...]]]) -> int | None:
         """The instruction that an addition is folded into; None where XLA keeps the addition."""
@@ -71,52 +73,59 @@ class AllReduceReassociate:
         return None
 
     def _sum_of_sums(self, n: int, node: Node) -> int | None:
-        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's
-        dtype."""
+        """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's dtype, and the same
+        for reduce-scatters of one dtype."""
         left, right = (self._single_use_sum(n, index, value) for index, value in enumerate(node.operands))
         if left is None or right is None or left.at == right.at or left.order != right.order:
             return None
         sums = [self.b.program.instructions[one.at] for one in (left, right)]
-        if sums[0].axes != sums[1].axes or sums[0].elements != sums[1].elements:
+        if any(getattr(sums[0], name) != getattr(sums[1], name) for name in ("collective", "axes", "elements")):
             return None
         info = self.b.graph.values[node.results[0]]
+        if collective(sums[0].collective).gives_part and {one.dtype for one in sums} != {info.dtype}:
+            return None
+        elements = sums[0].payload_bytes / sums[0].num_bytes * sums[0].elements  # of one term, on one device
         parts: dict[int, float] = {}
         for one in sums:
             source = next(iter(one.operands))
             if one.dtype != info.dtype:
-                own = Instruction("loop", n, one.value, "convert_element_type", {source: 1.0}, one.elements, 0.0)
-                own.num_bytes, own.dtype = one.elements * info.itemsize, info.dtype
-                own.flops = one.elements * self.b.f.profile.flops_per_element(own.primitive, one.dtype)
+                own = Instruction("loop", n, one.value, "convert_element_type", {source: 1.0}, elements, 0.0)
+                own.num_bytes, own.dtype = elements * info.itemsize, info.dtype
+                own.flops = elements * self.b.f.profile.flops_per_element(own.primitive, one.dtype)
                 source = self.b.add(own)
             parts[source] = 1.0
         whole = replace(sums[0], node=n, value=node.results[0], dtype=info.dtype)
         whole.num_bytes = whole.elements * info.itemsize
         whole.payload_bytes = sums[0].payload_bytes / sums[0].num_bytes * whole.num_bytes
-        flops = whole.elements * self.b.f.profile.flops_per_element(node.primitive, info.dtype)
-        whole.operands = {
-            self.b.add(
-                replace(whole, kind="loop", primitive=node.primitive, operands=parts, flops=flops, collective="")
-            ): 1.0
-        }
+        total = replace(whole, kind="loop", primitive=node.primitive, operands=parts, elements=elements, collective="")
+        total.num_bytes = elements * info.itemsize
+        total.flops = elements * self.b.f.profile.flops_per_element(node.primitive, info.dtype)
+        whole.operands = {self.b.add(total): 1.0}
         at = self.b.add(whole)
-        self.values_of[at] = tuple(v for one in (left, right) for v in self._summed(one.at))
+        self.made[at] = Reassociated(
+            tuple(v for one in (left, right) for v in self._summed(one.at)), whole.payload_bytes
+        )
         for one in (left, right):
-            self.values_of.pop(one.at, None)
+            self.made.pop(one.at, None)
         return at
 
     def _summed(self, at: int) -> tuple[int, ...]:
-        return self.values_of.get(at, (self.b.program.instructions[at].value,))
+        return self.made[at].values if at in self.made else (self.b.program.instructions[at].value,)
 
     def _single_use_sum(self, n: int, index: int, value: int | None) -> _Sum | None:
-        """The all-reduce that a node reads, possibly through casts and transposes, if nothing else uses it."""
+        """The reduction that a node reads, possibly through casts and transposes, if nothing else uses it; a reduce-scatter
+        through transposes only."""
         if value is None:
             return None
-        order = tuple(range(len(self.b.graph.values[value].shape)))
+        order, dtype = tuple(range(len(self.b.graph.values[value].shape))), self.b.graph.values[value].dtype
         while len(self.b.users.get(value, ())) == 1 and value not in self.leaving:
             at, _ = self.sent.operand(n, index)
             sent, above = self.b.program.instructions[at].collective, self._unary(value)
             if sent:
-                return _Sum(at, self._through_transposes(order, value)) if collective(sent).sums_whole else None
+                is_taken = collective(sent).sums_whole or (
+                    collective(sent).is_sum and self.b.graph.values[value].dtype == dtype
+                )
+                return _Sum(at, self._through_transposes(order, value)) if is_taken else None
             if above is None or at != self.b.at[value]:
                 return None
             order = _composed(order, self.b.graph.nodes[self.b.producers[value]])
