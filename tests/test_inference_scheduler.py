@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_results import results_of
 
@@ -377,6 +377,8 @@ def test_a_short_prompt_behind_a_long_one_starts_within_four_iterations() -> Non
             pytest.fail(f"no token within four iterations of chunks {chunks}")
 
 
+@example(remaining=[17, 34], shapes=[(5, 16)], shortest_first=False)
+@example(remaining=[17, 18], shapes=[(3, 16)], shortest_first=False)
 @given(
     remaining=st.lists(st.integers(1, 2000), min_size=1, max_size=9),
     shapes=st.lists(st.tuples(st.integers(1, 8), st.sampled_from([16, 64, 256])), min_size=1, max_size=3),
@@ -393,7 +395,8 @@ def test_no_prompt_has_over_half_of_the_rows_while_another_needs_more(
         assert num in (given_rows[number] * found.length, remaining[number], remaining[number] - 1)
     is_waiting = any(remaining[n] > given_rows.get(n, 0) * found.length + 1 for n in range(len(remaining)))
     half = max(1, found.rows // 2)
-    needed = [-(-num // found.length) for num in remaining]
+    # A last token alone in a further row is left to a decode step.
+    needed = [-(-num // found.length) - (num > found.length and num % found.length == 1) for num in remaining]
     for number, rows in given_rows.items():
         others = [given_rows.get(n, 0) >= min(half, needed[n]) for n in range(len(remaining)) if n != number]
         assert rows <= half or all(others), "more than half only of rows that are left over"

@@ -51,18 +51,17 @@ def divide_rows(remaining: Sequence[int], shapes: Sequence[tuple[int, int]], *, 
 
 def _divided(remaining: Sequence[int], order: Sequence[int], rows: int, length: int) -> ChunkRows:
     """Give the rows of one shape to prompts: at most half to each, then those that are left over."""
+    # A last token alone in a further row is left to a decode step, as after a single row: its logits are then the same.
+    needed = [-(-num // length) - (num > length and num % length == 1) for num in remaining]
     given: dict[int, int] = {}
     left = rows
     for most in (max(1, rows // 2), rows):
         for number in order:
-            more = min(left, most - given.get(number, 0), -(-remaining[number] // length) - given.get(number, 0))
+            more = min(left, most - given.get(number, 0), needed[number] - given.get(number, 0))
             if more > 0:
                 given[number] = given.get(number, 0) + more
                 left -= more
             if not left:
                 break
     num_tokens = {number: min(num * length, remaining[number]) for number, num in given.items()}
-    for number, num in num_tokens.items():
-        # A last token alone in a further row is left to a decode step, as after a single row: its logits are then the same.
-        num_tokens[number] = num - (num > length and num % length == 1)
     return ChunkRows(rows, length, tuple(sorted(num_tokens.items())))
