@@ -359,7 +359,7 @@ def test_beam_search_excludes_nodes() -> None:
     """Excluded nodes are missing from the result, and every other node is found."""
     corpus, _ = data()
     near = exact_nearest(corpus[:200], corpus[:200], 20).astype(np.int32)
-    graph = connect(jnp.asarray(corpus[:200]), jnp.asarray(near), jnp.arange(3), "l2", degree=16)
+    graph = connect(jnp.asarray(corpus[:200]), near, np.arange(3), "l2", degree=16)
     itself = np.arange(0, 200, 10)
     found = np.asarray(
         beam.search(

@@ -26,7 +26,7 @@ def made(metric: Metric = "l2") -> tuple[NeighbourGraph, np.ndarray, np.ndarray]
     """A graph over exact neighbours, its vectors, and 30 queries."""
     data = faiss_synthetic(DIM, 0, NUM, 30)
     near = exact_nearest(data.corpus, data.corpus, 25, metric).astype(np.int32)
-    graph = connect(jnp.asarray(data.corpus), jnp.asarray(near), jnp.arange(4), metric, degree=12, alpha=1.2, chunk=300)
+    graph = connect(jnp.asarray(data.corpus), near, np.arange(4), metric, degree=12, alpha=1.2, chunk=300)
     return graph, data.corpus, data.queries
 
 
@@ -47,7 +47,7 @@ def test_pruning_equals_pruning_node_by_node(alpha: float) -> None:
     draw = np.random.default_rng(0)
     vectors = draw.normal(size=(50, 4)).astype(np.float32)
     near = draw.integers(-1, 50, size=(50, 20)).astype(np.int32)  # with duplicates, missing entries and the node itself
-    found = np.asarray(pruned(jnp.asarray(vectors), jnp.asarray(near), "l2", 6, alpha, chunk=16))
+    found = np.asarray(pruned(jnp.asarray(vectors), near, "l2", 6, alpha, chunk=16))
     for node in range(50):
         row = found[node]
         assert row[row != NO_ID].tolist() == pruned_by_hand(vectors, near[node].tolist(), node, 6, alpha)
@@ -55,13 +55,13 @@ def test_pruning_equals_pruning_node_by_node(alpha: float) -> None:
 
 def test_reverse_edges_are_nearest_first_up_to_capacity() -> None:
     edges = np.array([[1, 2], [2, NO_ID], [0, 1], [1, 2]], np.int32)
-    assert np.asarray(reverse(jnp.asarray(edges), 3)).tolist() == [
+    assert reverse(edges, 3).tolist() == [
         [2, NO_ID, NO_ID],
         [0, 3, 2],
         [1, 0, 3],
         [NO_ID, NO_ID, NO_ID],
     ]
-    assert np.asarray(reverse(jnp.asarray(edges), 1))[:, 0].tolist() == [2, 0, 1, NO_ID]
+    assert reverse(edges, 1)[:, 0].tolist() == [2, 0, 1, NO_ID]
 
 
 def test_edges_are_distinct_and_no_self_loops() -> None:
@@ -76,16 +76,16 @@ def test_nodes_without_incoming_edge_get_one() -> None:
     edges = np.array([[1, 2], [0, 2], [1, 0], [0, 1], [1, NO_ID]], np.int32)
     # 3 and 4 have no incoming edge. 0 accepts 3 and drops 2, its farthest, as 1 has an edge to 2 too; at the same time
     # 1 accepts 4 and drops 2. Then 0, the next nearest of 2, accepts 2 and drops 1, not 3.
-    assert np.asarray(add_missing_in_edges(jnp.asarray(edges))).tolist() == [[2, 3], [0, 4], [1, 0], [0, 1], [1, NO_ID]]
+    assert add_missing_in_edges(edges).tolist() == [[2, 3], [0, 4], [1, 0], [0, 1], [1, NO_ID]]
 
 
 def test_hub_nodes_leave_no_node_without_incoming_edge() -> None:
     draw = np.random.default_rng(0)
     vectors = draw.normal(size=(600, 48)).astype(np.float32)  # in so many dims few vectors are near to many
     near = exact_nearest(vectors, vectors, 30).astype(np.int32)
-    forward = np.asarray(pruned(jnp.asarray(vectors), jnp.asarray(near), "l2", 8, 1.2, 300))
+    forward = np.asarray(pruned(jnp.asarray(vectors), near, "l2", 8, 1.2, 300))
     assert len(np.unique(forward)) < 590
-    edges = np.asarray(add_missing_in_edges(jnp.asarray(forward)))
+    edges = add_missing_in_edges(forward)
     assert set(range(600)) <= set(edges.ravel().tolist())
     assert np.all((edges != forward).sum(axis=1) <= 4 * 4)
     assert all(len(set(row)) == len(row) for row in edges.tolist() if NO_ID not in row)
@@ -173,8 +173,8 @@ def test_filter_applies_to_results_not_to_the_path(share: float) -> None:
 @pytest.mark.slow
 def test_k_beyond_the_corpus_is_marked() -> None:
     vectors = jnp.asarray(np.eye(3, dtype=np.float32))
-    near = jnp.array([[1, 2], [0, 2], [0, 1]], jnp.int32)
-    graph = connect(vectors, near, jnp.array([0]), "l2", degree=2)
+    near = np.array([[1, 2], [0, 2], [0, 1]], np.int32)
+    graph = connect(vectors, near, np.array([0]), "l2", degree=2)
     found = beam.search(graph, vectors, k=5)
     assert np.asarray(found.positions)[:, 0].tolist() == [0, 1, 2]
     assert np.all(np.asarray(found.positions)[:, 3:] == NO_ID)
@@ -196,7 +196,7 @@ def test_number_of_scores_at_equal_recall_against_faiss_hnsw() -> None:
     exact = faiss.IndexFlatL2(32)
     exact.add(data.corpus)
     near = exact.search(data.corpus, 49)[1].astype(np.int32)
-    graph = connect(jnp.asarray(data.corpus), jnp.asarray(near), jnp.arange(0, 4000, 250), "l2", degree=32)
+    graph = connect(jnp.asarray(data.corpus), near, np.arange(0, 4000, 250), "l2", degree=32)
     for size in (16, 24, 32, 48, 64):
         found = search(graph, jnp.asarray(data.queries), k=10, beam=size)
         if recall(np.asarray(found.positions), truth) >= reached:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -77,9 +78,17 @@ def connected(
     near_entries = _spread(np.asarray(lists.centroids), num_entries, iterations, seed)
     if is_integer(placed.dtype) and list_metric == "cosine":  # of unit length: integers would be 0
         near_entries *= np.iinfo(placed.dtype).max / np.maximum(np.abs(near_entries).max(axis=1, keepdims=True), 1e-30)
-    entries = jnp.argmax(scores(jnp.asarray(near_entries).astype(placed.dtype), placed, list_metric), axis=1)
-    graph = connect(placed, near, jnp.unique(entries), list_metric, degree, chunk=chunk, devices=devices)
+    entries = np.unique(_nearest(jnp.asarray(near_entries), placed, metric=list_metric))
+    graph = connect(placed, np.asarray(near), entries, list_metric, degree, chunk=chunk, devices=devices)
+    if metric == list_metric:
+        return graph
     return replace(graph, metric=metric, vectors=original, terms=terms(original, metric))
+
+
+@partial(jax.jit, static_argnames="metric")
+def _nearest(points: jax.Array, vectors: jax.Array, *, metric: Metric) -> jax.Array:
+    """int32 `[num]`, the vector nearest to each point, `[num, d]`."""
+    return jnp.argmax(scores(points.astype(vectors.dtype), vectors, metric), axis=1).astype(jnp.int32)
 
 
 def with_equal_norms(vectors: np.ndarray) -> np.ndarray:

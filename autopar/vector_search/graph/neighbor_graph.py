@@ -20,8 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import register_dataclass
+from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID, Metric, terms
 from autopar.vector_search.kernels.by_row import by_row
@@ -60,15 +62,15 @@ class NeighbourGraph:
 
 def connect(
     vectors: jax.Array,
-    near: jax.Array,
-    entries: jax.Array,
+    near: NDArray[np.int32],
+    entries: NDArray[np.integer],
     metric: Metric,
     degree: int = 32,
     alpha: float = 1.2,
     chunk: int = CHUNK,
     devices: Sequence[Any] = (),
 ) -> NeighbourGraph:
-    """Build the graph from a table of candidate neighbours.
+    """Build the graph from a table of candidate neighbours. Edges are reversed on the host, which needs no compilation.
 
     Args:
         vectors: `[n, d]`.
@@ -78,15 +80,18 @@ def connect(
         chunk: nodes pruned at a time on a device; memory is chunk * m * d numbers.
         devices: devices that prune; none: the default one.
     """
-    forward = pruned(vectors, near, metric, degree, alpha, chunk, devices)
-    both = jnp.concatenate([forward, reverse(forward, degree)], axis=1)
-    edges = add_missing_in_edges(pruned(vectors, both, metric, degree, alpha, chunk, devices))
-    return NeighbourGraph(vectors, terms(vectors, metric), edges, entries.astype(jnp.int32), metric)
+    candidates = np.full((len(near), max(near.shape[1], 2 * degree)), NO_ID, np.int32)  # both times: one program
+    candidates[:, : near.shape[1]] = near
+    forward = np.asarray(pruned(vectors, candidates, metric, degree, alpha, chunk, devices))
+    candidates[:, :degree], candidates[:, degree:] = forward, NO_ID
+    candidates[:, degree : 2 * degree] = reverse(forward, degree)
+    edges = add_missing_in_edges(np.asarray(pruned(vectors, candidates, metric, degree, alpha, chunk, devices)))
+    return NeighbourGraph(vectors, terms(vectors, metric), jnp.asarray(edges), jnp.asarray(entries, jnp.int32), metric)
 
 
 def pruned(
     vectors: jax.Array,
-    near: jax.Array,
+    near: NDArray[np.int32],
     metric: Metric,
     degree: int,
     alpha: float,
@@ -94,8 +99,7 @@ def pruned(
     devices: Sequence[Any] = (),
 ) -> jax.Array:
     """int32 `[n, degree]`: the kept candidates of `near`, `[n, m]`, nearest first."""
-    nodes = jnp.arange(near.shape[0], dtype=near.dtype)
-    table = jnp.concatenate([nodes[:, None], near], axis=1)
+    table = np.concatenate([np.arange(len(near), dtype=np.int32)[:, None], near], axis=1)
     of = {"metric": metric, "degree": degree, "alpha": alpha, "chunk": chunk}
     return by_row(_pruned_rows, vectors, table, devices or jax.devices()[:1], **of)
 
@@ -130,22 +134,20 @@ def _pruned_chunk(
     return jnp.pad(found, ((0, 0), (0, degree - width)), constant_values=NO_ID)
 
 
-@partial(jax.jit, static_argnames="most")
-def reverse(edges: jax.Array, most: int) -> jax.Array:
+def reverse(edges: NDArray[np.int32], most: int) -> NDArray[np.int32]:
     """int32 `[n, most]`: sources of the edges to each node, in order of their rank at the source, at most `most`."""
-    num_nodes, degree = edges.shape
-    to = jnp.where(edges == NO_ID, num_nodes, edges).reshape(-1)
-    place = jnp.broadcast_to(jnp.arange(degree, dtype=jnp.int32), edges.shape).reshape(-1)
-    source = jnp.repeat(jnp.arange(num_nodes, dtype=jnp.int32), degree)
-    to, _, source = lax.sort((to, place, source), num_keys=2)
-    first = jnp.searchsorted(to, jnp.arange(num_nodes + 1, dtype=jnp.int32)).astype(jnp.int32)
-    column = jnp.arange(to.size, dtype=jnp.int32) - first[to]
-    table = jnp.full((num_nodes, most), NO_ID, jnp.int32)
-    return table.at[to, column].set(source, mode="drop", unique_indices=True)
+    num_nodes = len(edges)
+    flat = edges.T.reshape(-1)  # by rank
+    order = np.argsort(flat, kind="stable")[np.count_nonzero(flat == NO_ID) :]
+    to, source = flat[order], order % max(1, num_nodes)
+    column = np.arange(len(to)) - np.searchsorted(to, np.arange(num_nodes))[to]
+    is_kept = column < most
+    table = np.full((num_nodes, most), NO_ID, np.int32)
+    table[to[is_kept], column[is_kept]] = source[is_kept]
+    return table
 
 
-@jax.jit
-def add_missing_in_edges(edges: jax.Array) -> jax.Array:
+def add_missing_in_edges(edges: NDArray[np.int32]) -> NDArray[np.int32]:
     """Give an incoming edge to almost every node that has none: no search could find it.
 
     The node's nearest out-neighbour adds an edge to it, in place of that neighbour's farthest edge whose target has
@@ -155,15 +157,17 @@ def add_missing_in_edges(edges: jax.Array) -> jax.Array:
     Args:
         edges: int32 `[n, degree]`, nearest first.
     """
-    num_nodes, degree = edges.shape
+    (num_nodes, degree), edges = edges.shape, np.array(edges)
     accepted = min(_MAX_ACCEPTED, degree)
     for place in range(min(_ATTEMPTS, degree)):
-        num_in = jnp.zeros(num_nodes, jnp.int32).at[jnp.where(edges == NO_ID, num_nodes, edges)].add(1, mode="drop")
-        target = jnp.where(num_in == 0, edges[:, place], NO_ID)
-        sources = reverse(target[:, None], accepted)
-        is_replaceable = (edges == NO_ID) | (num_in[jnp.maximum(edges, 0)] > 1)
-        farthest, slots = lax.top_k(jnp.where(is_replaceable, jnp.arange(degree, dtype=jnp.int32), -1), accepted)
-        kept = jnp.take_along_axis(edges, slots, axis=1)
-        replaced = jnp.where((sources != NO_ID) & (farthest >= 0), sources, kept)
-        edges = jnp.put_along_axis(edges, slots, replaced, axis=1, inplace=False)
+        num_in = np.bincount(edges[edges != NO_ID], minlength=num_nodes)
+        sources = reverse(np.where(num_in == 0, edges[:, place], NO_ID)[:, None], accepted)
+        asked = np.flatnonzero(sources[:, 0] != NO_ID)
+        own, wanted = edges[asked], sources[asked]
+        is_replaceable = (own == NO_ID) | (num_in[np.maximum(own, 0)] > 1)
+        ranks = np.where(is_replaceable, np.arange(degree), -1)
+        slots = np.argsort(-ranks, axis=1, kind="stable")[:, :accepted]
+        can = (wanted != NO_ID) & (np.take_along_axis(ranks, slots, axis=1) >= 0)
+        np.put_along_axis(own, slots, np.where(can, wanted, np.take_along_axis(own, slots, axis=1)), axis=1)
+        edges[asked] = own
     return edges

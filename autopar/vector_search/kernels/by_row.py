@@ -19,7 +19,7 @@ _EVERY, _ROWS = PartitionSpec(), PartitionSpec("rows")
 
 
 def by_row(
-    function: Callable[..., jax.Array], whole: Any, table: jax.Array, devices: Sequence[Any], **static: Any
+    function: Callable[..., jax.Array], whole: Any, table: jax.Array | np.ndarray, devices: Sequence[Any], **static: Any
 ) -> jax.Array:
     """`function(whole, table, **static)`, `[n, ..]`, on the first device.
 

@@ -79,24 +79,18 @@ def k_means(
 def train(vectors: jax.Array, start: jax.Array, iterations: int, key: jax.Array, chunk: int = 8192) -> jax.Array:
     """Train centroids, f32 `[num_lists, d]`, from `start`; every iteration but the last splits long lists."""
     chunks, is_vector = _in_chunks(vectors, chunk)
-    keys = jax.random.split(key, iterations)
+    keys = jnp.roll(
+        jax.random.split(key, iterations), -1, axis=0
+    )  # the first key is of the last iteration, and not used
+    is_last = jnp.arange(iterations) == iterations - 1
 
-    def one_iteration(centroids: jax.Array, key: jax.Array) -> tuple[jax.Array, None]:
-        return step(chunks, is_vector, centroids, key), None
+    def one_iteration(centroids: jax.Array, of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        key, is_last = of
+        found = sums(chunks, is_vector, centroids)
+        mean = means(found, centroids)
+        return jnp.where(is_last, mean, split_long_lists(mean, found, key)), None
 
-    trained = lax.scan(one_iteration, start.astype(jnp.float32), keys[1:])[0]
-    return means(sums(chunks, is_vector, trained), trained)
-
-
-def step(chunks: jax.Array, is_vector: jax.Array, centroids: jax.Array, key: jax.Array) -> jax.Array:
-    """One iteration: means of the cells, with the longest lists split.
-
-    Args:
-        chunks: `[num_chunks, chunk, d]`.
-        is_vector: bool `[num_chunks, chunk]`, False for padding.
-    """
-    found = sums(chunks, is_vector, centroids)
-    return split_long_lists(means(found, centroids), found, key)
+    return lax.scan(one_iteration, start.astype(jnp.float32), (keys, is_last))[0]
 
 
 def sums(chunks: jax.Array, is_vector: jax.Array, centroids: jax.Array) -> Sums:
