@@ -125,7 +125,7 @@ def test_only_what_something_else_waits_for_stays_apart() -> None:
     awaited = [EarlyReduction(node=9, operand=0, values=(3, 5))]
 
     def separate(*sums: tuple[int, ...]) -> bool:
-        return overlap._stay_separate([Reassociated(values, 0.0) for values in sums], awaited)
+        return overlap._stay_separate([Reassociated("all-reduce", ("data",), values, 0.0) for values in sums], awaited)
 
     assert separate((3, 4))
     assert separate((3, 4), (5, 3, 4))

@@ -138,10 +138,13 @@ class Reassociated:
     """A reduction over devices that XLA makes of several whose results are added.
 
     Args:
+        kind, axes: what each of them is, and over which mesh axes.
         values: the values that they reduce.
         num_bytes: its payload, by the convention of `cost.collectives`.
     """
 
+    kind: str
+    axes: tuple[str, ...]
     values: tuple[int, ...]
     num_bytes: float
 

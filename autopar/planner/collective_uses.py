@@ -72,7 +72,7 @@ class _Merged:
 
     def __init__(self, explicit: ExplicitProgram, reassociated: Sequence[Reassociated]) -> None:
         self.explicit = explicit
-        self.whole = {value: one for one in reassociated for value in one.values}
+        self.whole = {(one.kind, one.axes, value): one for one in reassociated for value in one.values}
         self.first: dict[Reassociated, int] = {}
 
     def place(self, op: Communicate, position: int) -> tuple[int, float]:
@@ -81,8 +81,9 @@ class _Merged:
         Args:
             position: where it stands if it is no further part of a reduction.
         """
-        is_sum = op.operand is not None and op.cause == "reshard" and collective(op.collective).is_sum
-        one = self.whole.get(self.explicit.arrays[op.operand].value) if is_sum and op.operand is not None else None
+        if op.operand is None or op.cause != "reshard":
+            return position, op.num_bytes
+        one = self.whole.get((op.collective, op.axes, self.explicit.arrays[op.operand].value))
         return (position, op.num_bytes) if one is None else (self.first.setdefault(one, position), one.num_bytes)
 
 

@@ -6,7 +6,7 @@ xla/service/reduce_scatter_reassociate.cc and XLA's algebraic simplifier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.collectives import collective
@@ -24,11 +24,11 @@ class _Sum:
 
     Args:
         at: position of its instruction.
-        order: permutation of dims between the reduction and that user.
+        transposes: permutations of dims between the reduction and that user. XLA moves equal ones behind the sum.
     """
 
     at: int
-    order: tuple[int, ...]
+    transposes: tuple[tuple[int, ...], ...]
 
 
 class ReduceReassociate:
@@ -76,7 +76,7 @@ class ReduceReassociate:
         """Rewrite `all_reduce(x) + all_reduce(y)` over the same devices to `all_reduce(x + y)` in the result's dtype, and the same
         for reduce-scatters of one dtype."""
         left, right = (self._single_use_sum(n, index, value) for index, value in enumerate(node.operands))
-        if left is None or right is None or left.at == right.at or left.order != right.order:
+        if left is None or right is None or left.at == right.at or left.transposes != right.transposes:
             return None
         sums = [self.b.program.instructions[one.at] for one in (left, right)]
         if any(getattr(sums[0], name) != getattr(sums[1], name) for name in ("collective", "axes", "elements")):
@@ -102,9 +102,8 @@ class ReduceReassociate:
         total.flops = elements * self.b.f.profile.flops_per_element(node.primitive, info.dtype)
         whole.operands = {self.b.add(total): 1.0}
         at = self.b.add(whole)
-        self.made[at] = Reassociated(
-            tuple(v for one in (left, right) for v in self._summed(one.at)), whole.payload_bytes
-        )
+        values = tuple(v for one in (left, right) for v in self._summed(one.at))
+        self.made[at] = Reassociated(whole.collective, whole.axes, values, whole.payload_bytes)
         for one in (left, right):
             self.made.pop(one.at, None)
         return at
@@ -117,7 +116,8 @@ class ReduceReassociate:
         through transposes only."""
         if value is None:
             return None
-        order, dtype = tuple(range(len(self.b.graph.values[value].shape))), self.b.graph.values[value].dtype
+        transposes: list[tuple[int, ...]] = []
+        dtype = self.b.graph.values[value].dtype
         while len(self.b.users.get(value, ())) == 1 and value not in self.leaving:
             at, _ = self.sent.operand(n, index)
             sent, above = self.b.program.instructions[at].collective, self._unary(value)
@@ -125,30 +125,27 @@ class ReduceReassociate:
                 is_taken = collective(sent).sums_whole or (
                     collective(sent).is_sum and self.b.graph.values[value].dtype == dtype
                 )
-                return _Sum(at, self._through_transposes(order, value)) if is_taken else None
+                return _Sum(at, (*transposes, *self._transposes_above(value))) if is_taken else None
             if above is None or at != self.b.at[value]:
                 return None
-            order = _composed(order, self.b.graph.nodes[self.b.producers[value]])
+            transposes += self._transpose(value)
             (n, index), *_ = self.b.users[above]
             value = above
         return None
 
-    def _through_transposes(self, order: tuple[int, ...], value: int) -> tuple[int, ...]:
-        """A permutation of a value's dims as one of the dims before its casts and transposes."""
-        above = self._unary(value)
-        return (
-            order
-            if above is None
-            else self._through_transposes(_composed(order, self.b.graph.nodes[self.b.producers[value]]), above)
-        )
+    def _transposes_above(self, value: int) -> Iterator[tuple[int, ...]]:
+        """The transposes of a value, possibly between casts, from the last to the first: XLA moves them behind the reduction."""
+        while (above := self._unary(value)) is not None:
+            yield from self._transpose(value)
+            value = above
+
+    def _transpose(self, value: int) -> list[tuple[int, ...]]:
+        """The permutation of the transpose that produces a value; none for another producer."""
+        node = self.b.graph.nodes[self.b.producers[value]]
+        return [tuple(node.params["permutation"])] if traits_of(node.primitive).permutes else []
 
     def _unary(self, value: int) -> int | None:
         """The operand of the cast or transpose that produces a value; None for other producers."""
         node = self.b.graph.producer(value)
         traits = traits_of(node.primitive if node is not None else "")
         return node.operands[0] if node is not None and (traits.casts or traits.permutes) else None
-
-
-def _composed(order: tuple[int, ...], node: Node) -> tuple[int, ...]:
-    """A permutation of a node's result dims as one of its operand's dims."""
-    return tuple(node.params["permutation"][d] for d in order) if traits_of(node.primitive).permutes else order
