@@ -100,6 +100,7 @@ def test_requests_are_sorted_and_a_window_begins_at_zero(tmp_path: Path) -> None
         ("arrival_s,model,prompt_tokens,output_tokens\n", "no requests"),
         ("arrival_s,model,prompt_tokens,output_tokens\n1,a,2,3\nx,a,1,1\n", "line 3: arrival_s"),
         ("arrival_s,model,prompt_tokens,output_tokens\nnan,a,1,1\n", "must be finite"),
+        ("arrival_s,model,prompt_tokens,output_tokens\n1e308,a,1,1\n", "at most 1e"),
         ("arrival_s,model,prompt_tokens,output_tokens\n1,a,0,1\n", "at least 1"),
         ("arrival_s,model,prompt_tokens,output_tokens\n1,a,1\n", "two integers"),
         ("arrival_s,model,prompt_tokens,output_tokens\n1,a,1,99999999999\n", "at most 1,000,000,000"),

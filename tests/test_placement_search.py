@@ -151,6 +151,11 @@ def test_a_placement_that_cannot_be_found_is_refused() -> None:
         place(models, trace, 0, 60.0)
     with pytest.raises(PlacementError, match="requests for 'b'"):
         place(models, trace_of({"b": 1.0}, 20.0), 4, 60.0)
+    with pytest.raises(PlacementError, match="max_requests is 0"):
+        place(models, trace, 4, 60.0, max_requests=0)
+    for name in ("", " ", "a\x1b[31m", "a\nb"):
+        with pytest.raises(PlacementError, match="cannot be the name of a model"):
+            model(name, 0.2, 0.8, layouts=(ONE,))
     with pytest.raises(PlacementError, match="each with its own name"):
         place(models * 2, trace, 4, 60.0)
 

@@ -16,7 +16,7 @@ from autopar.errors import PlacementError
 from autopar.inference.model.config import DecoderConfig
 from autopar.inference.schedule.requests import Options
 from autopar.placement.estimate_times import ServedSpec
-from autopar.placement.placements import Slo
+from autopar.placement.placements import Slo, check_name
 from autopar.placement.traces import Traffic
 
 _BOUNDS = {"latency_s": float, "ttft_s": float, "tpot_s": float}
@@ -62,6 +62,7 @@ def read_models(path: str | os.PathLike[str]) -> list[ModelEntry]:
 
 
 def _entry(name: str, table: Any, path: Path) -> ModelEntry:
+    check_name(name)
     where = f"{path}, [{name}]"
     if not isinstance(table, dict):
         raise PlacementError(f"{path}: {name!r} is {table!r} outside of any table: put it under the table of a model")

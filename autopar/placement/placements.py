@@ -58,11 +58,27 @@ class ModelSpec:
     Args:
         name: the name in traces. slo: its latency bounds.
         times: its times on each layout that it may run on.
+
+    Raises:
+        PlacementError: the name is empty, or cannot be printed.
     """
 
     name: str
     slo: Slo
     times: Mapping[Layout, StepTimes] = field(repr=False)
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+
+def check_name(name: str) -> None:
+    """Refuse the name of a model that tables, pictures and files cannot show.
+
+    Raises:
+        PlacementError: it is empty, or has control characters.
+    """
+    if not name.strip() or not name.isprintable():
+        raise PlacementError(f"{name!r} cannot be the name of a model: give one that can be printed, in one line")
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -91,6 +91,8 @@ def place(
     """
     named = by_name(models)
     _check(named, trace, num_devices, budget_bytes)
+    if max_requests < 1:
+        raise PlacementError(f"max_requests is {max_requests}: give 1 or more")
     if current is not None:
         check(current.placement, named, budget_bytes)
     part = busiest(trace, max_requests)

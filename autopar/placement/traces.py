@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import PlacementError
 
-_MOST_TOKENS = 10**9
+_MOST_TOKENS, _MOST_SECONDS = 10**9, 1e12
 COLUMNS = ("arrival_s", "model", "prompt_tokens", "output_tokens")
 
 
@@ -151,10 +151,10 @@ def _rows(reader: csv.DictReader[str], path: str, models: Sequence[str] | None) 
                 f"{where}: arrival_s, prompt_tokens and output_tokens are {row['arrival_s']!r}, {row['prompt_tokens']!r} and"
                 f" {row['output_tokens']!r}: give a number of seconds and two integers"
             ) from None
-        if not math.isfinite(arrival) or not 1 <= prompt <= _MOST_TOKENS or not 1 <= output <= _MOST_TOKENS:
+        if not abs(arrival) <= _MOST_SECONDS or not 1 <= prompt <= _MOST_TOKENS or not 1 <= output <= _MOST_TOKENS:
             raise PlacementError(
-                f"{where}: arrival_s={arrival}, prompt_tokens={prompt}, output_tokens={output}: the first must be finite, and"
-                f" both numbers of tokens at least 1 and at most {_MOST_TOKENS:,}"
+                f"{where}: arrival_s={arrival}, prompt_tokens={prompt}, output_tokens={output}: the first must be finite and"
+                f" at most {_MOST_SECONDS:g}, and both numbers of tokens at least 1 and at most {_MOST_TOKENS:,}"
             )
         rows.append((arrival, name, prompt, output))
     return rows
