@@ -62,6 +62,19 @@ def test_recall_distances_and_ids(index: vector_search.GraphDiskIndex) -> None:
     np.testing.assert_array_equal(one.ids, found.ids[3])
 
 
+@pytest.mark.slow
+def test_recall_of_the_sample_is_that_of_unseen_queries(tmp_path: Path) -> None:
+    """A vector of the corpus is a node, whose edges lead to all of its neighbours: it ignores itself. The vectors have no
+    structure, so without that its recall would be 0.2 above that of others."""
+    draw = np.random.default_rng(0)
+    corpus, queries = (draw.normal(size=(num, 32)).astype(np.float32) for num in (4000, 500))
+    nearest = exact_nearest(queries, corpus, 10)
+    with build_graph(corpus, tmp_path / "index", degree=32) as made:
+        for effort, sampled in made.stats().details["recall_by_effort"].items():
+            found = recall(made.search(queries, 10, effort=max(10, effort)).ids, nearest)
+            assert abs(found - sampled) < 0.03, (effort, found, sampled)
+
+
 def test_a_wide_beam_is_exact(index: vector_search.GraphDiskIndex) -> None:
     nearest = exact_nearest(DATA.queries, DATA.corpus, 10, "l2")
     for effort in (NUM, 2 * NUM):

@@ -81,6 +81,7 @@ class BlockSearch:
         effort: int,
         width: int,
         allowed: NDArray[np.bool_] | None = None,
+        left_out: NDArray[np.int32] | None = None,
     ) -> BestNodes:
         """The best k nodes of each query.
 
@@ -89,6 +90,7 @@ class BlockSearch:
             effort: nodes of a beam.
             width: maximum blocks that a query reads per round.
             allowed: bool `[n]`, vectors that may be returned.
+            left_out: int32 `[num_queries]`, the node that each query ignores, such as itself; `NO_ID` for none.
 
         Raises:
             IndexFileError: a page cannot be read, or is damaged.
@@ -96,11 +98,15 @@ class BlockSearch:
         num, per_block, num_blocks = len(start), self.graph.blocks.per_block, self.graph.num_blocks
         best = BestNodes(*_nothing(num, k), np.full((num, k), NO_ID, np.int32))
         which, first = np.repeat(np.arange(num), start.shape[1]), self.graph.entries[start]
+        left_out = np.full(num, NO_ID, np.int32) if left_out is None else left_out
+        is_other = first != left_out[:, None]
         costs = compared.with_codes(which, self.graph.codes[first.reshape(-1)]).reshape(first.shape)
+        costs = np.where(is_other, costs, np.inf)
         beam = _best_of(_Beam(*_nothing(num, effort), np.zeros((num, effort), bool)), costs, first, True)
         was_read = np.zeros(0, np.int64)  # sorted keys, query * num_blocks + block
         links = self.graph.entry_links[start[:, :_STARTS]]
-        beam = self._followed(compared, beam, was_read, np.arange(num), links, np.ones(links.shape[:2], bool))
+        is_followed = is_other[:, :_STARTS]
+        beam = self._followed(compared, beam, was_read, left_out, np.arange(num), links, is_followed)
         while True:
             wanted = _first_open(beam, width)
             query, place = np.nonzero(wanted)
@@ -113,7 +119,7 @@ class BlockSearch:
             nodes = self.nodes(every)
             some = Nodes(*(part[at] for part in nodes))
             numbers = (block[:, None] * per_block + np.arange(per_block)).astype(np.int32)
-            is_node = some.positions != NO_ID
+            is_node = (some.positions != NO_ID) & (numbers != left_out[query][:, None])
             costs = np.where(is_node, compared.with_vectors(query, some.vectors), np.inf)
             may = is_node if allowed is None else has_allowed(self.graph, numbers, some.positions, allowed)
             best = _merged(best, query, np.where(may, costs, np.inf), numbers, some.positions)
@@ -124,7 +130,7 @@ class BlockSearch:
             is_followed = (costs <= beam.costs[query, -1:]) | (rank < -(-per_block // _FOLLOWED))
             is_followed &= np.isfinite(costs)
             self.followed += int(is_followed.sum())
-            beam = self._followed(compared, beam, was_read, query, some.edges, is_followed)
+            beam = self._followed(compared, beam, was_read, left_out, query, some.edges, is_followed)
 
     def nodes(self, blocks: NDArray[np.int64]) -> Nodes:
         """Read blocks, int64 `[m]`, ascending.
@@ -153,6 +159,7 @@ class BlockSearch:
         compared: Compared,
         beam: _Beam,
         was_read: NDArray[np.int64],
+        left_out: NDArray[np.int32],
         query: NDArray[np.int64],
         edges: NDArray[np.int32],
         is_followed: NDArray[np.bool_],
@@ -166,7 +173,7 @@ class BlockSearch:
         there, known = np.nonzero(beam.nodes != NO_ID)
         keys = keys[~_is_in(keys, np.sort(there * num_nodes + beam.nodes[there, known]))]
         query, node = keys // num_nodes, (keys % num_nodes).astype(np.int32)
-        is_new = ~_is_in(query * num_blocks + node // self.graph.blocks.per_block, was_read)
+        is_new = ~_is_in(query * num_blocks + node // self.graph.blocks.per_block, was_read) & (node != left_out[query])
         query, node = query[is_new], node[is_new]
         costs = compared.with_codes(query, self.graph.codes[node])
         enters = costs < beam.costs[query, -1]

@@ -143,9 +143,10 @@ def build_file(
                 entry_edges=None if between is None else between.edges,
                 entry_points=None if between is None else between.entries,
             )
-            del number_of
             report("measure recall", 0.9)
-            measured = _measured(graph, sample, writer, options)
+            own = [number_of[equal[0]] if equal else NO_ID for equal in sample.equal]
+            del number_of
+            measured = _measured(graph, sample, np.array(own, np.int32), writer, options)
             settings, arrays = graph.saved()
             settings |= {"measured": measured.saved(), "width": options.width, "why": options.why}
             writer.finish(KIND, settings, arrays)
@@ -232,28 +233,30 @@ def _within(own: ShardNodes) -> NDArray[np.int32]:
     return np.where(is_here, at, NO_ID).astype(np.int32)
 
 
-def _measured(graph: StoredGraph, sample: RecallSample, writer: PageFileWriter, options: GraphOptions) -> Measured:
-    """The least beam that reaches the recall target on the sample."""
+def _measured(
+    graph: StoredGraph,
+    sample: RecallSample,
+    own: NDArray[np.int32],
+    writer: PageFileWriter,
+    options: GraphOptions,
+) -> Measured:
+    """The least beam that reaches the recall target on the sample.
+
+    Args:
+        own: int32 `[num_queries]`, the node of each query that is a vector of the corpus. A search ignores it: its edges
+            lead to all neighbours, which no query of a user has.
+    """
     truth = sample.truth()
     most = min(graph.num_vectors, _EFFORTS[-1])
     if not (truth.positions != NO_ID).any():
         return Measured(most, None, {})
-    equal = np.full((len(truth.queries), max(map(len, sample.equal))), NO_ID - 1, np.int64)
-    for row, own in enumerate(sample.equal):
-        equal[row, : len(own)] = own
-    k = truth.positions.shape[1]
     reader = MappedReader(writer.readable())
     searcher = Searcher(writer.path, writer.file_id, graph, reader, options.width)
     try:
 
         def recall_at(effort: int) -> Recall:
-            distances, found = searcher.best(truth.queries, k + equal.shape[1], effort, None)
-            is_own = (found[:, :, None] == equal[:, None]).any(axis=2)
-            order = np.argsort(is_own, axis=1, kind="stable")[:, :k]  # the others come first
-            own = np.take_along_axis(is_own, order, axis=1)
-            found = np.where(own, NO_ID, np.take_along_axis(found, order, axis=1))
-            distances = np.take_along_axis(distances, order, axis=1)
-            return Recall.of(recall_per_query((distances, found), truth[1:], graph.metric))
+            found = searcher.best(truth.queries, truth.positions.shape[1], effort, None, own)
+            return Recall.of(recall_per_query(found, truth[1:], graph.metric))
 
         efforts = tuple(dict.fromkeys(min(each, most) for each in _EFFORTS))
         return least_effort(efforts, options.recall_target, recall_at)

@@ -40,17 +40,24 @@ class Searcher:
         self._entries = NearestPoints(graph.entry_vectors, graph.metric, graph.entry_graph)
 
     def best(
-        self, queries: NDArray[Any], k: int, effort: int, allowed: NDArray[np.bool_] | None
+        self,
+        queries: NDArray[Any],
+        k: int,
+        effort: int,
+        allowed: NDArray[np.bool_] | None,
+        left_out: NDArray[np.int32] | None = None,
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Distances and positions, `[num_queries, k]`, best first; `NO_ID` where the beam found fewer.
 
         Args:
             queries: `[num_queries, d]`, checked.
             effort: nodes of a beam; at least k are used.
+            left_out: as in `BlockSearch.search`.
         """
+        some = [slice(start, start + AT_ONCE) for start in range(0, max(1, len(queries)), AT_ONCE)]
+        own = [None if left_out is None else left_out[part] for part in some]
         parts = [
-            self._best(queries[start : start + AT_ONCE], k, max(effort, k), allowed)
-            for start in range(0, max(1, len(queries)), AT_ONCE)
+            self._best(queries[part], k, max(effort, k), allowed, out) for part, out in zip(some, own, strict=True)
         ]
         distances, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
         return distances, positions
@@ -78,7 +85,12 @@ class Searcher:
     # -- private ------------------------------------------------------------------------------
 
     def _best(
-        self, queries: NDArray[Any], k: int, effort: int, allowed: NDArray[np.bool_] | None
+        self,
+        queries: NDArray[Any],
+        k: int,
+        effort: int,
+        allowed: NDArray[np.bool_] | None,
+        left_out: NDArray[np.int32] | None,
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         graph = self.graph
         if not len(queries):
@@ -86,7 +98,7 @@ class Searcher:
         near = prepared(queries, graph.metric, graph.centre)
         start = self._entries.nearest(near, min(effort, len(graph.entries)))[0]
         compared = Compared(queries, near, graph.codebooks, graph.metric)
-        found = self.blocks.search(compared, start, k, effort, self._width, allowed)
+        found = self.blocks.search(compared, start, k, effort, self._width, allowed, left_out)
         if graph.repeated.size:
             found = self._expanded(found, k, allowed)
         return self._distances(found.costs), found.positions
