@@ -162,12 +162,12 @@ def add_missing_in_edges(edges: NDArray[np.int32]) -> NDArray[np.int32]:
     for place in range(min(_ATTEMPTS, degree)):
         num_in = np.bincount(edges[edges != NO_ID], minlength=num_nodes)
         sources = reverse(np.where(num_in == 0, edges[:, place], NO_ID)[:, None], accepted)
-        asked = np.flatnonzero(sources[:, 0] != NO_ID)
-        own, wanted = edges[asked], sources[asked]
+        targets = np.flatnonzero(sources[:, 0] != NO_ID)
+        own, wanted = edges[targets], sources[targets]
         is_replaceable = (own == NO_ID) | (num_in[np.maximum(own, 0)] > 1)
         ranks = np.where(is_replaceable, np.arange(degree), -1)
         slots = np.argsort(-ranks, axis=1, kind="stable")[:, :accepted]
         can = (wanted != NO_ID) & (np.take_along_axis(ranks, slots, axis=1) >= 0)
         np.put_along_axis(own, slots, np.where(can, wanted, np.take_along_axis(own, slots, axis=1)), axis=1)
-        edges[asked] = own
+        edges[targets] = own
     return edges
