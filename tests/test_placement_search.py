@@ -134,7 +134,7 @@ def test_the_rate_bound_is_above_every_placement_and_is_reached() -> None:
     demand = Demand(models, trace_of({"a": 6.0, "b": 2.0, "c": 3.0}, 60.0))
     solved = largest_rates(models, demand, 3, 60.0)
     assert solved.is_optimal
-    assert solved.rate_per_s == solved.bound_per_s
+    assert solved.rate_per_s == solved.bound_per_s > 10
     every = every_placement(models, layouts, 3, 60.0)
     rates = {each: largest_rates(models, demand, 3, 60.0, only=each).rate_per_s for each in every}
     assert max(rates.values()) == pytest.approx(solved.rate_per_s, abs=0.01)

@@ -27,6 +27,7 @@ from autopar.placement.placements import Group, ModelSpec, Placement
 
 #: Rates are integers of this many per request and second, and seconds of work of this many per second.
 _RATE, _WORK = 1_000, 1_000_000
+#: Memory is counted in KiB, or in bytes if the budget is less than a MiB.
 _KIB = 1024
 
 
@@ -87,6 +88,7 @@ def _solve(
     rates = {name: math.floor(_RATE * demand.rate_per_s[name]) for name in demand.rate_per_s}
     served: dict[str, list[Any]] = {name: [] for name in rates}
     placed: dict[tuple[int, str], Any] = {}
+    unit = _KIB if budget_bytes >= _KIB**2 else 1
     exists = [model.new_bool_var(f"group {number}") for number in range(len(slots))]
     for number, (layout, fixed) in enumerate(slots):
         flows, weights, temporaries = [], [], []
@@ -102,11 +104,11 @@ def _solve(
             placed[number, name] = runs
             served[name].append(flow)
             flows.append(math.floor(need.work_s * _WORK) * flow)
-            weights.append(math.ceil(times.least_bytes() / _KIB) * runs)
-            temporaries.append(math.ceil(times.temporary_bytes / _KIB) * runs)
+            weights.append(math.ceil(times.least_bytes() / unit) * runs)
+            temporaries.append(math.ceil(times.temporary_bytes / unit) * runs)
         model.add(sum(flows) <= _RATE * _WORK * exists[number])
         if math.isfinite(budget_bytes):
-            room = math.floor(budget_bytes / _KIB) * exists[number]
+            room = math.floor(budget_bytes / unit) * exists[number]
             for most_temporary in temporaries or [0]:
                 model.add(sum(weights) + most_temporary <= room)
     model.add(sum(layout.num_devices * each for (layout, _), each in zip(slots, exists, strict=True)) <= num_devices)
