@@ -81,7 +81,7 @@ def test_search_reaches_small_disconnected_clusters() -> None:
     far = np.repeat(draw.normal(size=(small, 16)) * 20, each, axis=0)
     vectors = np.concatenate([draw.normal(size=(num - len(far), 16)), far + 0.1 * draw.normal(size=far.shape)])
     near = exact_nearest(vectors, vectors, 17)
-    few = connect(jnp.asarray(vectors, jnp.float32), jnp.asarray(near), jnp.arange(4), "l2", degree=16)
+    few = connect(jnp.asarray(vectors, jnp.float32), near.astype(np.int32), np.arange(4), "l2", degree=16)
     graph = add_entry_points(few)
     assert 4 < graph.entries.size <= 4 + small  # edges connect some of them
     found = beam.search(graph, graph.vectors[-len(far) :], each, beam=16).positions
@@ -94,7 +94,7 @@ def test_entry_points_use_cosine_as_the_edges_do() -> None:
     # same direction, any length: in l2 some are nearer to another cluster
     corpus = data.corpus * np.random.default_rng(0).uniform(0.01, 10, (600, 1)).astype(np.float32)
     near = exact_nearest(corpus, corpus, 17, "cosine")
-    few = connect(jnp.asarray(corpus), jnp.asarray(near), jnp.arange(4), "cosine", degree=16)
+    few = connect(jnp.asarray(corpus), near.astype(np.int32), np.arange(4), "cosine", degree=16)
     graph = add_entry_points(few, size=10)
     assert set(range(4)) < set(graph.entries.tolist())
     found = beam.search(graph, jnp.asarray(data.queries), 10, beam=10)
