@@ -98,19 +98,17 @@ def place(
     part = busiest(trace, max_requests)
     search = _Search(named, part, num_devices, budget_bytes, current, effort, keeps_groups=keeps_groups)
     finalists = search.run()
-    longer = busiest(trace, _LONGER * max_requests)
+    longer, outcomes = busiest(trace, _LONGER * max_requests), dict[Placement, Outcome]()
     if longer is not part:  # the order on the part need not be that on the whole trace
-        scores = {each: (search.num_placed(each), _num_good(each, named, longer, budget_bytes)) for each in finalists}
-        finalists.sort(key=lambda each: (*scores[each], -each.num_devices), reverse=True)
+        outcomes = {each: simulate(each, named, longer, budget_bytes) for each in finalists}
+        finalists.sort(
+            key=lambda each: (search.num_placed(each), outcomes[each].num_good, -each.num_devices), reverse=True
+        )
     best = finalists[0]
-    outcome = simulate(best, named, trace, budget_bytes)
+    outcome = outcomes[best] if outcomes and longer is trace else simulate(best, named, trace, budget_bytes)
     load_bytes, firsts = change_bytes(best, current, named, num_devices, keeps_groups=keeps_groups)
     evaluator = search.evaluator
     return Found(best, outcome, firsts, load_bytes, evaluator.num_placements, evaluator.num_iterations)
-
-
-def _num_good(placement: Placement, models: Mapping[str, ModelSpec], trace: Trace, budget_bytes: float) -> int:
-    return simulate(placement, models, trace, budget_bytes).num_good
 
 
 def busiest(trace: Trace, max_requests: int) -> Trace:
