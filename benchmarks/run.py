@@ -430,7 +430,13 @@ BENCHMARKS = {
         },
     ),
     "vector_disk": Benchmark(
-        (*_ON_DISK, *_GRAPHS_ON_DISK, "memory", *_CHANGED, "cache", "servers", "efforts", "graph_build"),
+        (
+            *_ON_DISK,
+            *_GRAPHS_ON_DISK,
+            *("memory", "memory: graph"),
+            *_CHANGED,
+            *("cache", "servers", "efforts", "graph_build"),
+        ),
         "",
         sources=(),
         summary="benchmarks.vector_disk.page",
@@ -448,7 +454,7 @@ BENCHMARKS = {
                     "../examples/documentation.py",
                 ),
             ),
-            "memory": ("vector_disk/memory.py",),
+            **dict.fromkeys(("memory", "memory: graph"), ("vector_disk/memory.py",)),
             **dict.fromkeys(_CHANGED[:2], ("vector_disk/rounds.py", "synthetic_vectors.py")),
             **dict.fromkeys(_CHANGED[2:], tuple(f"vector_disk/{name}.py" for name in _ACCIDENTS)),
             "cache": ("vector_disk/cache.py",),

@@ -16,7 +16,8 @@ import pytest
 
 from autopar import vector_search
 from autopar.errors import IndexFileError, SearchError
-from autopar.vector_search.servers.list_placement import chosen, placed
+from autopar.vector_search.servers.list_orders import smooth_order
+from autopar.vector_search.servers.list_placement import chosen, num_asked, placed
 from autopar.vector_search.servers.list_server import ListServer
 from autopar.vector_search.servers.serve_index import health, server_of
 
@@ -165,3 +166,19 @@ def test_the_command_serves_models_or_an_index(capsys: pytest.CaptureFixture[str
     ):
         assert main(["serve", *arguments]) != 0
         assert text in capsys.readouterr().err
+
+
+def test_queries_near_each_other_ask_fewer_servers_by_the_smooth_order() -> None:
+    """Lists on a grid: the runs of the order are compact, whatever order the lists were in."""
+    draw = np.random.default_rng(0)
+    grid = np.stack(np.meshgrid(np.arange(40), np.arange(12)), axis=-1).reshape(-1, 2).astype(np.float32)
+    grid = grid[draw.permutation(len(grid))]
+    far = ((grid[:, None] - grid[None]) ** 2).sum(axis=2)
+    is_probed = far[::7] <= 4
+    ones, sizes = np.ones(len(grid)), np.full(len(grid), 100)
+    asked = [num_asked(is_probed, placed(order, ones, sizes, 4, 2)) for order in (np.arange(480), smooth_order(grid))]
+    assert asked[1] <= 1.1 * len(is_probed) < asked[0]
+
+
+def test_a_single_list_has_an_order() -> None:
+    assert smooth_order(np.zeros((1, 3), np.float32)).tolist() == [0]

@@ -36,7 +36,7 @@ from autopar.vector_search.on_disk.spill import AssignedLists, Spill
 from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes
 
 #: Mean pages of a list, and minimum mean vectors. Longer lists waste less of their last page, and are less precise.
-_LIST_PAGES, _LIST_VECTORS = 2.7, 40
+_LIST_PAGES, _LIST_VECTORS = 1.75, 40
 #: Maximum default lists, whose centroids a search compares one by one; sampled vectors per list.
 _MAX_LISTS, _SAMPLED = 65_536, 256
 #: Queries that the rule by expected neighbours is tuned with: a larger sample has a tighter bound of the recall.

@@ -1,8 +1,8 @@
 """Place inverted lists in a stream of page payloads, so that lists that are probed together are adjacent.
 
 In: centroids, and the bytes of each list. Out: the order of the lists, and the offset of each in the stream. A list
-that fits in a page does not cross a page boundary, and a longer one starts at a boundary; the rest of a page is given
-to the next lists in the order. So few pages are read for a list, and adjacent lists are read by one request.
+takes no more pages than its bytes fill. As far as that allows, it starts where the list before it ends, so both share a
+page, which a query that probes both reads once; else it starts a page. Adjacent lists are read by one request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def packed(num_bytes: NDArray[np.int64], order: NDArray[np.int64]) -> tuple[NDAr
     for which in order.tolist():
         size = int(num_bytes[which])
         room = -end % PAYLOAD_BYTES
-        if size > room:  # in the rest of a page only as a whole
+        if size and (size - 1) % PAYLOAD_BYTES + 1 > room:  # it would take one page more than it fills
             end += room
         starts[which] = end
         end += size

@@ -16,12 +16,13 @@ from autopar.vector_search.on_disk.layout import packed
 from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.readers import Run
-from autopar.vector_search.servers.list_placement import placed
+from autopar.vector_search.servers.list_orders import smooth_order
+from autopar.vector_search.servers.list_placement import num_asked, placed
 
 #: The kind of a part in its file. A part alone is no index: it lacks lists.
 PART = "ivfdisk part"
-#: Pages that are written at a time.
-_AT_ONCE = 256
+#: Pages that are written at a time; queries that the orders of lists are compared with.
+_AT_ONCE, _COMPARED = 256, 512
 
 
 def divide(
@@ -48,15 +49,18 @@ def divide(
     target, lists = Path(folder), index.lists
     if not target.is_dir():
         raise SearchError(f"`folder` is {str(target)!r}, which is no folder: create it")
-    loads = lists.counts.astype(np.float64)
+    loads, few = lists.counts.astype(np.float64), np.zeros((0, lists.num_lists), np.bool_)
     if queries is not None:
         checked = inputs.checked_queries(queries, lists.dim, lists.dtype)
         loads = np.zeros(lists.num_lists)
         for at in range(0, len(checked), AT_ONCE):
-            loads += index.searches.usually_probed(checked[at : at + AT_ONCE]).sum(axis=0)
+            is_probed = index.searches.usually_probed(checked[at : at + AT_ONCE])
+            loads += is_probed.sum(axis=0)
+            few = np.concatenate([few, is_probed[: _COMPARED - len(few)]])
     order = np.argsort(lists.starts, kind="stable")
-    sizes = lists.counts * lists.entry_bytes
-    has = placed(order, loads, sizes, servers, inputs.checked_count("replicas", replicas))
+    sizes, copies = lists.counts * lists.entry_bytes, inputs.checked_count("replicas", replicas)
+    orders = (order, smooth_order(lists.centroids)) if len(few) else (order,)
+    has = min((placed(each, loads, sizes, servers, copies) for each in orders), key=lambda one: num_asked(few, one))
     paths = [target / f"part-{server}" for server in range(servers)]
     for server, path in enumerate(paths):
         _write(index, path, has, server, order[has[order, server]])

@@ -99,6 +99,18 @@ def chosen(
     return found
 
 
+def num_asked(is_probed: NDArray[np.bool_], has: NDArray[np.bool_]) -> int:
+    """The number of servers that queries use altogether, if all are up.
+
+    Args:
+        is_probed: bool `[num_queries, num_lists]`.
+        has: as from `placed`.
+    """
+    loads = np.zeros(has.shape[1])
+    servers = chosen(is_probed, has, np.ones(has.shape[1], np.bool_), loads)
+    return sum(len(np.unique(row[row >= 0])) for row in servers)
+
+
 def _cover(there: NDArray[np.bool_], loads: NDArray[np.floating]) -> NDArray[np.int64]:
     """The fewest servers that have all lists; of equally few, those whose highest load is the lowest.
 

@@ -30,7 +30,7 @@ from autopar.vector_search.updates.slots import ALIVE
 from autopar.vector_search.updates.write_lists import ListWriter
 
 #: Mean pages of a list, and minimum mean entries, as at build time; entries of a list that is never split.
-_LIST_PAGES, _LIST_ENTRIES, _NEVER_SPLIT = 2.7, 40, 16
+_LIST_PAGES, _LIST_ENTRIES, _NEVER_SPLIT = 1.75, 40, 16
 #: Tried distances of a further centroid relative to the nearest one, and the vectors they are tried on.
 _REACHES, _REACH_SAMPLE = (1.3, 1.2, 1.14, 1.08, 1.05, 1.02), 1024
 #: Share of the vectors whose change makes a census due.
