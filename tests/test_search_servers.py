@@ -17,7 +17,7 @@ import pytest
 from autopar import vector_search
 from autopar.errors import IndexFileError, SearchError
 from autopar.vector_search.servers.list_orders import smooth_order
-from autopar.vector_search.servers.list_placement import chosen, num_asked, placed
+from autopar.vector_search.servers.list_placement import chosen, num_requested, placed
 from autopar.vector_search.servers.list_server import ListServer
 from autopar.vector_search.servers.serve_index import health, server_of
 
@@ -176,8 +176,10 @@ def test_queries_near_each_other_ask_fewer_servers_by_the_smooth_order() -> None
     far = ((grid[:, None] - grid[None]) ** 2).sum(axis=2)
     is_probed = far[::7] <= 4
     ones, sizes = np.ones(len(grid)), np.full(len(grid), 100)
-    asked = [num_asked(is_probed, placed(order, ones, sizes, 4, 2)) for order in (np.arange(480), smooth_order(grid))]
-    assert asked[1] <= 1.1 * len(is_probed) < asked[0]
+    requested = [
+        num_requested(is_probed, placed(order, ones, sizes, 4, 2)) for order in (np.arange(480), smooth_order(grid))
+    ]
+    assert requested[1] <= 1.1 * len(is_probed) < requested[0]
 
 
 def test_a_single_list_has_an_order() -> None:

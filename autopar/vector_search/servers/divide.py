@@ -17,7 +17,7 @@ from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.readers import Run
 from autopar.vector_search.servers.list_orders import smooth_order
-from autopar.vector_search.servers.list_placement import num_asked, placed
+from autopar.vector_search.servers.list_placement import num_requested, placed
 
 #: The kind of a part in its file. A part alone is no index: it lacks lists.
 PART = "ivfdisk part"
@@ -60,7 +60,7 @@ def divide(
     order = np.argsort(lists.starts, kind="stable")
     sizes, copies = lists.counts * lists.entry_bytes, inputs.checked_count("replicas", replicas)
     orders = (order, smooth_order(lists.centroids)) if len(few) else (order,)
-    has = min((placed(each, loads, sizes, servers, copies) for each in orders), key=lambda one: num_asked(few, one))
+    has = min((placed(each, loads, sizes, servers, copies) for each in orders), key=lambda one: num_requested(few, one))
     paths = [target / f"part-{server}" for server in range(servers)]
     for server, path in enumerate(paths):
         _write(index, path, has, server, order[has[order, server]])

@@ -99,7 +99,7 @@ def chosen(
     return found
 
 
-def num_asked(is_probed: NDArray[np.bool_], has: NDArray[np.bool_]) -> int:
+def num_requested(is_probed: NDArray[np.bool_], has: NDArray[np.bool_]) -> int:
     """The number of servers that queries use altogether, if all are up.
 
     Args:
