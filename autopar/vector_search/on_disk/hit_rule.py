@@ -18,8 +18,8 @@ from autopar.vector_search.on_disk.hit_model import HitModel, Lists, first_hits,
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probing import Nearest
 
-#: Steps of the bisection for `least`; minimum pages of a list.
-_STEPS, _LEAST_PAGES = 24, 0.3
+#: Steps of the bisection for `least`; minimum pages of a list; weight of whole pages in its price.
+_STEPS, _LEAST_PAGES, _WHOLE = 24, 0.3, 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,5 +132,7 @@ def _per_page(hits: NDArray[np.float32], nearest: Nearest, lists: Lists, entry_b
 
 
 def _pages(nearest: Nearest, lists: Lists, entry_bytes: int) -> NDArray[np.float32]:
-    """The pages that the bytes of each list fill, which do not depend on where it lies."""
-    return (lists.counts * (entry_bytes / PAYLOAD_BYTES)).astype(np.float32)[nearest.lists]
+    """The pages of each list, which do not depend on where it lies: between those that it takes alone, and those that its
+    bytes fill, since it may share the first and the last one."""
+    filled = lists.counts * (entry_bytes / PAYLOAD_BYTES)
+    return (_WHOLE * np.ceil(filled) + (1 - _WHOLE) * filled).astype(np.float32)[nearest.lists]
