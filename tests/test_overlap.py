@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
-import jax
-import jax.numpy as jnp
 import programs
 import pytest
-from jax.sharding import PartitionSpec
-from on_absent_gpus import all_reduced, compiled
+from on_absent_gpus import compiled
 
 from autopar.hardware.profile import load
 from autopar.ir.device_program import Reassociated
+from autopar.planner import one_mesh
 from autopar.planner import overlap_search as overlap
 from autopar.planner.candidate import Candidate
 from autopar.planner.memory_budget import MemoryBudget
@@ -26,7 +25,6 @@ from autopar.xla_compiler.hlo_text import parse_module
 from tests.planned import plan_and_candidate
 
 H100 = load("h100-sxm")
-NUM_LAYERS = 12
 MLP = programs.mlp(batch=32768, width=8192, num_layers=6, optimizer="adam")
 
 
@@ -49,32 +47,54 @@ def dear() -> tuple[Plan, Candidate]:
 
 @cache
 def level() -> tuple[Plan, Candidate]:
-    """By one price of all that need not be waited for."""
+    """As if nothing overlapped."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlap, "_HIGHER_PRICES", {"gather": (), "sum": ()})
+        patch.setattr(one_mesh, "search_overlap_prices", lambda *_, **__: [])
         return planned()
 
 
 @pytest.mark.slow
-def test_what_is_exposed_is_made_dearer() -> None:
+def test_prices_are_what_is_exposed() -> None:
     begun = level()[1]
-    told = begun.parts.prediction.xla_exposed_s or {}
-    assert told["all-gather"] > told["reduce-scatter"] + told.get("all-reduce", 0.0)
-    asked = []
+    asked = list[overlap.Prices]()
 
     def other(prices: overlap.Prices, to_beat: float) -> Candidate | None:
         assert to_beat <= begun.step_time_s
-        asked.append((prices["gather"], prices["sum"]))
-        return None
+        asked.append(prices)
+        return begun if len(asked) == 1 else None
 
-    overlap.search_overlap_prices(begun, other, begun.step_time_s, only_one=False)
-    level_price, *dearer = [gather / total for gather, total in asked]
-    assert level_price == 1
-    assert 1 < dearer[0] < dearer[1]
-    overlap.search_overlap_prices(begun, other, begun.step_time_s, only_one=True)
-    assert len(asked) == 4
+    def exposing(**exposed_s: float) -> Candidate:
+        exposed = {kind.replace("_", "-"): seconds for kind, seconds in exposed_s.items()}
+        return replace(begun, parts=replace(begun.parts, prediction=replace(begun.parts.prediction, exposed_s=exposed)))
+
+    assert overlap._exposed_shares(exposing()) == {"gather": 0.2, "sum": 0.2}
+    assert overlap._exposed_shares(exposing(reduce_scatter=1e3)) == {"gather": 0.2, "sum": 1.0}
+    assert overlap._exposed_shares(exposing(all_to_all=1e3)) == {"gather": 0.2, "sum": 0.2}
+    found = overlap.search_overlap_prices(begun, other, begun.step_time_s, only_one=False)
+    assert found == [begun], "it is no faster, so the search ends"
+    assert asked == [overlap._exposed_shares(begun), {"gather": 0.6, "sum": 0.4}]
+    faster = 0.99 * begun.step_time_s
+    assert overlap.search_overlap_prices(begun, other, faster, only_one=False) == []
+    assert asked[2:] == asked[:1], "another mesh is faster, so other shares are not tried"
     overlap.search_overlap_prices(begun, other, 0.7 * begun.step_time_s, only_one=False)
-    assert len(asked) == 4, "nothing would make it so much faster"
+    assert len(asked) == 3, "nothing would make it so much faster"
+
+
+@pytest.mark.slow
+def test_it_goes_on_from_a_faster_plan_and_asks_no_price_twice() -> None:
+    begun, better = level()[1], dear()[1]
+    assert better.step_time_s < begun.step_time_s
+    asked = list[overlap.Prices]()
+
+    def other(prices: overlap.Prices, _: float) -> Candidate | None:
+        asked.append(prices)
+        return better if len(asked) == 1 else None
+
+    assert overlap.search_overlap_prices(begun, other, math.inf, only_one=False) == [better]
+    assert 1 <= len(asked) <= 2 and all(one != asked[0] for one in asked[1:])
+    asked.clear()
+    assert overlap.search_overlap_prices(begun, other, math.inf, only_one=True) == [better]
+    assert len(asked) == 1
 
 
 @pytest.mark.slow
@@ -87,38 +107,6 @@ def test_it_is_faster_and_by_the_replay_no_slower(absent_gpus: Compiler) -> None
 
     assert dear()[1].step_time_s < level()[1].step_time_s
     assert seconds(dear()[0]) < 1.005 * seconds(level()[0])
-
-
-@pytest.mark.slow
-def test_sums_that_xla_would_join_are_kept_apart_where_that_is_faster(absent_gpus: Compiler) -> None:
-    """A table that both ends of a network read: the sum of what the last layer makes of it has the whole backward pass to hide
-    behind, but not where it is taken together with the first's."""
-
-    def loss(state: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
-        h = state["table"].astype(jnp.bfloat16)[tokens]
-        for n in range(NUM_LAYERS):
-            h = jnp.tanh(h @ state[f"w{n}"].astype(jnp.bfloat16))
-        scores = h @ state["table"].astype(jnp.bfloat16).T
-        return jnp.square(scores.astype(jnp.float32)).mean()
-
-    def step(state: dict[str, jax.Array], tokens: jax.Array) -> dict[str, jax.Array]:
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state, tokens))
-
-    width, vocab = 1048, 32744
-    weights = {f"w{n}": jax.ShapeDtypeStruct((width, width), jnp.float32) for n in range(NUM_LAYERS)}
-    state = weights | {"table": jax.ShapeDtypeStruct((vocab, width), jnp.float32)}
-    args = state, jax.ShapeDtypeStruct((131072,), jnp.int32)
-    pins = {f"state/{name}": PartitionSpec() for name in state} | {"tokens": PartitionSpec("data")}
-    traced = program_of(step, args, carry=None, donate=None)
-    plan, made = plan_and_candidate(traced.as_traced.in_microbatches(1), mesh="16", hardware=H100, pin=pins)
-    assert plan.early_reductions
-    assert not made.parts.device.reassociated
-    apart = compiled(absent_gpus, plan, traced, *args)
-    together = compiled(absent_gpus, replace(plan, early_reductions=()), traced, *args)
-    layers, table = NUM_LAYERS * width**2, vocab * width
-    assert all_reduced(apart.hlo_text) == {"bf16": layers + 2 * table}
-    assert all_reduced(together.hlo_text) == {"bf16": layers, "f32": table}
-    assert apart.step_time_s < together.step_time_s
 
 
 def test_only_what_something_else_waits_for_stays_apart() -> None:

@@ -10,6 +10,7 @@ arithmetic on arrays: the bytes that each step moves per pair, and the time of e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -168,20 +169,23 @@ class _Patterns:
 
 
 class ReshardingTimes:
-    """Predicts resharding times on one mesh, and caches patterns and times.
+    """Predicts resharding times on one mesh, and caches patterns and times."""
 
-    Args:
-        exposed: exposed fraction of each hideable kind of communication.
-    """
-
-    def __init__(
-        self, mesh: MeshShape, profile: HardwareProfile, exposed: Mapping[Hideable, float] | None = None
-    ) -> None:
-        self._mesh, self._profile, self._exposed = mesh, profile, exposed or {}
+    def __init__(self, mesh: MeshShape, profile: HardwareProfile) -> None:
+        self._mesh, self._profile = mesh, profile
+        self._exposed: Mapping[Hideable, float] = {}
         self._axes: dict[tuple[str, ...], int] = {(): 0}  # numbers of lists of axes
         self._patterns = _Patterns(mesh)
         self._structures: dict[tuple[object, ...], _Structure] = {}
         self._times: dict[tuple[object, ...], float] = {}
+        self._matrices: dict[tuple[object, ...], tuple[np.ndarray, np.ndarray]] = {}
+
+    def with_exposed(self, exposed: Mapping[Hideable, float]) -> ReshardingTimes:
+        """The same times, of which only an exposed fraction counts for each hideable kind of communication. Both share what they
+        cache."""
+        other = copy.copy(self)
+        other._exposed = exposed
+        return other
 
     def matrix(
         self,
@@ -199,6 +203,23 @@ class ReshardingTimes:
         Args:
             update: carried state that the reader updates from the tensor.
         """
+        key = (made, wanted, shape, itemsize, combinable, update)
+        if key not in self._matrices:
+            self._matrices[key] = self._seconds_and_copies(*key)
+        seconds, copies = self._matrices[key]
+        exposed = 1.0 if hideable is None else self._exposed.get(hideable, 1.0)
+        return (exposed * seconds + copies).reshape(len(made), len(wanted))
+
+    def _seconds_and_copies(
+        self,
+        made: _Shardings,
+        wanted: _Shardings,
+        shape: tuple[int, ...],
+        itemsize: float,
+        combinable: bool,
+        update: InPlaceUpdate | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of collectives, and of copies for them, of each pair."""
         divisors = divisibility(shape, self._mesh)
         key = (made, wanted, divisors)
         if key not in self._structures:
@@ -224,10 +245,7 @@ class ReshardingTimes:
                 shard *= _is_transposed(moved, structure.dims[pairs], parts_of_dims, update.order)
                 copies[pairs] += shard * (2 * sum(update.itemsizes) / self._profile.memory_bytes_per_s)
                 copies[pairs] += (shard > 0) * len(update.itemsizes) * self._profile.kernel_launch_s
-        if hideable is not None:
-            total *= self._exposed.get(hideable, 1.0)
-        total += copies
-        return total.reshape(len(made), len(wanted))
+        return total, copies
 
     def _seconds(
         self, collectives: np.ndarray, local: np.ndarray, itemsize: float, combinable: bool, *, of_any: bool = False

@@ -40,6 +40,7 @@ class Begun:
     Args:
         form: the form of the program that is planned.
         other_forms: the forms to plan if no plan of this one fits.
+        times: the resharding times of the problem.
         seconds: planning time so far.
     """
 
@@ -48,6 +49,7 @@ class Begun:
     other_forms: Sequence[Form]
     task: MeshTask
     candidate: Candidate
+    times: ReshardingTimes
     seconds: float
 
     @property
@@ -85,12 +87,14 @@ def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
     """
     (program, grouped), *others = forms
     started = time.perf_counter()
-    f = formulate(program.graph, grouped.groups, mesh, task.profile, pins=task.pins, held=task.request.held)
+    times = ReshardingTimes(mesh, task.profile)
+    of = program.graph, grouped.groups, mesh, task.profile
+    f = formulate(*of, pins=task.pins, resharding=times, held=task.request.held)
     solution = task.approximate_solver.solve(f.problem)
     candidate = task.candidate(program, f, solution if solution.choices else task.solver.solve(f.problem))
     if others and not sees_two(program.trace, split_dims(candidate.parts.constraints)):
         return begin(mesh, others, task)
-    return Begun(mesh, forms[0], others, task, candidate, time.perf_counter() - started)
+    return Begun(mesh, forms[0], others, task, candidate, times, time.perf_counter() - started)
 
 
 def finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
@@ -174,7 +178,7 @@ def _with_overlap(begun: Begun, fastest: SharedMinimum, *, search_prices: bool) 
     graph, groups = program.graph, grouped.groups
 
     def other(exposed: Prices, to_beat: float) -> Candidate | None:
-        times = ReshardingTimes(begun.mesh, task.profile, exposed)
+        times = begun.times.with_exposed(exposed)
         f = formulate(graph, groups, begun.mesh, task.profile, pins=task.pins, resharding=times, held=task.request.held)
         solution = task.approximate_solver.solve(f.problem)  # the exposed shares are estimates
         if not solution.choices or solution.choices in seen:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.collectives import collective
+from autopar.cost.collectives import collective, collective_time
 from autopar.cost.resharding_matrix import Hideable
 from autopar.ir.device_program import Reassociated
 from autopar.planner.candidate import Candidate
@@ -24,14 +24,10 @@ from autopar.xla_model.simulation import Simulation
 
 Prices = Mapping[Hideable, float]
 
-#: The exposed shares of hideable collectives by which the solver plans first.
-_FIRST_PRICES: Prices = {"gather": 0.2, "sum": 0.2}
-#: The shares that follow, one after the other, by the kind of collective that is exposed most. All-gathers hide behind the
-#: forward pass, reductions behind the backward pass, which has twice the kernels.
-_HIGHER_PRICES: Mapping[Hideable, tuple[Prices, ...]] = {
-    "gather": ({"gather": 0.6, "sum": 0.4}, {"gather": 0.6, "sum": 0.2}),
-    "sum": ({"gather": 0.4, "sum": 0.6},),
-}
+#: The least exposed share by which the solver plans: what is hidden now need not be in another plan.
+_LEAST_SHARE = 0.2
+#: The shares that are tried once where those of the fastest plan so far gain nothing, by the kind that is exposed most.
+_OTHER_SHARES: Mapping[Hideable, Prices] = {"gather": {"gather": 0.6, "sum": 0.4}, "sum": {"gather": 0.4, "sum": 0.6}}
 #: Another plan is searched if more than this share of the step is exposed.
 _WORTH = 0.01
 #: The largest share of the step that another plan is assumed to save.
@@ -63,7 +59,8 @@ def _is_exposed(plan: Candidate, to_beat: float) -> bool:
 def search_overlap_prices(
     first: Candidate, other: Callable[[Prices, float], Candidate | None], to_beat: float, *, only_one: bool
 ) -> list[Candidate]:
-    """Plans by prices that anticipate overlap. Where communication stays exposed, its prices rise until a plan is better.
+    """Plans by prices that anticipate overlap: the shares of hideable communication that are exposed in the plan before, as long as
+    each plan is faster than the one before. If none is, the fastest plan on all meshes gets other prices once.
 
     Args:
         first: the plan to improve.
@@ -71,33 +68,60 @@ def search_overlap_prices(
         to_beat: `step_time_s` of the fastest plan on other meshes.
         only_one: whether to stop after one plan.
     """
-    tried, best = list[Candidate](), first
-
-    def is_better(prices: Prices) -> bool:
-        nonlocal best
-        before = best
-        plan = other(prices, min(best.step_time_s, to_beat))
+    tried, best, before = list[Candidate](), first, dict[Hideable, float]()
+    while is_worth_hiding(best, to_beat):
+        prices = _exposed_shares(best)
+        plan = None if prices == before else other(prices, min(best.step_time_s, to_beat))
+        if plan is None:
+            break
+        tried.append(plan)
+        if only_one or plan.step_time_s >= best.step_time_s:
+            break
+        best, before = plan, prices
+    if best is first and not only_one and first.step_time_s <= to_beat and is_worth_hiding(first, to_beat):
+        plan = other(_OTHER_SHARES[_most_exposed(first)], first.step_time_s)
         tried.extend([] if plan is None else [plan])
-        best = min([best, *tried], key=lambda one: one.step_time_s)
-        return best is not before
-
-    if is_worth_hiding(best, to_beat):
-        is_better(_FIRST_PRICES)
-    exposed = _most_exposed(best)
-    for prices in () if only_one else _HIGHER_PRICES[exposed]:
-        if not is_worth_hiding(best, to_beat) or is_better(prices):
-            break
-        if tried and _most_exposed(tried[-1]) != exposed:
-            break
     return tried
 
 
 def _most_exposed(plan: Candidate) -> Hideable:
     """The kind of collective that is exposed most."""
-    of_kinds = [(collective(kind), seconds) for kind, seconds in plan.parts.prediction.exposed_s.items()]
-    gathers = sum(seconds for kind, seconds in of_kinds if kind.change == "all-gather")
-    sums = sum(seconds for kind, seconds in of_kinds if kind.is_sum)
-    return "gather" if gathers > sums else "sum"
+    exposed_s: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
+    for kind, seconds in plan.parts.prediction.exposed_s.items():
+        if (name := _hideable_as(kind)) is not None:
+            exposed_s[name] += seconds
+    return "gather" if exposed_s["gather"] > exposed_s["sum"] else "sum"
+
+
+def _exposed_shares(plan: Candidate) -> Prices:
+    """The share of each hideable kind of communication that is exposed, if all other communication of this kind is."""
+    f = plan.formulation
+    exposed_s: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
+    hideable_s: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
+    for kind, seconds in plan.parts.prediction.exposed_s.items():
+        if (name := _hideable_as(kind)) is not None:
+            exposed_s[name] += seconds
+    for op in plan.parts.explicit.communications:
+        if op.kind == "cut":
+            continue
+        seconds = op.num_times * collective_time(op.collective, op.num_bytes, op.axes, f.mesh, f.profile)
+        hidden: set[Hideable | None] = {f.flows[flow].hideable for flow in op.flows} or {None}
+        own = hidden.pop() if len(hidden) == 1 else None
+        if own is not None:
+            hideable_s[own] += seconds
+        elif (name := _hideable_as(op.collective)) is not None:
+            exposed_s[name] -= seconds
+    return {
+        name: min(1.0, max(_LEAST_SHARE, exposed_s[name] / seconds)) if seconds else _LEAST_SHARE
+        for name, seconds in hideable_s.items()
+    }
+
+
+def _hideable_as(kind: str) -> Hideable | None:
+    """The hideable kind of communication that a collective is; None if it is neither."""
+    if collective(kind).is_sum:
+        return "sum"
+    return "gather" if collective(kind).change == "all-gather" else None
 
 
 def lower_bound_s(plan: Candidate) -> float:

@@ -29,5 +29,7 @@ def fuse(program: LocalProgram, profile: HardwareProfile, graph: Graph | None = 
     kernels = Kernels(program)
     fuse_into_gemms(kernels, graph)
     fuse_diamonds(kernels)
-    fused = PriorityFusion(kernels, profile).run()
+    PriorityFusion(kernels, profile).run()
+    kernels.drop_dead(even_late=True)
+    fused = dict(sorted(kernels.kernels.items()))
     return MultiOutputFusion(program, fused, profile, graph).run()

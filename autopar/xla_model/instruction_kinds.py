@@ -47,7 +47,9 @@ class InstructionKinds:
             if traits.permutes and self._is_layout(node, operands[0][1]):
                 return "alias"
         if traits.reduces:
-            return "loop" if result is not None and first is not None and result.size == first.size else "reduce"
+            if result is None or first is None or result.size != first.size:
+                return "reduce"
+            return "alias" if traits.terms else "loop"  # a reduction of dims of one element is a reshape
         if traits.in_place:
             return "inplace"
         return "loop"

@@ -53,7 +53,7 @@ _INSTRUCTIONS: Mapping[str, float] = {
 
 
 #: How much longer arithmetic must take than memory traffic for a tile's shared arithmetic to matter: XLA's count differs.
-_BOUND = 1.2
+_BOUND = 1.1
 #: Most elements and most rows of a tile, as XLA chooses them for normalisations (benchmarks/results/gpu/programs).
 _TILE_ELEMENTS, _TILE_ROWS = 128 * 128, 16
 #: Elements of a tile's operands with which it fills its core's registers: half of those of its 256 threads.

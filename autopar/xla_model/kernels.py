@@ -37,6 +37,7 @@ class Fused:
         reduces: whether it computes a large reduction.
         tiled: whether it processes one row at a time, so that the reduction of a row and its users share the kernel.
         row: elements of the row that each element of its result is the reduction of; 1 if it does not reduce rows.
+        tile_row: elements of the rows that a tiled kernel processes; 1 if it is not tiled.
         separate: nodes to compute for this kernel alone, behind an optimization barrier, so that XLA does not fuse it
             with another kernel; usually empty.
     """
@@ -48,6 +49,7 @@ class Fused:
     reduces: bool
     tiled: bool = False
     row: float = 1.0
+    tile_row: float = 1.0
     separate: tuple[int, ...] = ()
 
 
@@ -75,11 +77,16 @@ class Kernels:
                 self.users[operand].add(i)
         self.drop_dead()
 
-    def drop_dead(self) -> None:
-        """Remove kernels whose results are unused."""
+    def drop_dead(self, *, even_late: bool = False) -> None:
+        """Remove kernels whose results are unused.
+
+        Args:
+            even_late: whether to remove those that XLA removes only after its fusion pass.
+        """
         for i in reversed(range(len(self.instructions))):
-            effect = self.instructions[i].value < 0
-            if i in self.kernels and not self.users[i] and i not in self.outputs and not effect:
+            one = self.instructions[i]
+            is_kept = i in self.outputs or one.value < 0 or (one.is_dead and not even_late)
+            if i in self.kernels and not self.users[i] and not is_kept:
                 for operand in self.kernels[i].operands:
                     self.users[operand].discard(i)
                 del self.kernels[i]

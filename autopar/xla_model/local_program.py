@@ -35,6 +35,7 @@ class Instruction:
         matrix_flops: FLOPs inside matrix units, by dtype; a matmul has `gemm` instead.
         matrix_efficiency: share of a large matmul's rate that these reach.
         convolution: the GEMM that a convolution is, whose operands cuDNN gathers from the images.
+        is_dead: whether XLA removes it, but only after its fusion pass, for which it is a user of its operands.
     """
 
     kind: InstructionKind
@@ -58,6 +59,7 @@ class Instruction:
     payload_bytes: float = 0.0
     combinable: bool = False
     dtype: str = "float32"
+    is_dead: bool = False
 
 
 @dataclass(slots=True)

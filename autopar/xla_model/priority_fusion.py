@@ -14,7 +14,7 @@ import heapq
 from collections import defaultdict
 
 from autopar.hardware.profile import HardwareProfile
-from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, Fused, KernelPrice, Kernels, is_tiled, num_blocks
+from autopar.xla_model.kernels import LAUNCH_S, MOST_OPERANDS, KernelPrice, Kernels, is_tiled, num_blocks
 
 
 class PriorityFusion:
@@ -33,15 +33,14 @@ class PriorityFusion:
         self.version = [0] * len(kernels.instructions)
         self.heap: list[tuple[float, int, int]] = []
 
-    def run(self) -> dict[int, Fused]:
-        """Fuse, and return the kernels in program order, keyed by the instruction whose result each writes."""
+    def run(self) -> None:
+        """Fuse, in place."""
         for i in self.kernels:
             self._push(i)
         while self.heap:
             _, i, version = heapq.heappop(self.heap)
             if i in self.kernels and version == self.version[i]:
                 self._fuse(i)
-        return dict(sorted(self.kernels.items()))
 
     # -- prices ------------------------------------------------------------------------------
 
@@ -64,13 +63,17 @@ class PriorityFusion:
         """FLOPs and operand reads of kernel j with kernel i fused into it."""
         producer, consumer = self.kernels[i], self.kernels[j]
         times = consumer.operands[i]
-        if producer.tiled or consumer.tiled:  # the value of a row is computed once, for all elements of the row
-            times = max(1.0, times / producer.row)
+        row = max(consumer.tile_row, producer.tile_row, producer.row)
+        is_tiled = producer.tiled or consumer.tiled
+        if is_tiled and times >= row:  # a tile holds whole rows, so it computes what has one element per row once
+            times = max(1.0, times / row)
         operands = {o: t for o, t in consumer.operands.items() if o != i}
         for operand, read in producer.operands.items():
             read *= times
             # Both read the same elements, so the fused kernel reads them once.
             operands[operand] = max(operands.get(operand, 0.0), read)
+        if is_tiled:
+            operands = {o: read / row if read >= row > 1.0 else read for o, read in operands.items()}
         return consumer.flops + producer.flops * times, operands
 
     def _priority(self, i: int) -> float | None:
@@ -129,6 +132,7 @@ class PriorityFusion:
             consumer.flops, consumer.operands = self._merged(i, j)
             consumer.reduces |= producer.reduces
             consumer.tiled |= producer.tiled
+            consumer.tile_row = max(consumer.tile_row, producer.tile_row)
             consumer.members += producer.members
             self.times.pop(j, None)
             changed |= set(consumer.operands)

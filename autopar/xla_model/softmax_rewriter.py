@@ -52,4 +52,4 @@ class _SoftmaxRewriter:
             kernel.operands.pop(i, None)
         kernel.operands[source] = 1.0
         self.all.users[source] = {user}
-        kernel.tiled = True
+        kernel.tiled, kernel.tile_row = True, self.all.instructions[chain[0]].reduces

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import Gemm
@@ -30,6 +31,7 @@ from autopar.xla_model.reduce_reassociate import ReduceReassociate
 #: polynomials. A producer fused into one counts as often, so fusion stores the operand if anything else uses it. The
 #: final kernel reads the operand once.
 EXPANDED: Mapping[str, float] = {"erf": 18.0, "erfc": 18.0, "erf_inv": 18.0}
+_NARROW = frozenset(["bfloat16", "float16"])
 
 
 def local_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bool = True) -> LocalProgram:
@@ -92,7 +94,7 @@ class _Partitioner:
             if value is None:
                 continue
             at, sharding = self.sent.operand(n, index)
-            operands.append((at, self.b.local_shape(value, sharding)))
+            operands.append((self._before_cast(node, at), self.b.local_shape(value, sharding)))
         traits = traits_of(node.primitive)
         if node.primitive == "split":
             self._split(n, node, operands[0][0])
@@ -159,6 +161,26 @@ class _Partitioner:
         for value in node.results:
             self.b.at[value] = at
         self.sent.reduce(n)
+
+    def _before_cast(self, node: Node, at: int) -> int:
+        """The instruction that a node reads. XLA divides in float32, so that where a divisor is broadcast and was cast to a narrower
+        dtype, a division reads it from before the cast. What broadcasts the narrower value is dead code then."""
+        one, values, traits = self.b.program.instructions[at], self.b.graph.values, traits_of(node.primitive)
+        divides = traits.scales and traits.linear == "first"
+        if not divides or not traits_of(one.primitive).casts or one.dtype not in _NARROW:
+            return at
+        (source,) = one.operands
+        elements = self.b.sharding(node.results[0]).local_size(values[node.results[0]].shape, self.b.f.mesh)
+        if elements == one.elements or self.b.program.instructions[source].dtype != "float32":
+            return at
+        if ("dead", at, elements) not in self.b.known:
+            reads = {at: elements / max(one.elements, 1.0)}
+            dead = replace(
+                one, primitive="broadcast_in_dim", operands=reads, elements=elements, num_bytes=4.0 * elements
+            )
+            dead.dtype, dead.is_dead = "float32", True
+            self.b.known["dead", at, elements] = self.b.add(dead)
+        return source
 
     def _split(self, n: int, node: Node, source: int) -> None:
         whole = self.b.program.instructions[source].elements
