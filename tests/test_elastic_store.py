@@ -413,8 +413,11 @@ def test_messages_carry_arrays_of_any_kind() -> None:
 
 
 def pair_of_sockets() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a connection, whose buffers are too small for the arrays of a message, however the kernel tunes them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         ours = socket.create_connection(server.getsockname())
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         return ours, server.accept()[0]
 
 
