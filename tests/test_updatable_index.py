@@ -102,7 +102,7 @@ def test_a_closed_index_is_opened_as_it_was(tmp_path: Path, index: vector_search
     index.checkpoint()
     index.insert(np.arange(400, 500), vectors[400:], rows(100))
     index.delete([7])
-    held, found = held_by(index), index.search(vectors[:20], 10, effort=9)
+    held, usual, whole = held_by(index), index.search(vectors[:20], 10), index.search(vectors[:20], 10, effort=9)
     with pytest.raises(IndexFileError, match="open in another process, or twice"):
         vector_search.load(index.path)
     index.close()
@@ -113,7 +113,11 @@ def test_a_closed_index_is_opened_as_it_was(tmp_path: Path, index: vector_search
     for reader in ("mmap", "direct"):
         with loaded(index.path, reader=reader) as again:
             assert held_by(again) == held
-            np.testing.assert_array_equal(again.search(vectors[:20], 10, effort=9).ids, found.ids)
+            if (
+                reader == "mmap"
+            ):  # a copy has all in lists, and so has the index afterwards: its usual searches are others
+                np.testing.assert_array_equal(again.search(vectors[:20], 10).ids, usual.ids)
+            np.testing.assert_array_equal(again.search(vectors[:20], 10, effort=9).ids, whole.ids)
             again.save(tmp_path / f"copy-{reader}")
         with loaded(tmp_path / f"copy-{reader}") as copy:
             assert held_by(copy) == held
