@@ -56,12 +56,12 @@ def level() -> tuple[Plan, Candidate]:
 @pytest.mark.slow
 def test_prices_are_what_is_exposed() -> None:
     begun = level()[1]
-    asked = list[overlap.Prices]()
+    tried = list[overlap.Prices]()
 
     def other(prices: overlap.Prices, to_beat: float) -> Candidate | None:
         assert to_beat <= begun.step_time_s
-        asked.append(prices)
-        return begun if len(asked) == 1 else None
+        tried.append(prices)
+        return begun if len(tried) == 1 else None
 
     def exposing(**exposed_s: float) -> Candidate:
         exposed = {kind.replace("_", "-"): seconds for kind, seconds in exposed_s.items()}
@@ -72,29 +72,29 @@ def test_prices_are_what_is_exposed() -> None:
     assert overlap._exposed_shares(exposing(all_to_all=1e3)) == {"gather": 0.2, "sum": 0.2}
     found = overlap.search_overlap_prices(begun, other, begun.step_time_s, only_one=False)
     assert found == [begun], "it is no faster, so the search ends"
-    assert asked == [overlap._exposed_shares(begun), {"gather": 0.6, "sum": 0.4}]
+    assert tried == [overlap._exposed_shares(begun), {"gather": 0.6, "sum": 0.4}]
     faster = 0.99 * begun.step_time_s
     assert overlap.search_overlap_prices(begun, other, faster, only_one=False) == []
-    assert asked[2:] == asked[:1], "another mesh is faster, so other shares are not tried"
+    assert tried[2:] == tried[:1], "another mesh is faster, so other shares are not tried"
     overlap.search_overlap_prices(begun, other, 0.7 * begun.step_time_s, only_one=False)
-    assert len(asked) == 3, "nothing would make it so much faster"
+    assert len(tried) == 3, "nothing would make it so much faster"
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_a_faster_plan_and_asks_no_price_twice() -> None:
+def test_it_goes_on_from_a_faster_plan_and_tries_no_price_twice() -> None:
     begun, better = level()[1], dear()[1]
     assert better.step_time_s < begun.step_time_s
-    asked = list[overlap.Prices]()
+    tried = list[overlap.Prices]()
 
     def other(prices: overlap.Prices, _: float) -> Candidate | None:
-        asked.append(prices)
-        return better if len(asked) == 1 else None
+        tried.append(prices)
+        return better if len(tried) == 1 else None
 
     assert overlap.search_overlap_prices(begun, other, math.inf, only_one=False) == [better]
-    assert 1 <= len(asked) <= 2 and all(one != asked[0] for one in asked[1:])
-    asked.clear()
+    assert 1 <= len(tried) <= 2 and all(one != tried[0] for one in tried[1:])
+    tried.clear()
     assert overlap.search_overlap_prices(begun, other, math.inf, only_one=True) == [better]
-    assert len(asked) == 1
+    assert len(tried) == 1
 
 
 @pytest.mark.slow

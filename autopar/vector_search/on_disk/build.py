@@ -29,14 +29,11 @@ from autopar.vector_search.on_disk.index import KIND
 from autopar.vector_search.on_disk.layout import order_of, packed
 from autopar.vector_search.on_disk.long_lists import cut_long_lists
 from autopar.vector_search.on_disk.page_file import PageFileWriter
-from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.on_disk.probing import Nearest, nearest_lists, prepared
 from autopar.vector_search.on_disk.spill import AssignedLists, Spill
-from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes
+from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes, mean_entries
 
-#: Mean pages of a list, and minimum mean vectors. Longer lists waste less of their last page, and are less precise.
-_LIST_PAGES, _LIST_VECTORS = 1.75, 40
 #: Maximum default lists, whose centroids a search compares one by one; sampled vectors per list.
 _MAX_LISTS, _SAMPLED = 65_536, 256
 #: Queries that the rule by expected neighbours is tuned with: a larger sample has a tighter bound of the recall.
@@ -149,7 +146,7 @@ def _num_lists(chunks: Chunks, options: DiskOptions, num_sampled: int) -> int:
                 f" {centroid_bytes} bytes, and `num_lists` is {options.num_lists:,}: give a larger budget, or fewer lists"
             )
         return options.num_lists
-    mean = max(_LIST_VECTORS, _LIST_PAGES * PAYLOAD_BYTES / entry_bytes(chunks.dim, chunks.dtype))
+    mean = mean_entries(chunks.dim, chunks.dtype)
     return max(1, min(most, _MAX_LISTS, math.ceil(num * options.space / mean)))
 
 

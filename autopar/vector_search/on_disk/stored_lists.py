@@ -24,6 +24,8 @@ from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 POSITION_BYTES = 4
 #: The first page of data.
 FIRST_PAGE = 1
+#: Mean pages of a list, and minimum mean vectors. Longer lists waste less of their last page, and are less precise.
+_LIST_PAGES, _LIST_VECTORS = 1.75, 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,11 @@ class StoredLists:
 def entry_bytes(dim: int, dtype: np.dtype[Any]) -> int:
     """Bytes of a vector and its position in a list."""
     return POSITION_BYTES + dim * dtype.itemsize
+
+
+def mean_entries(dim: int, dtype: np.dtype[Any]) -> float:
+    """Mean vectors of a list, where the user gives no number of lists."""
+    return max(_LIST_VECTORS, _LIST_PAGES * PAYLOAD_BYTES / entry_bytes(dim, dtype))
 
 
 def loaded(pages: PageFile) -> StoredLists:

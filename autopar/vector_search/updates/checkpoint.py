@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from autopar.vector_search.data.metrics import NO_ID, is_integer
 from autopar.vector_search.frame.recall_tuning import Measured
 from autopar.vector_search.on_disk.choice_tuning import Choice
-from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.on_disk.probing import prepared
-from autopar.vector_search.on_disk.stored_lists import entry_bytes
+from autopar.vector_search.on_disk.stored_lists import mean_entries
 from autopar.vector_search.updates.assign import closure
 from autopar.vector_search.updates.census import Census, census
 from autopar.vector_search.updates.contents import Contents, Members
@@ -29,8 +28,8 @@ from autopar.vector_search.updates.settings import Settings
 from autopar.vector_search.updates.slots import ALIVE
 from autopar.vector_search.updates.write_lists import ListWriter
 
-#: Mean pages of a list, and minimum mean entries, as at build time; entries of a list that is never split.
-_LIST_PAGES, _LIST_ENTRIES, _NEVER_SPLIT = 1.75, 40, 16
+#: Entries of a list that is never split.
+_NEVER_SPLIT = 16
 #: Tried distances of a further centroid relative to the nearest one, and the vectors they are tried on.
 _REACHES, _REACH_SAMPLE = (1.3, 1.2, 1.14, 1.08, 1.05, 1.02), 1024
 #: Share of the vectors whose change makes a census due.
@@ -90,7 +89,7 @@ def checkpoint(store: PageStore, frozen: Frozen, settings: Settings, queries: ND
     sample = prepared(added.vectors[-_REACH_SAMPLE:], lists.metric, lists.centre)
     work = Rebalance.of(lists, contents, copies_within(sample, lists.centroids, settings), frozen.dead)
     work.add(added)
-    mean = max(_LIST_ENTRIES, _LIST_PAGES * PAYLOAD_BYTES / entry_bytes(settings.layout.dim, settings.layout.dtype))
+    mean = mean_entries(settings.layout.dim, settings.layout.dtype)
     work.balance(mean, _NEVER_SPLIT)
     lists_of = ListWriter(work, frozen.dead)
     for which in lists_of.due():
