@@ -86,21 +86,14 @@ def search_overlap_prices(
 
 def _most_exposed(plan: Candidate) -> Hideable:
     """The kind of collective that is exposed most."""
-    exposed_s: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
-    for kind, seconds in plan.parts.prediction.exposed_s.items():
-        if (name := _hideable_as(kind)) is not None:
-            exposed_s[name] += seconds
+    exposed_s = _exposed_s(plan)
     return "gather" if exposed_s["gather"] > exposed_s["sum"] else "sum"
 
 
 def _exposed_shares(plan: Candidate) -> Prices:
     """The share of each hideable kind of communication that is exposed, if all other communication of this kind is."""
-    f = plan.formulation
-    exposed_s: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
+    f, exposed_s = plan.formulation, _exposed_s(plan)
     hideable_s: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
-    for kind, seconds in plan.parts.prediction.exposed_s.items():
-        if (name := _hideable_as(kind)) is not None:
-            exposed_s[name] += seconds
     for op in plan.parts.explicit.communications:
         if op.kind == "cut":
             continue
@@ -115,6 +108,15 @@ def _exposed_shares(plan: Candidate) -> Prices:
         name: min(1.0, max(_LEAST_SHARE, exposed_s[name] / seconds)) if seconds else _LEAST_SHARE
         for name, seconds in hideable_s.items()
     }
+
+
+def _exposed_s(plan: Candidate) -> dict[Hideable, float]:
+    """Exposed seconds of all collectives of each hideable kind."""
+    found: dict[Hideable, float] = {"gather": 0.0, "sum": 0.0}
+    for kind, seconds in plan.parts.prediction.exposed_s.items():
+        if (name := _hideable_as(kind)) is not None:
+            found[name] += seconds
+    return found
 
 
 def _hideable_as(kind: str) -> Hideable | None:
@@ -143,8 +145,7 @@ def _with_prefetched_gathers(plan: Candidate, budget: float, to_beat: float) -> 
     XLA overestimates the time of a gather and starts the first ones when no kernel is left to hide them; a shared one
     starts with the iteration.
     """
-    f, device, exposed = plan.formulation, plan.parts.device, plan.parts.prediction.exposed_s
-    gathers_s = sum(seconds for kind, seconds in exposed.items() if collective(kind).change == "all-gather")
+    f, device, gathers_s = plan.formulation, plan.parts.device, _exposed_s(plan)["gather"]
     is_open = device.loops and _on_gpus(plan) and not plan.parts.prefetched_gathers
     if not is_open or gathers_s <= _LEAST_GAIN_OF_PREFETCH * plan.step_time_s or lower_bound_s(plan) >= to_beat:
         return plan

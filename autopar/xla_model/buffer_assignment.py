@@ -22,6 +22,7 @@ from autopar.xla_model.dot_merger import merge_dots
 from autopar.xla_model.fusion_pipeline import fuse
 from autopar.xla_model.kernel_work import KernelWork, Work
 from autopar.xla_model.kernels import Fused, num_blocks, num_launches
+from autopar.xla_model.operand_copies import share_copies
 from autopar.xla_model.spmd_partition import Instruction, LocalProgram, local_program
 
 _SECTOR_BYTES = 32  # the least that an access to device memory moves
@@ -38,6 +39,7 @@ def device_program(f: Formulation, explicit: ExplicitProgram, *, reassociate: bo
     loops = tuple(LoopSpan(loop.start, loop.stop, loop.num_iterations) for loop in f.graph.loops)
     if profile.platform == "gpu":
         merge_dots(local, f.graph)
+        share_copies(local, f.graph)
     kernels = fuse(local, profile, f.graph)
     inner_axes = _inner_axes(f, explicit, local) if profile.platform == "gpu" else {}
     made = _Builder(local, kernels, profile, loops, f.graph, inner_axes).build()

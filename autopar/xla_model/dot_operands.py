@@ -43,7 +43,7 @@ class DotOperands:
         """Transpose a matmul's operand to the order that the matmul reads, once for all that read the same order."""
         order = _read_order(node, index, shape)
         if order is None:
-            return at
+            return self._of_transposed(n, node, index, at, shape)
         key = at, order
         if key in self.laid_out:
             return self.laid_out[key]
@@ -54,17 +54,33 @@ class DotOperands:
             if self.b.program.instructions[above].num_bytes < self.b.program.instructions[chain[narrowest]].num_bytes:
                 narrowest = len(chain) - 1
         top = chain[narrowest]
-        if (top, order) not in self.laid_out:
-            one = self.b.program.instructions[top]
-            copy = replace(one, kind="loop", node=n, primitive="transpose", operands={top: 1.0}, flops=0.0, gemm=None)
-            copy.moves_rows = order[-1] != max(order)
-            self.laid_out[top, order] = self.b.add(copy)
+        self._copied(n, top, order)
         for below in reversed(chain[:narrowest]):
             one = self.b.program.instructions[below]
             operands = {self.laid_out[top, order] if o == top else o: times for o, times in one.operands.items()}
             self.laid_out[below, order] = self.b.add(replace(one, node=n, operands=operands))
             top = below
         return self.laid_out[key]
+
+    def _copied(self, n: int, at: int, order: tuple[int, ...]) -> int:
+        """The copy of an instruction's result in another order of dims."""
+        if (at, order) not in self.laid_out:
+            one = self.b.program.instructions[at]
+            copy = replace(one, kind="loop", node=n, primitive="transpose", operands={at: 1.0}, flops=0.0, gemm=None)
+            copy.moves_rows = order[-1] != max(order)
+            self.laid_out[at, order] = self.b.add(copy)
+        return self.laid_out[at, order]
+
+    def _of_transposed(self, n: int, node: Node, index: int, at: int, shape: Sequence[int]) -> int:
+        """The operand that a matmul reads in place of one whose order of dims it takes. XLA transposes also this one to the
+        matmul's own order: that is free, unless the operand is a transpose itself, as both become one copy."""
+        one, own = self.b.program.instructions[at], _own_order(node, index, shape, is_right=index == 1)
+        permutation = self.b.graph.nodes[one.node].params.get("permutation") if one.node >= 0 else None
+        if permutation is None or one.value != node.operands[index] or own == sorted(own):
+            return at
+        (source,) = one.operands
+        order = tuple(permutation[d] for d in own)
+        return source if order == tuple(sorted(order)) else self._copied(n, source, order)
 
     def _only_operand(self, at: int) -> int | None:
         """The one full-size operand of an elementwise operation whose other operands are scalars."""
@@ -168,12 +184,16 @@ class DotOperands:
 
 
 def _read_order(node: Node, index: int, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The order in which XLA copies the dims of a matmul's operand before the matmul (DotDecomposer): batch dims, then
-    the remaining dims and the contracting dims, which the right operand has before the remaining ones. None if the matmul
-    reads the operand as it is: batch dims first, and the other two groups each in order, in either sequence.
-    """
-    contracting, batch = ([d for d in dims[index] if shape[d] != 1] for dims in node.params["dimension_numbers"])
+    """The order in which XLA copies the dims of a matmul's operand before the matmul; None if the matmul reads the operand
+    as it is: batch dims first, and the other two groups each in order, in either sequence."""
     kept = [d for d, size in enumerate(shape) if size != 1]
-    remaining = [d for d in kept if d not in (*contracting, *batch)]
-    left, right = [*batch, *remaining, *contracting], [*batch, *contracting, *remaining]
+    left, right = (_own_order(node, index, shape, is_right=is_right) for is_right in (False, True))
     return None if kept in (left, right) else tuple(right if index else left)
+
+
+def _own_order(node: Node, index: int, shape: Sequence[int], *, is_right: bool) -> list[int]:
+    """The order that XLA transposes the dims of a matmul's operand to (DotDecomposer): batch dims, then the remaining dims and
+    the contracting dims, which a right operand has before the remaining ones. Dims of one element are left out."""
+    contracting, batch = ([d for d in dims[index] if shape[d] != 1] for dims in node.params["dimension_numbers"])
+    remaining = [d for d, size in enumerate(shape) if size != 1 and d not in (*contracting, *batch)]
+    return [*batch, *contracting, *remaining] if is_right else [*batch, *remaining, *contracting]

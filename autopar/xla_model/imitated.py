@@ -56,6 +56,11 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass("ragged dot rewriter", ("ragged_dot",), ("ragged_dot_rewriter.cc",)),
     Pass("dot merger", ("dot_merger",), ("xla/hlo/transforms/simplifiers/dot_merger.cc",)),
+    Pass(
+        "layout assignment",
+        ("operand_copies",),
+        ("xla/service/gpu/transforms/layout_assignment.cc",),
+    ),
     Pass("GEMM fusion", ("gemm_fusion",), (f"{_GPU}/gemm_fusion.cc", f"{_GPU}/gemm_rewriter.cc")),
     Pass("softmax rewriter", ("softmax_rewriter",), (f"{_GPU}/softmax_rewriter_triton.cc",)),
     Pass(
