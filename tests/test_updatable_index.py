@@ -462,6 +462,19 @@ def test_damage_is_found(tmp_path: Path) -> None:
         vector_search.load(tmp_path / "nothing")
 
 
+def test_a_folder_that_is_no_index_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IndexFileError, match="is no updatable index: it has no file `pages`"):
+        vector_search.load(tmp_path)
+    start(tmp_path / "index").close()
+
+    def denied(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", denied)  # root may read everything
+    with pytest.raises(IndexFileError, match=r"index cannot be opened: Permission denied\. Check permissions"):
+        vector_search.load(tmp_path / "index")
+
+
 def _delete(which: int) -> Operation:
     return next(each for each in operations(0) if each.name == "delete")._replace(ids=np.array([which]))
 

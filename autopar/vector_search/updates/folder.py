@@ -63,8 +63,8 @@ class Opened(NamedTuple):
 
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is the folder of an updatable index."""
-    return (Path(path) / PAGES).is_file()
+    """Whether a path is a folder, as of all indexes only an updatable one is."""
+    return os.path.isdir(path)
 
 
 def complete(path: Path, fill: Callable[[Path], None], files: Files) -> None:
@@ -100,9 +100,9 @@ def opened(path: Path, files: Files) -> Opened:
     Raises:
         IndexFileError: it is no index, damaged, or open in another process.
     """
-    if not is_folder(path):
-        raise IndexFileError(f"{path} is no updatable index: it has no file `{PAGES}`")
     try:
+        if not (path / PAGES).is_file():
+            raise IndexFileError(f"{path} is no updatable index: it has no file `{PAGES}`")
         store = opened_store(path / PAGES, files)
         try:
             _lock(store, path)
@@ -111,7 +111,9 @@ def opened(path: Path, files: Files) -> Opened:
             store.close()
             raise
     except OSError as error:
-        raise IndexFileError(f"{path} cannot be opened: {error.strerror or error}. Check the disk") from None
+        raise IndexFileError(
+            f"{path} cannot be opened: {error.strerror or error}. Check permissions, and the disk"
+        ) from None
 
 
 def _lock(store: PageStore, path: Path) -> None:
