@@ -137,7 +137,10 @@ _DISTURBED = (
     *(f"stores: bsp, seed {seed}, 5 freezes" for seed in (8, 9)),
 )
 #: Data sets and seeds of lists on disk.
-_ON_DISK = tuple(f"lists: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text"))
+_ON_DISK = (
+    *(f"lists: {name}, {seed}" for seed in (21, 22, 23) for name in ("synthetic", "text")),
+    "lists: million, 21",
+)
 #: Rounds of updates, and accidents meanwhile.
 _CHANGED = (
     *(f"rounds: {k}" for k in ("same", "drift")),

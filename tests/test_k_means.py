@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar.vector_search.data.metrics import scores
 from autopar.vector_search.kernels.k_means import Sums, assign_within_capacity, k_means, nearest, split_long_lists, sums
 from benchmarks.synthetic_vectors import faiss_synthetic, skewed_clusters
 
@@ -27,6 +28,19 @@ def test_sums_of_nearest_centroid_cells_ignore_padding() -> None:
         np.testing.assert_allclose(found.vectors[each], flat[own == each].sum(axis=0), atol=1e-5)
         assert found.counts[each] == (own == each).sum()
         np.testing.assert_allclose(found.squared_distances[each], squared[own == each, each].sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_lists", [1023, 1024, 1500])
+def test_the_nearest_of_many_centroids_is_the_first_of_the_best(num_lists: int) -> None:
+    draw = np.random.default_rng(0)
+    centroids = draw.normal(size=(num_lists, 3)).astype("f")
+    centroids[[700, -1]] = centroids[[4, 0]]  # equally near
+    vectors = np.concatenate([draw.normal(size=(500, 3)), centroids[[0, 4, 700, -1]]]).astype("f")
+    found, best = nearest(jnp.asarray(vectors), jnp.asarray(centroids))
+    every = np.asarray(scores(jnp.asarray(vectors), jnp.asarray(centroids), "l2"))
+    np.testing.assert_array_equal(found, every.argmax(axis=1))
+    np.testing.assert_array_equal(best, every.max(axis=1))
+    assert np.asarray(found)[-4:].tolist() == [0, 4, 4, 0]
 
 
 def test_an_empty_list_takes_half_of_the_longest() -> None:

@@ -24,7 +24,7 @@ _CANDIDATES_PER_COPY = 4
 def closure(
     vectors: jax.Array,
     centroids: jax.Array,
-    lists: jax.Array,
+    lists: jax.Array | None = None,
     copies: int = 4,
     reach: float = 1.15,
     alpha: float = 2.0,
@@ -35,7 +35,7 @@ def closure(
     Args:
         vectors: `[n, d]`.
         centroids: `[num_lists, d]`.
-        lists: int32 `[n]`.
+        lists: int32 `[n]`; None: the nearest.
         copies: maximum number of lists per vector.
         reach: maximum distance of a further centroid, relative to the nearest one.
         alpha: as in `robust_prune`; larger takes more lists in the same direction.
@@ -44,22 +44,18 @@ def closure(
     chunk = min(chunk, num_vectors)
     num_chunks = -(-num_vectors // chunk)
     padding = num_chunks * chunk - num_vectors
-    found = lax.map(
-        lambda part: _close_chunk(part[0], centroids, part[1], copies, reach, alpha),
-        (
-            jnp.pad(vectors, ((0, padding), (0, 0))).reshape(num_chunks, chunk, dim),
-            jnp.pad(lists, (0, padding)).reshape(num_chunks, chunk),
-        ),
-    )
+    parts = jnp.pad(vectors, ((0, padding), (0, 0))).reshape(num_chunks, chunk, dim)
+    own = None if lists is None else jnp.pad(lists, (0, padding)).reshape(num_chunks, chunk)
+    found = lax.map(lambda part: _close_chunk(part[0], centroids, part[1], copies, reach, alpha), (parts, own))
     return found.reshape(num_chunks * chunk, -1)[:num_vectors]
 
 
 def _close_chunk(
-    part: jax.Array, centroids: jax.Array, own: jax.Array, copies: int, reach: float, alpha: float
+    part: jax.Array, centroids: jax.Array, own: jax.Array | None, copies: int, reach: float, alpha: float
 ) -> jax.Array:
     part = part.astype(jnp.float32)
     near = lax.top_k(scores(part, centroids, "l2"), num_candidates(copies, len(centroids)))[1].astype(jnp.int32)
-    return _kept_among(part, centroids, own, near, copies, reach, alpha)
+    return _kept_among(part, centroids, near[:, 0] if own is None else own, near, copies, reach, alpha)
 
 
 def num_candidates(copies: int, num_lists: int) -> int:

@@ -119,7 +119,7 @@ def _nearest(vectors: jax.Array, centroids: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _assigned(vectors: NDArray[np.float32], centroids: NDArray[np.float32], copies: int, reach: float) -> jax.Array:
-    placed, lists = jnp.asarray(vectors), _nearest(jnp.asarray(vectors), jnp.asarray(centroids))[0]
+    placed, near = jnp.asarray(vectors), jnp.asarray(centroids)
     if copies == 1:
-        return lists[:, None]
-    return closure(placed, jnp.asarray(centroids), lists, copies, reach, _ALPHA)
+        return _nearest(placed, near)[0][:, None]
+    return closure(placed, near, None, copies, reach, _ALPHA)

@@ -64,7 +64,7 @@ class Opened(NamedTuple):
 
 def is_folder(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder, as of all indexes only an updatable one is."""
-    return os.path.isdir(path)
+    return os.path.isdir(path)  # noqa: PTH112 - `Path.is_dir` raises where a folder above may not be read
 
 
 def complete(path: Path, fill: Callable[[Path], None], files: Files) -> None:
