@@ -43,11 +43,23 @@ def _key(one: Instruction, graph: Graph) -> Hashable | None:
 
 
 def _is_computed(program: LocalProgram, at: int) -> bool:
-    """Whether an instruction is more than a chain of elementwise operations on one array in row-major order."""
-    one = program.instructions[at]
-    if one.kind != "loop":
-        return False
-    full = [o for o in one.operands if program.instructions[o].elements == one.elements]
-    if not traits_of(one.primitive).elementwise or len(full) != 1:
-        return True
-    return _is_computed(program, full[0])
+    """Whether an instruction has no order of dims of its own.
+
+    It has that of an array in row-major order if it is a chain of elementwise operations on one, and row-major order if it
+    reads a reduction of its rows, as a softmax does, since one kernel computes whole rows.
+    """
+    is_computed, left, seen = False, [at], set[int]()
+    while left:
+        one = program.instructions[left.pop()]
+        if one.kind != "loop":
+            continue
+        if not traits_of(one.primitive).elementwise:
+            is_computed = True
+            continue
+        if any(program.instructions[o].kind == "reduce" for o in one.operands):
+            return False
+        full = [o for o in one.operands if program.instructions[o].elements == one.elements]
+        is_computed |= len(full) != 1
+        left += [o for o in full if o not in seen]
+        seen |= set(full)
+    return is_computed
