@@ -5,8 +5,8 @@
 the effort that `build_on_disk` chose for a recall target of 0.95. A simple layout starts each list at a page, and a query
 probes as many lists as a recall of 0.95 needs on these very queries. For `synthetic` the best one is 126 pages: 5,000 lists
 with closure, of 400, 1,500 and 5,000, measured before this benchmark. For `text` it is the best of 400 and 1,500 lists,
-for `million` of 10,000 and 30,000 (trained on 300,000 vectors), with and without closure (up to 8 lists within 10 %),
-measured here. Bytes used are those of the probed lists. The Zipf batch has 256 queries, the i-th of which is drawn with
+with and without closure (up to 8 lists within 10 %), measured here. For `million`, where to train other centroids takes an
+hour, it has the centroids of the index, with its closure and without. Bytes used are those of the probed lists. The Zipf batch has 256 queries, the i-th of which is drawn with
 probability 1 / i.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.ivf import search as list_search
 from autopar.vector_search.ivf.closure import closure
 from autopar.vector_search.ivf.lists import fill
-from autopar.vector_search.kernels.k_means import k_means, train
+from autopar.vector_search.kernels.k_means import k_means
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
 from benchmarks.synthetic_vectors import faiss_synthetic
 
@@ -38,10 +38,8 @@ NUM_VECTORS, DIM, NUM_QUERIES, K = 50_000, 100, 500, 10
 BATCH, COMPARED = 256, 256
 #: Vectors of larger sets.
 _LARGE = {"million": 1_000_000}
-#: Lists of the simple layouts, most vectors that train their centroids, and pages per query of the best one where it is
-#: known.
-SIMPLE_LISTS, _LARGE_SIMPLE_LISTS = (400, 1_500), {"million": (10_000, 30_000)}
-_TRAINED, KNOWN_PAGES = 300_000, {"synthetic": 126.0}
+#: Lists of the simple layouts, and pages per query of the best one where it is known.
+SIMPLE_LISTS, KNOWN_PAGES = (400, 1_500), {"synthetic": 126.0}
 RECALL = 0.95
 
 
@@ -54,7 +52,9 @@ def measure(of: str, num_vectors: int = NUM_VECTORS) -> list[Row]:
 def _measured(of: str, seed: int, num_vectors: int) -> list[Row]:
     corpus, queries = data_of(of, seed, num_vectors)
     nearest = nearest_of(corpus, queries)
-    simple = KNOWN_PAGES.get(of) or simple_pages(corpus, queries, nearest, _LARGE_SIMPLE_LISTS.get(of, SIMPLE_LISTS))
+    simple = KNOWN_PAGES.get(of, 0.0)
+    if not simple and of not in _LARGE:
+        simple = min(pages_of(corpus, queries, nearest, *each) for each in _simple_layouts(corpus))
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
         index = vector_search.build_on_disk(corpus, Path(folder) / "index", recall_target=RECALL, progress=False)
@@ -72,7 +72,12 @@ def _measured(of: str, seed: int, num_vectors: int) -> list[Row]:
         batch = draw.choice(len(queries), BATCH, p=share / share.sum())
         index.search(queries[batch], K)
         zipf = (index.reads().pages - after.pages) / sum(pages[which] for which in batch)
-        differing = _differing(index, corpus, queries[:COMPARED])
+        assigned = _assigned(index, len(corpus))
+        differing = _differing(index, corpus, queries[:COMPARED], assigned)
+        if not simple:
+            own = index.lists.centroids
+            one = _nearest_of_lists(corpus, own, assigned)
+            simple = min(pages_of(corpus, queries, nearest, own, lists) for lists in (assigned, one))
         details = index.stats().details
         index.close()
     num, num_bytes = len(queries), after.num_bytes - before.num_bytes
@@ -109,49 +114,62 @@ def rows_of(case: str, figures: Sequence[tuple[str, float, float | None, bool | 
     return rows
 
 
-def simple_pages(corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray, counts_of_lists: Sequence[int]) -> float:
-    """Pages per query of the best simple layout that reaches the recall."""
-    wide, best = jnp.asarray(corpus, jnp.float32), np.inf
-    entry = 8 + corpus.shape[1] * corpus.dtype.itemsize  # a 64-bit id
-    for num_lists in counts_of_lists:
-        if num_lists > len(corpus):
-            continue
-        centroids, layouts = _layouts(wide, num_lists)
-        near = np.argsort(((centroids**2).sum(axis=1)[None] - 2 * queries.astype(np.float32) @ centroids.T), axis=1)
-        rank = np.argsort(near, axis=1)
-        for lists in layouts:
-            held = lists[nearest]
-            ranks = np.where(held == NO_ID, num_lists, np.take_along_axis(rank[:, None], np.maximum(held, 0), axis=2))
-            needed = np.sort(ranks.min(axis=2).reshape(-1))
-            probes = int(needed[int(np.ceil(RECALL * needed.size)) - 1]) + 1
-            counts = np.bincount(lists[lists != NO_ID], minlength=num_lists)
-            pages = -(-counts * entry // PAGE_BYTES)
-            best = min(best, float(pages[near[:, :probes]].sum(axis=1).mean()))
-    return best
+def _simple_layouts(corpus: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Centroids, and the lists of each vector, without and with closure."""
+    wide = jnp.asarray(corpus, jnp.float32)
+    for num_lists in SIMPLE_LISTS:
+        if num_lists <= len(corpus):
+            clusters = k_means(wide, num_lists)
+            closed = closure(wide, clusters.centroids, clusters.lists, 8, 1.1)
+            yield np.asarray(clusters.centroids), np.asarray(clusters.lists)[:, None]
+            yield np.asarray(clusters.centroids), np.asarray(closed)
 
 
-def _layouts(vectors: jax.Array, num_lists: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Centroids, and the lists of each vector without and with closure."""
-    if len(vectors) <= _TRAINED:
-        clusters = k_means(vectors, num_lists)
-        closed = closure(vectors, clusters.centroids, clusters.lists, 8, 1.1)
-        return np.asarray(clusters.centroids), (np.asarray(clusters.lists)[:, None], np.asarray(closed))
-    key = jax.random.key(0)
-    sample = vectors[jax.random.permutation(key, len(vectors))[:_TRAINED]]
-    centroids = train(sample, sample[:num_lists], 10, key)
-    closed = np.asarray(closure(vectors, centroids, None, 8, 1.1))  # the nearest comes first
-    return np.asarray(centroids), (closed[:, :1], closed)
+def pages_of(
+    corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray, centroids: np.ndarray, lists: np.ndarray
+) -> float:
+    """Pages per query of a simple layout that probes as many lists as reach the recall.
+
+    Args:
+        lists: int32 `[n, copies]`, of each vector; `NO_ID` for fewer.
+    """
+    num_lists, entry = len(centroids), 8 + corpus.shape[1] * corpus.dtype.itemsize  # a 64-bit id
+    near = np.argsort(((centroids**2).sum(axis=1)[None] - 2 * queries.astype(np.float32) @ centroids.T), axis=1)
+    rank = np.argsort(near, axis=1)
+    held = lists[nearest]
+    ranks = np.where(held == NO_ID, num_lists, np.take_along_axis(rank[:, None], np.maximum(held, 0), axis=2))
+    needed = np.sort(ranks.min(axis=2).reshape(-1))
+    probes = int(needed[int(np.ceil(RECALL * needed.size)) - 1]) + 1
+    counts = np.bincount(lists[lists != NO_ID], minlength=num_lists)
+    pages = -(-counts * entry // PAGE_BYTES)
+    return float(pages[near[:, :probes]].sum(axis=1).mean())
 
 
-def _differing(index: vector_search.DiskIndex, corpus: np.ndarray, queries: np.ndarray) -> int:
+def _nearest_of_lists(corpus: np.ndarray, centroids: np.ndarray, assigned: np.ndarray) -> np.ndarray:
+    """int32 `[n, 1]`: of the lists of each vector, the nearest."""
+    found, squares = np.zeros((len(corpus), 1), np.int32), (centroids**2).sum(axis=1)
+    for start in range(0, len(corpus), 10_000):
+        some = assigned[start : start + 10_000]
+        products = np.einsum("nd,ncd->nc", corpus[start : start + 10_000].astype(np.float32), centroids[some])
+        far = np.where(some == NO_ID, np.inf, squares[some] - 2 * products)
+        found[start : start + 10_000, 0] = np.take_along_axis(some, far.argmin(axis=1)[:, None], axis=1)[:, 0]
+    return found
+
+
+def _assigned(index: vector_search.DiskIndex, num_vectors: int) -> np.ndarray:
+    """int32 `[n, copies]`: the lists of each vector, as the file has them; `NO_ID` for fewer."""
+    found = np.full((num_vectors, index.lists.copies), NO_ID, np.int32)
+    for entries in index.searches.reads.entries(np.arange(index.lists.num_lists)):
+        members = np.split(entries.positions, np.cumsum(entries.counts)[:-1])
+        for which, rows in zip(entries.lists, members, strict=True):
+            found[rows, (found[rows] == NO_ID).argmax(axis=1)] = which
+    return found
+
+
+def _differing(index: vector_search.DiskIndex, corpus: np.ndarray, queries: np.ndarray, assigned: np.ndarray) -> int:
     """The results whose distance differs from that of the same lists in memory; equally near vectors may be in any
     order."""
     stored, effort = index.lists, index.measured.effort
-    assigned = np.full((len(corpus), stored.copies), NO_ID, np.int32)
-    for entries in index.searches.reads.entries(np.arange(stored.num_lists)):
-        members = np.split(entries.positions, np.cumsum(entries.counts)[:-1])
-        for which, rows in zip(entries.lists, members, strict=True):
-            assigned[rows, (assigned[rows] == NO_ID).argmax(axis=1)] = which
     lists = fill(corpus, stored.centroids, assigned, stored.metric)
     search = jax.jit(list_search.search, static_argnums=(2, 3))
     there = np.asarray(search(lists, jnp.asarray(queries), K, effort).positions)
