@@ -33,6 +33,8 @@ _BATCH, _MOST = 8, 32
 _WIDTH = 8
 #: Of the placements that they like best, as many are starts.
 _GUIDED = 3
+#: The share of the requests within bounds, by queues, with which a placement on fewer devices is worth a simulation.
+_NEARLY = 0.98
 #: Of the placements that were found, as many are compared on a part of the trace with so many times the requests.
 _FINALISTS, _LONGER = 3, 5
 #: The number of models that lose the most requests, and of groups that are the least busy, which are tried together first.
@@ -239,8 +241,12 @@ class _Search:
         while True:
             value, most = self.value(placement), placement.num_devices - 1
             steps = [each for each in self._space.steps(placement) if each.num_devices <= most]
+            fewer = self.guided(steps, most)
+            guides = [good for _, good, *_ in self.guides([placement, *fewer])]
             found = None
-            for each in self.guided(steps, most):
+            for each, good in zip(fewer, guides[1:], strict=True):
+                if good < _NEARLY * guides[0]:
+                    continue
                 new = self.value(each, value)
                 if new is not None and new > value:
                     found, value = each, new
