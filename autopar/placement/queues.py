@@ -54,10 +54,14 @@ class Queues:
 
     Args:
         models: by the names in the trace.
+
+    Attributes:
+        num_arrivals: the requests that have joined queues so far, times the placements of each.
     """
 
     def __init__(self, models: Mapping[str, ModelSpec], trace: Trace) -> None:
         self._trace = trace
+        self.num_arrivals = 0
         columns = np.stack([trace.model, trace.prompt_tokens, trace.output_tokens], 1)
         kinds, self._kind = np.unique(columns.reshape(-1, 3), axis=0, return_inverse=True)
         layouts = sorted({layout for model in models.values() for layout in model.times})
@@ -85,6 +89,7 @@ class Queues:
         Returns:
             `[placements, 2]`: the number of requests that meet their bounds, and the sum of the shares of the bounds that they leave.
         """
+        self.num_arrivals += len(placements) * self._trace.num_requests
         most_groups = max((len(each.groups) for each in placements), default=0)
         at_once = max(1, _MOST_NUMBERS // max(1, most_groups * len(self._trace.models)))
         parts = [self._goodput(part) for part in itertools.batched(placements, at_once)]

@@ -39,6 +39,8 @@ _NEARLY = 0.98
 _FINALISTS, _LONGER = 3, 5
 #: The number of models that lose the most requests, and of groups that are the least busy, which are tried together first.
 _FOCUS = 2
+#: The requests that join queues in the time of one simulated iteration.
+_ARRIVALS = 1_000
 #: The largest number of models times devices with which every neighbour is simulated.
 _SMALL = 32
 
@@ -102,18 +104,23 @@ def place(
     # The order on the part need not be that on the whole trace, so the best ones are compared there, and the climb goes on.
     first = _Search(space, part)
     last = first if longer is part else _Search(space, longer)
-    starts = space.starts()
+    searches, starts = {first, last}, space.starts()
+
+    def left(share: float) -> int:
+        """What is left of a share of the effort."""
+        return int(share * effort) - sum(each.spent for each in searches)
+
+    liked = first.guided(starts, left(1 / 6))
+    found = first.run([*liked[:_GUIDED], *starts], left(2 / 3), ranks_all=True)
+    if last is not first:
+        liked = last.guided(starts, left(3 / 4))
     given = starts[: 1 if current is None else 2]
-    found = first.run([*first.guided(starts)[:_GUIDED], *starts], effort * 2 // 3)
-    finalists = last.run([*found[:_FINALISTS], *last.guided(starts)[:1], *given], effort - effort * 2 // 3)
-    best = last.with_fewer_devices(finalists[0])
+    finalists = last.run([*found[:_FINALISTS], *liked[:1], *given], left(11 / 12), ranks_all=False)
+    best = last.with_fewer_devices(finalists[0], left(1))
     outcome = simulate(best, named, trace, budget_bytes)
     load_bytes, firsts = change_bytes(best, current, named, num_devices, keeps_groups=keeps_groups)
-    evaluators = {first.evaluator, last.evaluator}
-    num_placements, num_iterations = (
-        sum(each.num_placements for each in evaluators),
-        sum(each.num_iterations for each in evaluators),
-    )
+    num_placements = sum(each.evaluator.num_placements for each in searches)
+    num_iterations = sum(each.evaluator.num_iterations for each in searches)
     return Found(best, outcome, firsts, load_bytes, num_placements, num_iterations)
 
 
@@ -140,35 +147,53 @@ class _Search:
         counts = np.bincount(trace.model, minlength=len(trace.models)).tolist()
         self.num_requests: dict[str, int] = dict(zip(trace.models, counts, strict=True))
 
-    def run(self, starts: list[Placement], effort: int) -> list[Placement]:
+    @property
+    def spent(self) -> int:
+        """The effort so far, in iterations of engines; the queues count by their time."""
+        return self.evaluator.num_iterations + self._queues.num_arrivals // _ARRIVALS
+
+    def run(self, starts: list[Placement], effort: int, *, ranks_all: bool) -> list[Placement]:
         """Climb from each start while effort is left.
+
+        Args:
+            ranks_all: whether all starts are compared, or a simulation ends as soon as an earlier start is better.
 
         Returns:
             All placements that were found, the best one first.
         """
-        most = self.evaluator.num_iterations + effort
-        values = {start: self.value(start) for start in starts}
+        until = self.spent + effort
+        values: dict[Placement, _Value | None] = {}
+        best = None
+        for start in starts:
+            values[start] = value = self.value(start, None if ranks_all else best)
+            if value is not None and (best is None or value > best):
+                best = value
         for start in sorted(values, key=lambda start: values[start] or (), reverse=True):
-            found = self._climb(start, most)
+            if self.spent >= until:
+                break
+            found = self._climb(start, until)
             values[found] = self.value(found)
         return sorted(values, key=lambda each: values[each] or (), reverse=True)
 
-    def guided(self, starts: list[Placement], most_devices: float = math.inf) -> list[Placement]:
-        """The placements that the queues like best, of the starts, their neighbours, the neighbours of the best of these, and so on.
+    def guided(self, starts: list[Placement], effort: int, most_devices: float = math.inf) -> list[Placement]:
+        """The placements that the queues like best, of the starts, their neighbours, the neighbours of the best of these, and so on,
+        while effort is left.
 
         Args:
             most_devices: the devices of each neighbour at most.
         """
+        until = self.spent + effort
         seen = dict(zip(starts, self.guides(starts), strict=True))
         done: set[Placement] = set()
         while True:
             best = sorted(seen, key=seen.__getitem__, reverse=True)[:_WIDTH]
             new = [each for each in best if each not in done]
-            if not new:
+            if not new or self.spent >= until:
                 return best
             done.update(new)
             steps = dict.fromkeys(step for each in new for step in self._space.steps(each) if step not in seen)
             fewer = [step for step in steps if step.num_devices <= most_devices]
+            fewer = fewer[: (until - self.spent) * _ARRIVALS // max(1, self.evaluator.trace.num_requests)]
             seen |= zip(fewer, self.guides(fewer), strict=True)
 
     def guides(self, placements: Sequence[Placement]) -> list[tuple[int, float, int, float]]:
@@ -193,11 +218,11 @@ class _Search:
             return None
         return num_placed, score.num_good, -placement.num_devices, -self._space.load_bytes(placement)
 
-    def _climb(self, placement: Placement, effort: int) -> Placement:
-        """Take the best simulated neighbour until none is better."""
+    def _climb(self, placement: Placement, until: int) -> Placement:
+        """Take the best simulated neighbour until none is better, or until so much effort is spent."""
         value = self.value(placement)
         assert value is not None
-        while self.evaluator.num_iterations < effort:
+        while self.spent < until:
             steps = self._ranked(self._space.steps(placement))
             ranked = dict.fromkeys([*self._where_requests_are_lost(placement), *steps])
             found = None
@@ -206,9 +231,9 @@ class _Search:
                     new = self.value(each, value)
                     if new is not None and new > value:
                         found, value = each, new
-                    if self.evaluator.num_iterations >= effort:
+                    if self.spent >= until:
                         break
-                if found is not None or self.evaluator.num_iterations >= effort:
+                if found is not None or self.spent >= until:
                     break
             if found is None:
                 break
@@ -236,23 +261,25 @@ class _Search:
         both = itertools.chain.from_iterable(zip(by_queues, by_formula, strict=True))
         return list(dict.fromkeys(both))[: self._most]
 
-    def with_fewer_devices(self, placement: Placement) -> Placement:
-        """A placement with as many requests within bounds on the fewest devices for which one is found."""
-        while True:
+    def with_fewer_devices(self, placement: Placement, effort: int) -> Placement:
+        """A placement with as many requests within bounds on the fewest devices for which one is found while effort is left."""
+        until = self.spent + effort
+        while self.spent < until:
             value, most = self.value(placement), placement.num_devices - 1
             steps = [each for each in self._space.steps(placement) if each.num_devices <= most]
-            fewer = self.guided(steps, most)
+            fewer = self.guided(steps, (until - self.spent) // 2, most)
             guides = [good for _, good, *_ in self.guides([placement, *fewer])]
             found = None
             for each, good in zip(fewer, guides[1:], strict=True):
-                if good < _NEARLY * guides[0]:
+                if good < _NEARLY * guides[0] or self.spent >= until:
                     continue
                 new = self.value(each, value)
                 if new is not None and new > value:
                     found, value = each, new
             if found is None:
-                return placement
+                break
             placement = found
+        return placement
 
 
 def _check(models: Mapping[str, ModelSpec], trace: Trace, num_devices: int, budget_bytes: float) -> None:
