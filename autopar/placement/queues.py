@@ -11,7 +11,6 @@ one array operation for all of them, which takes about a thousandth of the time 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -63,7 +62,8 @@ class Queues:
         self._trace = trace
         self.num_arrivals = 0
         columns = np.stack([trace.model, trace.prompt_tokens, trace.output_tokens], 1)
-        kinds, self._kind = np.unique(columns.reshape(-1, 3), axis=0, return_inverse=True)
+        kinds, number_of_kind = np.unique(columns.reshape(-1, 3), axis=0, return_inverse=True)
+        self._kind = number_of_kind.reshape(-1)  # NumPy 2.0 returns it in two dimensions
         layouts = sorted({layout for model in models.values() for layout in model.times})
         self._number = {layout: number for number, layout in enumerate(layouts)}
         self._step_s = np.zeros((len(layouts) + 1, len(trace.models)))
@@ -92,7 +92,8 @@ class Queues:
         self.num_arrivals += len(placements) * self._trace.num_requests
         most_groups = max((len(each.groups) for each in placements), default=0)
         at_once = max(1, _MOST_NUMBERS // max(1, most_groups * len(self._trace.models)))
-        parts = [self._goodput(part) for part in itertools.batched(placements, at_once)]
+        starts = range(0, len(placements), at_once)
+        parts = [self._goodput(placements[start : start + at_once]) for start in starts]
         return np.concatenate([np.zeros((0, 2)), *parts])
 
     def _goodput(self, placements: Sequence[Placement]) -> NDArray[np.float64]:

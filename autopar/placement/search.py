@@ -224,10 +224,10 @@ class _Search:
         assert value is not None
         while self.spent < until:
             steps = self._ranked(self._space.steps(placement))
-            ranked = dict.fromkeys([*self._where_requests_are_lost(placement), *steps])
+            ranked = list(dict.fromkeys([*self._where_requests_are_lost(placement), *steps]))
             found = None
-            for batch in itertools.batched(ranked, _BATCH):
-                for each in batch:
+            for start in range(0, len(ranked), _BATCH):
+                for each in ranked[start : start + _BATCH]:
                     new = self.value(each, value)
                     if new is not None and new > value:
                         found, value = each, new
@@ -266,6 +266,7 @@ class _Search:
         until = self.spent + effort
         while self.spent < until:
             value, most = self.value(placement), placement.num_devices - 1
+            assert value is not None
             steps = [each for each in self._space.steps(placement) if each.num_devices <= most]
             fewer = self.guided(steps, (until - self.spent) // 2, most)
             guides = [good for _, good, *_ in self.guides([placement, *fewer])]

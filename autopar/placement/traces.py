@@ -117,7 +117,8 @@ class Trace:
             with Path(path).open(newline="", encoding="utf-8-sig") as file:
                 rows = _rows(csv.DictReader(file), str(path), models)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
-            raise PlacementError(f"the trace {path} cannot be read: {error}") from None
+            reason = getattr(error, "strerror", None) or error
+            raise PlacementError(f"the trace {path} cannot be read: {reason}") from None
         if not rows:
             raise PlacementError(f"the trace {path} has no requests: record some, or leave the trace out")
         rows.sort(key=lambda row: row[0])
