@@ -40,7 +40,7 @@ def measure(case: str) -> list[Row]:
         for number, name in enumerate(names)
     ]
     trace = synthetic_trace(traffic, 20.0, settings.SEARCH_SEED)
-    found = place(models, trace, num_devices, settings.BUDGET_BYTES, effort=60_000)
+    found = place(models, trace, num_devices, settings.BUDGET_BYTES)
     named, demand = by_name(models), Demand(by_name(models), trace)
     solved = largest_rates(named, demand, num_devices, settings.BUDGET_BYTES)
     mine = largest_rates(named, demand, num_devices, settings.BUDGET_BYTES, only=found.placement)
