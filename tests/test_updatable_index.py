@@ -113,9 +113,8 @@ def test_a_closed_index_is_opened_as_it_was(tmp_path: Path, index: vector_search
     for reader in ("mmap", "direct"):
         with loaded(index.path, reader=reader) as again:
             assert held_by(again) == held
-            if (
-                reader == "mmap"
-            ):  # a copy has all in lists, and so has the index afterwards: its usual searches are others
+            # a copy has all in lists, and so has the index afterwards: its usual searches are others
+            if reader == "mmap":
                 np.testing.assert_array_equal(again.search(vectors[:20], 10).ids, usual.ids)
             np.testing.assert_array_equal(again.search(vectors[:20], 10, effort=9).ids, whole.ids)
             again.save(tmp_path / f"copy-{reader}")

@@ -121,9 +121,10 @@ class Case:
 
 _SQUARES = {name: array(WIDTH, WIDTH) for name in "abcd"}
 _DATA = P("data")
+_DATA_PARALLEL = {"x": _DATA, "ws/*": P(), "momenta/*": P()}
 _COLUMNS, _ROWS = P(None, "model"), P("model", None)
 CASES = {
-    "data parallel": Case(layers, _SQUARES, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": P(), "momenta/*": P()}),
+    "data parallel": Case(layers, _SQUARES, array(ROWS, WIDTH), "8", _DATA_PARALLEL),
     "FSDP": Case(layers, _SQUARES, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": _DATA, "momenta/*": _DATA}),
     "Megatron": Case(
         layers,
@@ -138,14 +139,14 @@ CASES = {
         {name: array(512, 512, dtype=jnp.bfloat16) for name in "qkvo"},
         array(64, 512, 512, dtype=jnp.bfloat16),
         "8",
-        {"x": _DATA, "ws/*": P(), "momenta/*": P()},
+        _DATA_PARALLEL,
     ),
     "heads": Case(
         heads,
         {name: array(1024, 1024, dtype=jnp.bfloat16) for name in "qkvo"},
         array(32, 512, 1024, dtype=jnp.bfloat16),
         "8",
-        {"x": _DATA, "ws/*": P(), "momenta/*": P()},
+        _DATA_PARALLEL,
     ),
     **{
         f"dropout after a softmax in {jnp.dtype(dtype).name}": Case(
@@ -153,7 +154,7 @@ CASES = {
             {name: array(512, 512, dtype=jnp.bfloat16) for name in "qkvo"},
             array(64, 1024, 512, dtype=jnp.bfloat16),
             "8",
-            {"x": _DATA, "ws/*": P(), "momenta/*": P()},
+            _DATA_PARALLEL,
         )
         for dtype in (jnp.float32, jnp.bfloat16)
     },
@@ -162,7 +163,7 @@ CASES = {
         {"a": array(WIDTH, 4 * WIDTH), "b": array(4 * WIDTH), "c": array(4 * WIDTH, WIDTH), "d": array(WIDTH)},
         array(ROWS, WIDTH),
         "8",
-        {"x": _DATA, "ws/*": P(), "momenta/*": P()},
+        _DATA_PARALLEL,
     ),
     "two partial sums": Case(
         gated,
@@ -185,9 +186,7 @@ CASES = {
         "2x4",
         {"x": P(("data", "model")), "ws/*": P("model"), "momenta/*": P("model")},
     ),
-    "scan": Case(
-        scanned, {"w": array(6, WIDTH, WIDTH)}, array(ROWS, WIDTH), "8", {"x": _DATA, "ws/*": P(), "momenta/*": P()}
-    ),
+    "scan": Case(scanned, {"w": array(6, WIDTH, WIDTH)}, array(ROWS, WIDTH), "8", _DATA_PARALLEL),
 }
 
 
