@@ -75,9 +75,7 @@ def test_prices_are_what_is_exposed() -> None:
     assert tried == [overlap._exposed_shares(begun), {"gather": 0.6, "sum": 0.4}]
     faster = 0.99 * begun.step_time_s
     assert overlap.search_overlap_prices(begun, other, faster, only_one=False) == []
-    assert tried[2:] == tried[:1], "another mesh is faster, so other shares are not tried"
-    overlap.search_overlap_prices(begun, other, 0.7 * begun.step_time_s, only_one=False)
-    assert len(tried) == 3, "nothing would make it so much faster"
+    assert len(tried) == 2, "another mesh is faster"
 
 
 @pytest.mark.slow

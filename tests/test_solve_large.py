@@ -198,6 +198,33 @@ def test_the_same_seed_gives_the_same_answer(everything_is_large: None) -> None:
     assert all(problem.fits(a.choices) for a in answers)
 
 
+def grid(side: int = 7, num_strategies: int = 5, *, seed: int = 0) -> Problem:
+    """Nodes in a square, each with edges to its neighbours, and costs between 0 and 1."""
+    rng = np.random.default_rng(seed)
+    numbers = np.arange(side * side).reshape(side, side)
+    across, down = (numbers[:, :-1], numbers[:, 1:]), (numbers[:-1], numbers[1:])
+    pairs = [pair for one, next_ in (across, down) for pair in zip(one.flat, next_.flat, strict=True)]
+    edges = tuple(Edge(int(u), int(v), rng.random((num_strategies, num_strategies))) for u, v in pairs)
+    return Problem(tuple(rng.random(num_strategies) for _ in range(side * side)), edges)
+
+
+@pytest.mark.parametrize("rounds_help", [True, False])
+def test_larger_tables_come_before_the_large_search(monkeypatch: pytest.MonkeyPatch, *, rounds_help: bool) -> None:
+    problem, searches = grid(), list[LargeSearch]()
+    optimum = Ilp().solve(problem)
+    assert optimum.status is Status.OPTIMAL
+    monkeypatch.setattr(search, "plan_exact", lambda *_, **__: None)
+    limits = {"_SMALL": 0, "_MIP_SIZE": 0, "_FIRST_TABLE": 5, "_NARROWED": 1.0 if rounds_help else 0.0}
+    for name, value in limits.items():
+        monkeypatch.setattr(search, name, value)
+    run = LargeSearch.run
+    monkeypatch.setattr(LargeSearch, "run", lambda self, least: (searches.append(self), run(self, least))[1])
+    found = Ilp(time_limit_s=30.0, step_limit=20).solve(problem)
+    assert bool(searches) is not rounds_help
+    assert math.isclose(found.cost, optimum.cost, rel_tol=1e-9) or not rounds_help
+    assert found.lower_bound <= optimum.cost * (1 + 1e-9)
+
+
 def test_the_status_says_that_time_ran_out(everything_is_large: None) -> None:
     assert Ilp(time_limit_s=2.0).solve(ring(60)).status is Status.FEASIBLE
 

@@ -23,6 +23,7 @@ above. Between domains, a collective takes no less than inside one.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -110,6 +111,13 @@ def collective_time(
             its combiner threshold. It then pays only its share of launch and latency, but at least
             `combined_launch_fraction` of them.
     """
+    # A registered name may get another collective later.
+    return (_kept_time if kind in BUILT_IN else _time)(kind, num_bytes, axes, mesh, profile, combinable)
+
+
+def _time(
+    kind: str, num_bytes: float, axes: tuple[str, ...], mesh: MeshShape, profile: HardwareProfile, combinable: bool
+) -> float:
     if mesh.sizes(axes) == 1:
         return 0.0
     share = 1.0
@@ -133,6 +141,10 @@ def collective_time(
 
         fitted *= model(devices, profile.host_link) / model(nearest, link)
     return fitted if in_domain else max(fitted, collective(kind).seconds(call))
+
+
+#: Timelines of one plan ask for the same collectives again and again.
+_kept_time = functools.lru_cache(maxsize=1 << 16)(_time)
 
 
 def _fitted_seconds(fit: CollectiveFit, call: Call) -> float:

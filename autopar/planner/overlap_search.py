@@ -60,7 +60,8 @@ def search_overlap_prices(
     first: Candidate, other: Callable[[Prices, float], Candidate | None], to_beat: float, *, only_one: bool
 ) -> list[Candidate]:
     """Plans by prices that anticipate overlap: the shares of hideable communication that are exposed in the plan before, as long as
-    each plan is faster than the one before. If none is, the fastest plan on all meshes gets other prices once.
+    each plan is faster than the one before. If none is, other prices are tried once. A plan slower than `to_beat` is not improved
+    this way: no mesh whose plan was slower has become the fastest (decision 110).
 
     Args:
         first: the plan to improve.
@@ -69,7 +70,7 @@ def search_overlap_prices(
         only_one: whether to stop after one plan.
     """
     tried, best, before = list[Candidate](), first, dict[Hideable, float]()
-    while is_worth_hiding(best, to_beat):
+    while best.step_time_s <= to_beat and is_worth_hiding(best, to_beat):
         prices = _exposed_shares(best)
         plan = None if prices == before else other(prices, min(best.step_time_s, to_beat))
         if plan is None:

@@ -10,7 +10,8 @@ Each round works on the part of the problem that contains every assignment cheap
    optimum. With a memory limit, memory gets a price (`memory_dual.py`).
 2. The best combination of the strategies seen so far becomes the incumbent, commonly within 0.1 % of the bound.
 3. Strategies that appear in no assignment cheaper than the incumbent are deleted. The remaining part is reduced
-   again. HiGHS solves it if it is small or no longer shrinks; otherwise another round follows.
+   again. HiGHS solves it if it is small or no longer shrinks; otherwise another round follows, with larger tables. Without
+   a memory limit a round is also worth it, for a part too large for HiGHS, as long as it narrows the gap.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _FIRST_TABLE = 1 << 16  # entries above which the first rounds split a table
 _MOST_WORK = 2 * 10**9
 _SMALL = 20_000  # edge entries up to which HiGHS solves a part without further rounds
 _SHRUNK = 0.8  # a round must shrink the edge entries below this share to be followed by another
+_NARROWED = 0.8  # or the gap below this share, where the part is too large for HiGHS and has no memory limit
+_GROWTH = 4  # of tables, and of the time, from one round to the next
 _FIT_SHARE = 0.3  # of the remaining time, to find an assignment that fits
 _COMBINE_SHARE = 0.3  # of the remaining time, to combine assignments into an incumbent
 _SMALL_GAP, _SMALL_GAP_SHARE = 1e-4, 0.05  # below this relative gap HiGHS gets this share of the remaining time
@@ -68,7 +71,7 @@ class Search:
         self.best = Incumbent(problem, budget.deadline, progress, relative_gap)
         self._problem, self._budget, self._seed = problem, budget, seed
         self._mip_gap = 0.1 * PROVEN if relative_gap <= PROVEN else 0.9 * relative_gap
-        self._rounds = 0
+        self._rounds, self._started, self._gap = 0, 0.0, np.inf
 
     def run(self) -> None:
         """Search until the optimum is proven, the deadline passes or the user interrupts.
@@ -102,7 +105,8 @@ class Search:
 
     def _search_on(self, grid: Gridded) -> None:
         """Search the whole problem on one grid."""
-        self.best.grid, self.best.outside, self._rounds = grid, np.inf, 0
+        self.best.grid, self.best.outside = grid, np.inf
+        self._rounds, self._gap = 0, np.inf
         part = self._nonempty(whole_part(grid.problem, self.best.until(_REDUCE_SHARE)))
         while part is not None and self.best.is_open():
             part = self._round(replace(part, deadline=self.best.deadline))
@@ -131,7 +135,7 @@ class Search:
 
     def _round(self, part: Part) -> Part | None:
         """Bound and search a part. Returns what is left to search: None once the part is settled."""
-        problem = part.problem
+        problem, self._started = part.problem, time.monotonic()
         elimination = plan_exact(problem, max_entries=_LARGEST_TABLE, max_work=_EXACT_WORK)
         if elimination is None and problem.memory_limit is not None:
             if part.size() > _MIP_SIZE:
@@ -141,7 +145,9 @@ class Search:
             if not self.best.is_open():
                 return None
         if elimination is None:  # larger tables give better bounds but are seldom worth their time in early rounds
-            elimination = plan_elimination(problem, max_entries=_FIRST_TABLE << 2 * self._rounds, max_work=_MOST_WORK)
+            elimination = plan_elimination(
+                problem, max_entries=_FIRST_TABLE * _GROWTH**self._rounds, max_work=_MOST_WORK
+            )
         self._rounds += 1
         choices, bound = elimination.solve(problem.node_costs)
         self.best.raise_bound(bound if elimination.exact else bound - part.rounding_error(bound))
@@ -173,10 +179,11 @@ class Search:
             return left
         return self._settle(left)
 
-    def _settle(self, part: Part) -> None:
-        """Solve a part to the end: by exact elimination with larger tables, by HiGHS or by the large search."""
+    def _settle(self, part: Part) -> Part | None:
+        """Solve a part to the end: by exact elimination with larger tables, by HiGHS or by the large search. Returns the part if
+        another round comes first."""
         if not self.best.is_open():
-            return
+            return None
         if part.problem.memory_limit is None and part.size() > _SMALL:
             elimination = plan_exact(part.problem, max_entries=_LAST_TABLE, max_work=_LAST_WORK)
             if elimination is not None:
@@ -184,15 +191,23 @@ class Search:
                 if bound < np.inf:
                     self.best.keep(part.expand(choices))
                 self.best.raise_bound(bound)
-                return
+                return None
         if part.size() > _MIP_SIZE:
-            self._search_large(part)
-            return
+            return part if self._narrows(part) else self._search_large(part)
         best = self.best
         is_small = best.cost - best.bound <= _SMALL_GAP * abs(best.cost)
         deadline = best.until(_SMALL_GAP_SHARE) if is_small else best.deadline
         report = best.report if best.outside == np.inf else None  # else its bound is not valid for the whole problem
         best.raise_bound(best.branch(part, deadline, self._mip_gap, report).bound)
+        return None
+
+    def _narrows(self, part: Part) -> bool:
+        """Whether another round, with larger tables, has time and is likely to narrow the gap of a part without a memory limit."""
+        before, self._gap = self._gap, self.best.cost - self.best.bound
+        now, table = time.monotonic(), _FIRST_TABLE * _GROWTH**self._rounds
+        has_time = now + _GROWTH * (now - self._started) < self.best.deadline
+        is_open = part.problem.memory_limit is None and table <= _LARGEST_TABLE and has_time
+        return is_open and self._gap < _NARROWED * before
 
     def _search_large(self, part: Part) -> None:
         """Search a part by message passing and annealing."""

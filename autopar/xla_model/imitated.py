@@ -59,7 +59,7 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         "layout assignment",
         ("operand_copies",),
-        ("xla/service/gpu/transforms/layout_assignment.cc",),
+        ("xla/backends/gpu/transforms/layout_assignment.cc",),
     ),
     Pass("GEMM fusion", ("gemm_fusion",), (f"{_GPU}/gemm_fusion.cc", f"{_GPU}/gemm_rewriter.cc")),
     Pass("softmax rewriter", ("softmax_rewriter",), (f"{_GPU}/softmax_rewriter_triton.cc",)),

@@ -1,7 +1,7 @@
 """Give the copies of one operand that several matmuls read one order of dims, where XLA's layout assignment does.
 
 In: a `LocalProgram` whose matmuls are merged. Out: the same program with fewer copies. Source: openxla/xla,
-xla/service/gpu/transforms/layout_assignment.cc; its effect as found by compiling attention layers (JAX 0.12).
+xla/backends/gpu/transforms/layout_assignment.cc; its effect as found by compiling attention layers (JAX 0.12).
 """
 
 from __future__ import annotations
