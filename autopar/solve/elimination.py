@@ -77,6 +77,8 @@ class Elimination:
     _steps: tuple[tuple[Bucket, ...], ...] = field(repr=False)
     _cores: tuple[np.ndarray, ...] = field(repr=False)
     _partitions: Partitions = field(repr=False)
+    #: The costs of the last forward pass, and the pass.
+    _last: list[tuple[Sequence[np.ndarray], _Forward]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def exact(self) -> bool:
@@ -126,6 +128,15 @@ class Elimination:
     # -- forward -----------------------------------------------------------------------------
 
     def _forward(self, node_costs: Sequence[np.ndarray]) -> _Forward:
+        """The forward pass, kept because `marginals` commonly follows `solve` with the same costs."""
+        if self._last and self._last[0][0] is node_costs:
+            return self._last[0][1]
+        forward = self._ran_forward(node_costs)
+        if isinstance(node_costs, tuple):  # a list may change
+            self._last[:] = [(node_costs, forward)]
+        return forward
+
+    def _ran_forward(self, node_costs: Sequence[np.ndarray]) -> _Forward:
         forward = _Forward([*self._cores], [f.kind for f in self._factors[: len(self._cores)]], {}, 0.0)
         known: dict[tuple[object, ...], tuple[np.ndarray, int]] = {}
         value = 0.0
