@@ -161,7 +161,7 @@ class HardwareProfile:
     usd_per_device_hour: float | None = None
     replay_rates: str | None = None
     xla_target: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
-    xla_estimator: EstimatorProfile | None = field(default=None, compare=False, repr=False)
+    xla_estimator: EstimatorProfile | None = field(default=None, repr=False)
 
     @property
     def usable_bytes(self) -> float:
