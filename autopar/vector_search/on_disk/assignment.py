@@ -45,8 +45,8 @@ class Assignment:
         centre: f32 `[d]`, subtracted from vectors; None: not centred.
         copies: maximum number of lists per vector.
         rows: vectors that are assigned at a time.
-        radii: f32 `[num_lists]`, rms distance of the sample's vectors from the nearest centroid.
-        num_trained: int64 `[num_lists]`, vectors of the sample that are nearest to each centroid.
+        radii: f32 `[num_lists]`, rms distance of the vectors that it was trained with from the nearest centroid.
+        num_trained: int64 `[num_lists]`, vectors that each centroid is the mean of.
         points, graph: find the nearest centroids, where there are many; None: all are compared.
     """
 
@@ -94,7 +94,7 @@ def trained(
 
     Args:
         sample: `[m, d]`, at least `num_lists` vectors.
-        chunks: the corpus, which is read `_PASSES` times if the sample is small; of at most `rows` vectors.
+        chunks: the corpus, which is read `_PASSES` times if the sample is small.
         rows: vectors that are assigned at a time.
     """
     is_centred = metric == "l2" and not is_integer(sample.dtype)

@@ -1,8 +1,8 @@
 """Build lists on disk within a memory budget, from a corpus that may be larger than memory.
 
 In: an array, or a function that returns chunks. Out: a page file. The corpus is read three times: for a sample; to
-assign vectors to lists, and to find the true neighbours of the recall sample; and to write the lists. It is read twice
-more to train the centroids if the sample has few vectors per list.
+assign vectors to lists, and to find the true neighbours of the recall sample; and to write the lists. It is read three
+times more to train the centroids if the sample has few vectors per list.
 """
 
 from __future__ import annotations
