@@ -461,6 +461,20 @@ def test_damage_is_found(tmp_path: Path) -> None:
         vector_search.load(tmp_path / "nothing")
 
 
+def test_files_of_other_names_stay(tmp_path: Path) -> None:
+    with vector_search.create_updatable(tmp_path / "index", DIM, background=False) as made:
+        made.insert([1], drawn(1))
+        made.checkpoint()
+    others = ["log-", "log-!", "log-000000000000.old", "log-1", "log-z"]
+    for name in others:
+        (tmp_path / "index" / name).write_text("mine")
+    with loaded(tmp_path / "index") as index:
+        assert len(index) == 1
+        index.save(tmp_path / "copy")
+    assert {each.name for each in (tmp_path / "index").iterdir()} >= set(others)
+    assert not {each.name for each in (tmp_path / "copy").iterdir()} & set(others)
+
+
 def test_a_folder_that_is_no_index_or_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IndexFileError, match="is no updatable index: it has no file `pages`"):
         vector_search.load(tmp_path)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from autopar.errors import SearchError
 from autopar.vector_search.data.metrics import NO_ID, Metric, worst_distance
 
 
@@ -45,11 +46,25 @@ def found_at(positions: NDArray[Any], distances: NDArray[Any], ids: NDArray[np.i
     return padded(Found(found, distances), k, metric)
 
 
+#: Maximum results, of which some are missing.
+_MOST_PADDED = 2**28
+
+
 def padded(found: Found, k: int, metric: Metric) -> Found:
-    """Pad a result, `[num_queries, m]`, to k columns; m is at most k."""
-    missing = ((0, 0), (0, k - found.ids.shape[1]))
+    """Pad a result, `[num_queries, m]`, to k columns; m is at most k.
+
+    Raises:
+        SearchError: so many results do not fit in memory, and most of them are missing.
+    """
+    num_queries, num_found = found.ids.shape
+    missing = ((0, 0), (0, k - num_found))
     if not missing[1][1]:
         return found
+    if num_queries * k > _MOST_PADDED:
+        raise SearchError(
+            f"`k` is {k:,}, for {num_queries:,} queries, and the index has {num_found:,} vectors to return: give at most"
+            f" that many"
+        )
     worst = worst_distance(found.distances.dtype, metric)
     return Found(
         np.pad(found.ids, missing, constant_values=NO_ID), np.pad(found.distances, missing, constant_values=worst)

@@ -79,13 +79,15 @@ def write(
 
 @contextlib.contextmanager
 def written_whole(target: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which replaces the target when the block ends; after an error the target is as it was.
+    """A file to write, which replaces the target when the block ends; after an error the target is as it was. Of a symbolic
+    link, what it points to is replaced.
 
     Raises:
         IndexFileError: the file cannot be written.
     """
     unfinished: Path | None = None
     try:
+        target = Path(os.path.realpath(target)) if target.is_symlink() else target
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         unfinished = Path(name)
         with os.fdopen(handle, "wb") as file:

@@ -18,9 +18,9 @@ from autopar.errors import SearchError
 from autopar.vector_search.estimate.efforts import MAX_RECALL
 from autopar.vector_search.estimate.sizes import PARTS, SearchSpec, index_bytes, read_bytes
 
-#: A page has so many bytes before its checksum. A list has a mean of 1.75 pages; a query reads 2.04 for each that it probes. A
-#: vector is in up to 2.2 lists, and the file is 1.19 times its entries (measured, benchmarks/results/vector_disk.md).
-_PAGE_BYTES, _PAYLOAD_BYTES, _LIST_PAGES, _READ_PAGES, _SPACE, _PADDING = 4096, 4092, 1.75, 2.04, 2.2, 1.19
+#: A page has so many bytes before its checksum. A list has a mean of 1.75 pages; a query reads 1.65 for each that it probes. A
+#: vector is in up to 2.2 lists, and the file is 1.02 times its entries (measured, benchmarks/results/vector_disk.md).
+_PAGE_BYTES, _PAYLOAD_BYTES, _LIST_PAGES, _READ_PAGES, _SPACE, _PADDING = 4096, 4092, 1.75, 1.65, 2.2, 1.02
 #: Pages that a query reads per node of its beam, at a width of 4 (measured); nodes per entry point.
 _PAGES_PER_BEAM, _PER_ENTRY = 1.0, 100
 #: Bytes in memory per list or entry point, beside its vector in f32 and the edges of its node: offsets, counts and radius;

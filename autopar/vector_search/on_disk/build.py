@@ -1,7 +1,8 @@
 """Build lists on disk within a memory budget, from a corpus that may be larger than memory.
 
 In: an array, or a function that returns chunks. Out: a page file. The corpus is read three times: for a sample; to
-assign vectors to lists, and to find the true neighbours of the recall sample; and to write the lists.
+assign vectors to lists, and to find the true neighbours of the recall sample; and to write the lists. It is read three
+times more to train the centroids if the sample has few vectors per list.
 """
 
 from __future__ import annotations
@@ -20,25 +21,27 @@ from autopar.vector_search.data.metrics import NO_ID, Metric
 from autopar.vector_search.data.progress import Report
 from autopar.vector_search.frame.recall_tuning import Measured, sample_size
 from autopar.vector_search.graph.nearest_points import point_graph
-from autopar.vector_search.on_disk.assignment import Assignment, trained
+from autopar.vector_search.on_disk.assignment import ENOUGH, REACH, Assignment, trained
 from autopar.vector_search.on_disk.choice_tuning import RULE_LISTS, Choice, tuned_choice
 from autopar.vector_search.on_disk.chunks import Chunks, Source
-from autopar.vector_search.on_disk.corpus_sample import RecallSample, checked_corpus
+from autopar.vector_search.on_disk.corpus_sample import RecallSample, Truth, checked_corpus
 from autopar.vector_search.on_disk.hit_model import Lists
 from autopar.vector_search.on_disk.index import KIND
 from autopar.vector_search.on_disk.layout import order_of, packed
 from autopar.vector_search.on_disk.long_lists import cut_long_lists
 from autopar.vector_search.on_disk.page_file import PageFileWriter
+from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
 from autopar.vector_search.on_disk.probe_tuning import Tuned
-from autopar.vector_search.on_disk.probing import Nearest, nearest_lists, prepared
+from autopar.vector_search.on_disk.probing import Nearest, nearest_lists, prepared, without_own
 from autopar.vector_search.on_disk.spill import AssignedLists, Spill
 from autopar.vector_search.on_disk.stored_lists import StoredLists, entry_bytes, mean_entries
+from autopar.vector_search.on_disk.whole_pages import LEVELS, filled, levels_of, sizes_of
 
-#: Maximum default lists, whose centroids a search compares one by one; sampled vectors per list.
-_MAX_LISTS, _SAMPLED = 65_536, 256
+#: Maximum default lists, whose centroids a search compares one by one.
+_MAX_LISTS = 65_536
 #: Queries that the rule by expected neighbours is tuned with: a larger sample has a tighter bound of the recall.
 #: Comparing all vectors with them costs at most so many scores.
-_RULE_QUERIES, _RULE_SCORES = 4096, 2**31
+_RULE_QUERIES, _RULE_SCORES = 4096, 2**32
 #: Queries of the sample whose nearest lists are found at a time.
 _QUERIES_AT_ONCE = 256
 #: Minimum and maximum vectors of a chunk.
@@ -68,12 +71,16 @@ class DiskOptions:
 
 
 class _Assigned(NamedTuple):
-    """The lists of all vectors; vectors of each list; true neighbours of the sample; the sample's queries."""
+    """The lists of all vectors.
+
+    Args:
+        counts: vectors of each list.
+        of: int64 `[num_lists]`, the centroid of each list.
+    """
 
     lists: AssignedLists
     counts: NDArray[np.int64]
-    truth: NDArray[np.int32]
-    queries: NDArray[Any]
+    of: NDArray[np.int64]
 
 
 def build_file(
@@ -92,19 +99,16 @@ def build_file(
     num_queries = _num_queries(num, options)
     rows = chunks.max_rows = _rows(chunks.dim, num_lists, num_queries, options)
     report(f"train {num_lists:,} centroids", 0.1)
-    sample = sampled[: max(num_lists, min(len(sampled), _SAMPLED * num_lists))]
-    assignment = trained(sample, metric, num_lists, options.copies, options.space, rows)
+    sample = sampled[: max(num_lists, min(len(sampled), ENOUGH * num_lists))]
+    assignment = trained(sample, chunks, metric, num_lists, options.copies, rows)
+    one = entry_bytes(chunks.dim, chunks.dtype)
     with ExitStack() as files:
-        file = files.enter_context(closing(AssignedLists(assignment.copies, path.parent)))
         report(f"assign {num:,} vectors to {num_lists:,} lists", 0.3)
         recall_sample = RecallSample(sampled, queries, metric, assignment.centre, num_queries, num)
-        assigned = _assigned(chunks, recall_sample, assignment, file)
-        cut = cut_long_lists(file, assigned.counts, num, assignment.copies, path.parent)
-        file = files.enter_context(closing(cut.lists))
-        assigned = assigned._replace(lists=cut.lists, counts=cut.counts)
-        centroids, radii = assignment.centroids[cut.of], assignment.radii[cut.of]
-        graph = assignment.graph if len(cut.of) == num_lists else point_graph(centroids, "l2")
-        one = entry_bytes(chunks.dim, chunks.dtype)
+        assigned = _assigned(chunks, recall_sample, assignment, PAYLOAD_BYTES / one, options.space * num, path.parent)
+        file = files.enter_context(closing(assigned.lists))
+        centroids, radii = assignment.centroids[assigned.of], assignment.radii[assigned.of]
+        graph = assignment.graph if len(centroids) == num_lists else point_graph(centroids, "l2")
         starts, end = packed(assigned.counts * one, order_of(centroids))
         lists = StoredLists(
             centroids,
@@ -118,7 +122,8 @@ def build_file(
             assignment.copies,
             graph=graph,
         )
-        tuning = _tuned(lists, radii, assigned, options)
+        trained_with = assignment.num_trained[assigned.of] if recall_sample.is_of_corpus else None
+        tuning = _tuned(lists, radii, assigned, recall_sample.truth(), trained_with, options)
         found, lists = tuning.found, replace(lists, rule=tuning.rule)
         report("write the lists", 0.6)
         max_bytes = int(options.budget_bytes / 8)
@@ -172,28 +177,57 @@ def _rows(dim: int, num_lists: int, num_queries: int, options: DiskOptions) -> i
     return min(rows, _MAX_ROWS)
 
 
-def _assigned(chunks: Chunks, sample: RecallSample, assignment: Assignment, file: AssignedLists) -> _Assigned:
-    """Assign all vectors, and find the true neighbours of the sample on the way."""
-    counts = np.zeros(len(assignment.centroids), np.int64)
-    for start, chunk in chunks:
-        lists = assignment.lists_of(chunk)
-        counts += np.bincount(lists[lists != NO_ID], minlength=len(counts))
-        file.append(lists)
-        sample.add(chunk, start)
-    truth = sample.truth()
-    return _Assigned(file, counts, truth.positions, truth.queries)
+def _assigned(
+    chunks: Chunks, sample: RecallSample, assignment: Assignment, per_page: float, most: float, folder: Path
+) -> _Assigned:
+    """Assign all vectors, and find the true neighbours of the sample on the way.
+
+    Args:
+        per_page: vectors of a page.
+        most: maximum vectors of all lists.
+    """
+    num_lists, copies = len(assignment.centroids), assignment.copies
+    counts = np.zeros(num_lists * (1 + LEVELS), np.int32)
+    with ExitStack() as files:
+        near_lists, levels = (AssignedLists(copies, folder) for _ in range(2))
+        for file in (near_lists, levels):
+            files.enter_context(closing(file))
+        for start, chunk in chunks:
+            near = assignment.near(chunk)
+            level = levels_of(near.ratios, REACH)
+            is_given = near.lists != NO_ID
+            np.add.at(counts, (near.lists * (1 + LEVELS) + level)[is_given], 1)
+            near_lists.append(near.lists)
+            levels.append(level)
+            sample.add(chunk, start)
+        by_level = counts.reshape(num_lists, 1 + LEVELS)
+        sizes = sizes_of(by_level, per_page, most)
+        lists = filled(near_lists, levels, by_level, sizes, folder)
+    cut = cut_long_lists(lists, sizes, chunks.num_vectors, copies, folder)
+    return _Assigned(cut.lists, cut.counts, cut.of)
 
 
-def _tuned(lists: StoredLists, radii: NDArray[np.float32], assigned: _Assigned, options: DiskOptions) -> Choice:
-    """The effort and the pruning, and the rule by expected neighbours if it reads fewer pages."""
-    truth = assigned.truth
+def _tuned(
+    lists: StoredLists,
+    radii: NDArray[np.float32],
+    assigned: _Assigned,
+    sample: Truth,
+    num_trained: NDArray[np.int64] | None,
+    options: DiskOptions,
+) -> Choice:
+    """The effort and the pruning, and the rule by expected neighbours if it reads fewer pages.
+
+    Args:
+        num_trained: vectors that each centroid is the mean of, the queries among them; None if they are not.
+    """
+    truth = sample.positions
     if not (truth != NO_ID).any():
         return Choice(Tuned(Measured(lists.num_lists, None, {}), None), None)
     held = np.full((*truth.shape, lists.copies), NO_ID, np.int32)
     for place in zip(*np.nonzero(truth != NO_ID), strict=True):
         held[place] = assigned.lists.read(int(truth[place]), 1)[0]
     return tuned_choice(
-        lambda some, width: _nearest(lists, assigned.queries[some], width),
+        lambda some, width: _nearest(lists, sample.queries[some], width, num_trained),
         held,
         Lists(lists.centroids, lists.counts, radii),
         lists.num_pages,
@@ -204,7 +238,7 @@ def _tuned(lists: StoredLists, radii: NDArray[np.float32], assigned: _Assigned, 
     )
 
 
-def _nearest(lists: StoredLists, queries: NDArray[Any], width: int) -> Nearest:
+def _nearest(lists: StoredLists, queries: NDArray[Any], width: int, num_trained: NDArray[np.int64] | None) -> Nearest:
     """The nearest lists of the sample's queries, some queries at a time."""
     compared = prepared(queries, lists.metric, lists.centre)
     parts = [
@@ -212,4 +246,5 @@ def _nearest(lists: StoredLists, queries: NDArray[Any], width: int) -> Nearest:
         for at in range(0, len(compared), _QUERIES_AT_ONCE)
     ]
     lists_of, ratios, distances = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return Nearest(lists_of, ratios, distances)
+    found = Nearest(lists_of, ratios, distances)
+    return found if num_trained is None or lists.metric == "inner_product" else without_own(found, num_trained)

@@ -45,7 +45,7 @@ def build_on_disk(
 
     Args:
         vectors: `[n, d]`, as in `build`; an `np.memmap` is read in parts. Or a function without arguments that returns
-            an iterator over such arrays, the same ones in each call; it is called three times.
+            an iterator over such arrays, the same ones in each call; it is called three times, or six.
         path: the file to write. It appears when it is complete, and replaces an older one.
         metric, recall_target, ids: as in `build`.
         memory_budget_bytes: host memory that the build may use in addition to what the process uses, the ids excepted.

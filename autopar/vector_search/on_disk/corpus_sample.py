@@ -110,6 +110,11 @@ class RecallSample:
         #: Positions of the vectors that equal each query, if the queries are of the corpus; at most `_MAX_EQUAL`.
         self.equal: list[list[int]] = [[] for _ in self.queries]
 
+    @property
+    def is_of_corpus(self) -> bool:
+        """Whether the queries are vectors of the corpus."""
+        return self._own is not None
+
     def add(self, chunk: NDArray[Any], start: int) -> None:
         """Compare the queries with the vectors at consecutive positions."""
         is_other = np.ones((len(self.queries), len(chunk)), bool)

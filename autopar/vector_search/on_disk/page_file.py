@@ -49,14 +49,15 @@ _AT_ONCE = 1024
 
 
 class PageFileWriter:
-    """A page file that is being written. Use it as a context; only `finish` makes it visible at its path.
+    """A page file that is being written. Use it as a context; only `finish` makes it visible at its path. If the path is a
+    symbolic link, its target is written.
 
     Raises:
         IndexFileError: the file cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
         self.num_pages = 1
         self.file_id = os.urandom(ID_BYTES)
         self._name: Path | None = None

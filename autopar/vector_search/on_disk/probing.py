@@ -100,6 +100,26 @@ def nearest_lists(
     return Nearest(near, ratios.astype(np.float32), distances)
 
 
+def without_own(nearest: Nearest, counts: NDArray[np.int64]) -> Nearest:
+    """The nearest lists as they would be if the queries were not among the vectors that the centroids are means of.
+
+    A query that is a vector of the corpus has pulled the centroid of its list, the mean of n vectors, by 1 / n of the
+    distance. Other queries have not; so what is learned from the former does not fit them.
+
+    Args:
+        nearest: not of inner products.
+        counts: `[num_lists]`, vectors that each centroid is the mean of.
+    """
+    distances, num = nearest.distances.copy(), counts[nearest.lists[:, 0]]
+    grown = distances[:, 0] * (num / np.maximum(num - 1, 1))
+    distances[:, 0] = np.where(num > 1, grown, distances.max(axis=1))  # without the query there would be no such list
+    order = np.argsort(distances, axis=1, kind="stable")
+    distances = np.take_along_axis(distances, order, axis=1).astype(np.float32)
+    with np.errstate(over="ignore"):
+        ratios = distances / np.maximum(distances[:, :1], np.finfo(np.float32).tiny)
+    return Nearest(np.take_along_axis(nearest.lists, order, axis=1), ratios.astype(np.float32), distances)
+
+
 def of_lists(nearest: Nearest, is_near: NDArray[np.bool_], num_lists: int) -> NDArray[np.bool_]:
     """bool `[num_queries, num_lists]`, from bool `[num_queries, effort]`, which of the nearest lists are probed."""
     which = np.zeros((len(nearest.lists), num_lists), bool)

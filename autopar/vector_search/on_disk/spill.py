@@ -34,7 +34,7 @@ class AssignedLists:
     """
 
     def __init__(self, copies: int, folder: Path) -> None:
-        self._copies, self._folder = copies, folder
+        self.copies, self._folder = copies, folder
         try:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
         except OSError as error:
@@ -49,9 +49,9 @@ class AssignedLists:
             raise _refused(self._folder, error) from None
 
     def read(self, start: int, count: int) -> NDArray[np.int32]:
-        """The lists of `count` vectors from position `start`."""
-        self._file.seek(4 * self._copies * start)
-        return np.frombuffer(self._file.read(4 * self._copies * count), "<i4").reshape(count, self._copies)
+        """The lists of `count` vectors from position `start`, or of all that are left."""
+        self._file.seek(4 * self.copies * start)
+        return np.frombuffer(self._file.read(4 * self.copies * count), "<i4").reshape(-1, self.copies)
 
     def close(self) -> None:
         """Delete the file."""

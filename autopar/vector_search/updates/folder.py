@@ -165,7 +165,7 @@ def _opened(path: Path, store: PageStore, files: Files) -> Opened:
 def _replayed(path: Path, store: PageStore, files: Files) -> tuple[Log, list[logs.Sequenced]]:
     """The log to append to, and the records that the last checkpoint does not contain."""
     generation, sequence = store.state.generation, store.state.sequence
-    found = sorted(each for each in path.iterdir() if each.name.startswith("log-"))
+    found = logs.all_in(path)
     for each in list(found):
         if each < logs.path_of(path, generation):  # the checkpoint contains it
             files.remove(each)

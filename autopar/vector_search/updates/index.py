@@ -24,6 +24,7 @@ from autopar.vector_search.on_disk.memory_division import InMemory, divided
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
 from autopar.vector_search.on_disk.reader_table import AUTO, checked_reader
 from autopar.vector_search.updates import folder as folders
+from autopar.vector_search.updates import log as logs
 from autopar.vector_search.updates.checked_updates import checked_metadata, checked_new, checked_rows
 from autopar.vector_search.updates.commit import CommitQueue
 from autopar.vector_search.updates.files import FILES, Files
@@ -218,8 +219,7 @@ class UpdatableIndex:
         def fill(folder: Path) -> None:
             with self._maintenance.lock:  # pages do not change meanwhile; a log only grows
                 with self._commits.lock:
-                    logs = [each for each in self.path.iterdir() if each.name.startswith("log-")]
-                    for each in logs:
+                    for each in logs.all_in(self.path):
                         shutil.copyfile(each, folder / each.name)
                 shutil.copyfile(self.path / folders.PAGES, folder / folders.PAGES)
 

@@ -10,6 +10,7 @@ and the log is refused; a damaged last one was being written when the process or
 from __future__ import annotations
 
 import os
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -30,6 +31,8 @@ HEADER_BYTES = _HEADER.size + 4
 #: Bytes of the records, CRC-32, first sequence number, number of records.
 _GROUP = struct.Struct("<IIQI")
 _LENGTH = struct.Struct("<I")
+#: Names of logs, as `path_of` gives them.
+_NAME = re.compile("log-[0-9]{12}")
 
 
 class Sequenced(NamedTuple):
@@ -105,6 +108,11 @@ class Log:
                 f" ({why(second)}): the operation may or may not be there after the index is opened again."
                 " Check the disk, and open it again"
             ) from error
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The logs of a folder, oldest first."""
+    return sorted(each for each in folder.iterdir() if _NAME.fullmatch(each.name))
 
 
 def path_of(folder: Path, generation: int) -> Path:
