@@ -11,7 +11,7 @@ Each round works on the part of the problem that contains every assignment cheap
 2. The best combination of the strategies seen so far becomes the incumbent, commonly within 0.1 % of the bound.
 3. Strategies that appear in no assignment cheaper than the incumbent are deleted. The remaining part is reduced
    again. HiGHS solves it if it is small or no longer shrinks; otherwise another round follows, with larger tables. Without
-   a memory limit a round is also worth it, for a part too large for HiGHS, as long as it narrows the gap.
+   a memory limit, another round also comes before HiGHS as long as rounds narrow the gap.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _FIRST_TABLE = 1 << 16  # entries above which the first rounds split a table
 _MOST_WORK = 2 * 10**9
 _SMALL = 20_000  # edge entries up to which HiGHS solves a part without further rounds
 _SHRUNK = 0.8  # a round must shrink the edge entries below this share to be followed by another
-_NARROWED = 0.8  # or the gap below this share, where the part is too large for HiGHS and has no memory limit
+_NARROWED = 0.8  # or the gap below this share, without a memory limit
 _GROWTH = 4  # of tables, and of the time, from one round to the next
 _FIT_SHARE = 0.3  # of the remaining time, to find an assignment that fits
 _COMBINE_SHARE = 0.3  # of the remaining time, to combine assignments into an incumbent
@@ -192,8 +192,10 @@ class Search:
                     self.best.keep(part.expand(choices))
                 self.best.raise_bound(bound)
                 return None
+        if part.size() > _SMALL and self._narrows(part):
+            return part
         if part.size() > _MIP_SIZE:
-            return part if self._narrows(part) else self._search_large(part)
+            return self._search_large(part)
         best = self.best
         is_small = best.cost - best.bound <= _SMALL_GAP * abs(best.cost)
         deadline = best.until(_SMALL_GAP_SHARE) if is_small else best.deadline
