@@ -29,7 +29,7 @@ from benchmarks.synthetic_vectors import skewed_clusters
 
 MESH_OF_ONE = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
 build = partial(vector_search.build, mesh=MESH_OF_ONE, progress=False)
-#: Settings of the list kinds: short lists for few vectors.
+#: Settings of the kinds in memory, for few vectors.
 FEW = {IVF: {}, IVF_PQ: {}, GRAPH: {"degree": 4}, "exact": {}}
 
 
@@ -60,6 +60,17 @@ def test_recall_bound_fails_once_in_twenty_samples(share: float, num: int) -> No
         promised = np.array([Recall.of(sample.astype(float)).at_least for sample in samples])
         assert (promised > share).mean() <= 0.06
         assert promised.mean() > share - 5 / num - 2 * np.sqrt(share * (1 - share) / num)
+
+
+def test_a_larger_sample_than_the_target_needs_has_no_tighter_bound() -> None:
+    """So sets of some hundred queries reach the target as often as with a small sample."""
+    draw, shares = np.random.default_rng(0), np.random.default_rng(1).binomial(10, 0.953, 4096) / 10
+    assert Recall.of(shares).at_least > Recall.of(shares, 512).at_least > Recall.of(shares[:256]).at_least
+    assert Recall.of(shares[:100], 512) == Recall.of(shares[:100])
+    sample = lambda: draw.binomial(10, 0.95, 4096) / 10  # noqa: E731
+    bounds = np.array([Recall.of(sample(), 512).at_least for _ in range(400)])
+    sets = draw.binomial(10, 0.95, (400, 500)).mean(axis=1) / 10
+    assert (sets >= bounds).mean() > 0.9
 
 
 def test_small_samples_have_low_bounds() -> None:
@@ -178,11 +189,12 @@ def test_entry_points_for_inner_products() -> None:
 @pytest.mark.slow  # the fast tier has `test_index_of_zero_one_and_five_vectors`
 @pytest.mark.parametrize("metric", ["l2", "cosine", "inner_product"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_vectors_are_all_found(kind: str, metric: str) -> None:
+def test_few_vectors_are_all_found(kind: str, metric: str, tmp_path: Path) -> None:
     """One, two and ten vectors; duplicates and zeros; integers; k beyond the corpus."""
     few = [np.ones((1, 4)), np.eye(2, 4), np.zeros((3, 4)), np.full((5, 4), 7, np.int16), np.arange(40).reshape(10, 4)]
-    for corpus in few:
-        index = build(corpus, index=kind, metric=metric, **FEW[kind])
+    for place, corpus in enumerate(few):
+        settings = FEW.get(kind, {"path": tmp_path / str(place)})  # other kinds are on disk
+        index = build(corpus, index=kind, metric=metric, **settings)
         found = index.search(np.ones((2, 4)), len(corpus) + 2)
         assert np.sort(found.ids, axis=1).tolist() == [[-1, -1, *range(len(corpus))]] * 2
         assert index.stats().reached is not False

@@ -55,9 +55,6 @@ def measure(of: str, num_vectors: int = NUM_VECTORS) -> list[Row]:
 def _measured(of: str, seed: int, num_vectors: int) -> list[Row]:
     corpus, queries = data_of(of, seed, num_vectors)
     nearest = nearest_of(corpus, queries)
-    simple = KNOWN_PAGES.get(of, 0.0)
-    if not simple and of not in _LARGE:
-        simple = min(pages_of(corpus, queries, nearest, *each) for each in _simple_layouts(corpus))
     with tempfile.TemporaryDirectory() as folder:
         started = time.process_time()
         index = vector_search.build_on_disk(corpus, Path(folder) / "index", recall_target=RECALL, progress=False)
@@ -77,20 +74,25 @@ def _measured(of: str, seed: int, num_vectors: int) -> list[Row]:
         zipf = (index.reads().pages - after.pages) / sum(pages[which] for which in batch)
         assigned = _assigned(index, len(corpus))
         differing = _differing(index, corpus, queries[:COMPARED], assigned)
-        if not simple:
-            simple = _best_closure(corpus, queries, nearest, index.lists.centroids)
+        recall = recall_of(corpus, queries, nearest, np.stack(found))
+        simple = alike = KNOWN_PAGES.get(of, float("nan"))
+        if of not in KNOWN_PAGES:
+            layouts = _simple_layouts(corpus) if of not in _LARGE else _closures(corpus, index.lists.centroids)
+            both = [pages_of(corpus, queries, nearest, *each, (RECALL, recall)) for each in layouts]
+            simple, alike = (min(each) for each in zip(*both, strict=True))
         details = index.stats().details
         index.close()
     num, num_bytes = len(queries), after.num_bytes - before.num_bytes
     case = f"{of}, seed {seed}"
     on_device = (io_after - io_before) / num_bytes if details["reader"] != "mmap" else float("nan")
     figures: list[tuple[str, float, float | None, bool | None]] = [
-        ("recall@10", recall_of(corpus, queries, nearest, np.stack(found)), RECALL, True),
+        ("recall@10", recall, RECALL, True),
         ("pages per query", float(np.mean(pages)), 0.8 * simple, False),
         ("requests per query", (after.requests - before.requests) / num, 40, False),
         ("bytes used of bytes read", (after.used_bytes - before.used_bytes) / num_bytes, 0.8, True),
         ("pages of a Zipf batch of 256, of singles", zipf, 0.5, False),
         ("pages of the best simple layout", simple, None, None),
+        *([] if of in KNOWN_PAGES else [("pages of the best simple layout at the same recall", alike, None, None)]),
         ("results that differ from lists in memory", differing, 0, False),
         ("bytes by /proc/self/io, of bytes counted", on_device, None, None),
         ("entries per vector", details["space"], None, None),
@@ -127,9 +129,14 @@ def _simple_layouts(corpus: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray
 
 
 def pages_of(
-    corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray, centroids: np.ndarray, lists: np.ndarray
-) -> float:
-    """Pages per query of a simple layout that probes as many lists as reach the recall.
+    corpus: np.ndarray,
+    queries: np.ndarray,
+    nearest: np.ndarray,
+    centroids: np.ndarray,
+    lists: np.ndarray,
+    recalls: Sequence[float] = (RECALL,),
+) -> list[float]:
+    """Pages per query of a simple layout that probes as many lists as reach each recall.
 
     Args:
         lists: int32 `[n, copies]`, of each vector; `NO_ID` for fewer.
@@ -140,14 +147,14 @@ def pages_of(
     held = lists[nearest]
     ranks = np.where(held == NO_ID, num_lists, np.take_along_axis(rank[:, None], np.maximum(held, 0), axis=2))
     needed = np.sort(ranks.min(axis=2).reshape(-1))
-    probes = int(needed[int(np.ceil(RECALL * needed.size)) - 1]) + 1
+    probes = [int(needed[int(np.ceil(recall * needed.size)) - 1]) + 1 for recall in recalls]
     counts = np.bincount(lists[lists != NO_ID], minlength=num_lists)
     pages = -(-counts * entry // PAGE_BYTES)
-    return float(pages[near[:, :probes]].sum(axis=1).mean())
+    return [float(pages[near[:, :num]].sum(axis=1).mean()) for num in probes]
 
 
-def _best_closure(corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray, centroids: np.ndarray) -> float:
-    """Pages per query of the best simple layout with these centroids, of some closures."""
+def _closures(corpus: np.ndarray, centroids: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The centroids, and the lists of each vector by some closures."""
     lists, ratios = np.zeros((len(corpus), 8), np.int32), np.zeros((len(corpus), 8), np.float32)
     for start in range(0, len(corpus), 8_192):
         some = corpus[start : start + 8_192].astype(np.float32)
@@ -156,8 +163,8 @@ def _best_closure(corpus: np.ndarray, queries: np.ndarray, nearest: np.ndarray, 
         lists[start : start + 8_192] = found
         ratios[start : start + 8_192] = np.sqrt(far / np.maximum(far[:, :1], 1))
     within = lambda reach: np.where((ratios <= 1 + reach) & (lists != NO_ID), lists, NO_ID)  # noqa: E731
-    layouts = [within(reach) if reach else lists[:, :1] for reach in REACHES]
-    return min(pages_of(corpus, queries, nearest, centroids, each) for each in layouts)
+    for reach in REACHES:
+        yield centroids, within(reach) if reach else lists[:, :1]
 
 
 def _assigned(index: vector_search.DiskIndex, num_vectors: int) -> np.ndarray:

@@ -77,6 +77,11 @@ def write(
             file.write(part)
 
 
+def target_of(path: str | os.PathLike[str]) -> Path:
+    """The file that a path names: of a symbolic link, its target, which need not exist."""
+    return Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
+
+
 @contextlib.contextmanager
 def written_whole(target: Path) -> Iterator[IO[bytes]]:
     """A file to write, which replaces the target when the block ends; after an error the target is as it was. Of a symbolic
@@ -87,7 +92,7 @@ def written_whole(target: Path) -> Iterator[IO[bytes]]:
     """
     unfinished: Path | None = None
     try:
-        target = Path(os.path.realpath(target)) if target.is_symlink() else target
+        target = target_of(target)
         handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         unfinished = Path(name)
         with os.fdopen(handle, "wb") as file:

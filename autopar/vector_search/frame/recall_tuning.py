@@ -45,11 +45,15 @@ class Recall(NamedTuple):
     at_least: float
 
     @classmethod
-    def of(cls, shares: NDArray[Any]) -> Recall:
+    def of(cls, shares: NDArray[Any], most: int | None = None) -> Recall:
         """The recall of a sample whose queries have these recalls, `[num_queries]`; 1 for an empty sample.
 
         The bound adds one query with recall 0. Small samples, and samples with a perfect recall, thus stay uncertain: n
         perfect queries give about 1 - 2.6 / n.
+
+        Args:
+            most: a larger sample has the bound of one of this size. A user measures with some hundred queries; their mean
+                would fall below a bound that is as tight as thousands allow three times in ten.
 
         >>> Recall.of(np.ones(512)).at_least > 0.99, Recall.of(np.ones(20)).at_least > 0.9, Recall.of(np.ones(1)).at_least
         (True, False, 0.0)
@@ -57,7 +61,7 @@ class Recall(NamedTuple):
         if not len(shares):
             return cls(1.0, 1.0)
         one_more = np.append(shares, 0.0)
-        error = one_more.std(ddof=1) / math.sqrt(len(one_more))
+        error = one_more.std(ddof=1) / math.sqrt(min(len(one_more), most or len(one_more)))
         return cls(float(shares.mean()), max(0.0, float(one_more.mean() - _STANDARD_ERRORS * error)))
 
 
@@ -168,15 +172,16 @@ def sample_size(target: float) -> int:
     return max(_MIN_QUERIES, round(_QUERIES_PER_MISS / misses))
 
 
-def lowest_recall(hits: NDArray[Any], wanted: NDArray[Any], samples: Sequence[slice]) -> Recall:
+def lowest_recall(hits: NDArray[Any], wanted: NDArray[Any], samples: Sequence[slice], target: float) -> Recall:
     """The recall of the sample with the lowest bound.
 
     Args:
         hits, wanted: `[num_queries]`, neighbours found, and neighbours; queries without any do not count.
         samples: queries of each sample.
+        target: recall target; a larger sample than it needs has no tighter bound.
     """
-    shares = hits / np.maximum(wanted, 1)
-    return min((Recall.of(shares[some][wanted[some] > 0]) for some in samples), key=lambda one: one.at_least)
+    shares, most = hits / np.maximum(wanted, 1), sample_size(target)
+    return min((Recall.of(shares[some][wanted[some] > 0], most) for some in samples), key=lambda one: one.at_least)
 
 
 def can_reach(num_queries: int, target: float) -> bool:

@@ -255,6 +255,8 @@ def _measured(
     try:
 
         def recall_at(effort: int) -> Recall:
+            if effort >= graph.num_vectors:  # `search` is exact then
+                return Recall(1.0, 1.0)
             found = searcher.best(truth.queries, truth.positions.shape[1], effort, None, own)
             return Recall.of(recall_per_query(found, truth[1:], graph.metric))
 

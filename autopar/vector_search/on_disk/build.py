@@ -39,8 +39,8 @@ from autopar.vector_search.on_disk.whole_pages import LEVELS, filled, levels_of,
 
 #: Maximum default lists, whose centroids a search compares one by one.
 _MAX_LISTS = 65_536
-#: Queries that the rule by expected neighbours is tuned with: a larger sample has a tighter bound of the recall.
-#: Comparing all vectors with them costs at most so many scores.
+#: Queries that the rule by expected neighbours is learned from. Comparing all vectors with them costs at most so many
+#: scores.
 _RULE_QUERIES, _RULE_SCORES = 4096, 2**32
 #: Queries of the sample whose nearest lists are found at a time.
 _QUERIES_AT_ONCE = 256

@@ -114,7 +114,7 @@ def tuned_rule(
 
     def recall(least: float) -> Recall:
         hits = ((best >= least) & is_known).sum(axis=1)
-        return lowest_recall(hits, wanted, samples)
+        return lowest_recall(hits, wanted, samples, recall_target)
 
     low, high = 0.0, float(values[:, 1:].max(initial=0)) + 1
     if recall(low).at_least < recall_target:

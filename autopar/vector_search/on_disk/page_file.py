@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import IndexFileError
+from autopar.vector_search.data.index_file import target_of
 from autopar.vector_search.data.inputs import DTYPES
 from autopar.vector_search.on_disk.pages import (
     ID_BYTES,
@@ -57,7 +58,7 @@ class PageFileWriter:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.realpath(path)) if Path(path).is_symlink() else Path(path)
+        self.path = target_of(path)
         self.num_pages = 1
         self.file_id = os.urandom(ID_BYTES)
         self._name: Path | None = None

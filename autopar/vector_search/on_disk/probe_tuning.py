@@ -59,7 +59,7 @@ def tuned(
         if pruning is not None:
             is_read &= far <= 1 + pruning
         hits = (is_read.any(axis=2) & is_known).sum(axis=1)
-        return lowest_recall(hits, wanted, samples)
+        return lowest_recall(hits, wanted, samples, recall_target)
 
     best: tuple[float, int, float | None, Recall] | None = None
     for pruning in _PRUNINGS:

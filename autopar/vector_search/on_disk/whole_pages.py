@@ -16,7 +16,7 @@ from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.spill import AssignedLists
 
 #: Levels of the distance of a further centroid, relative to the nearest one; the last is the largest distance.
-LEVELS = 32
+LEVELS = 64
 #: Vectors that are handled at a time.
 _AT_ONCE = 2**18
 
@@ -29,7 +29,7 @@ def levels_of(ratios: NDArray[np.float32], reach: float) -> NDArray[np.int32]:
         reach: the largest.
 
     >>> levels_of(np.array([[1, 1, 1.15, 1.3]], np.float32), 1.3).tolist()
-    [[0, 1, 16, 32]]
+    [[0, 1, 32, 64]]
     """
     found = np.ceil((ratios - 1) * (LEVELS / (reach - 1)) - 1e-3).clip(1, LEVELS).astype(np.int32)
     found[:, 0] = 0
