@@ -42,6 +42,7 @@ _REDUCE_SHARE = 0.85  # of the remaining time, for the reduction
 _LARGEST_TABLE = 1 << 22  # entries: 32 MB
 _EXACT_WORK = 5 * 10**8  # entries that elimination may add up: about one second
 _LAST_TABLE, _LAST_WORK = 1 << 24, 5 * 10**8  # the same limits for the last attempt before HiGHS
+_BRIEF_WORK = 5 * 10**7  # the same for a small part: about the time in which HiGHS starts
 _FIRST_TABLE = 1 << 16  # entries above which the first rounds split a table
 _MOST_WORK = 2 * 10**9
 _SMALL = 20_000  # edge entries up to which HiGHS solves a part without further rounds
@@ -184,8 +185,9 @@ class Search:
         another round comes first."""
         if not self.best.is_open():
             return None
-        if part.problem.memory_limit is None and part.size() > _SMALL:
-            elimination = plan_exact(part.problem, max_entries=_LAST_TABLE, max_work=_LAST_WORK)
+        if part.problem.memory_limit is None:
+            work = _LAST_WORK if part.size() > _SMALL else _BRIEF_WORK
+            elimination = plan_exact(part.problem, max_entries=_LAST_TABLE, max_work=work)
             if elimination is not None:
                 choices, bound = elimination.solve(part.problem.node_costs)
                 if bound < np.inf:
