@@ -34,8 +34,8 @@ MEASURED: Mapping[str, Measured] = MappingProxyType(
     {
         "ivf": Measured((11.2, 21.4, 34.9, 60.3), 0.0),
         "graph": Measured((10.0, 20.1, 42.9, 103.3), 0.09),
-        "ivfdisk": Measured((10.7, 20.3, 33.0, 58.9), 0.11),
-        "graphdisk": Measured((10.0, 10.8, 14.7, 21.3), 0.06),
+        "ivfdisk": Measured((10.9, 20.4, 33.4, 57.3), 0.05),
+        "graphdisk": Measured((10.0, 10.5, 14.9, 22.1), 0.07),
     }
 )
 
