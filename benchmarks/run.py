@@ -143,8 +143,8 @@ _ON_DISK = (
 )
 #: Rounds of updates, and accidents meanwhile.
 _CHANGED = (
-    *(f"rounds: {k}" for k in ("same", "drift")),
-    *(f"crashes: {k}" for k in ("torn", "killed", "faults", "oracle")),
+    *(f"rounds: {k}" for k in ("same", "drift", "graph")),
+    *(f"crashes: {k}{of}" for of in ("", " of a graph") for k in ("torn", "killed", "faults", "oracle")),
 )
 _ACCIDENTS = ("crashes", "faulty_files", "random_updates")
 #: Parts of the placement of many models.
@@ -458,8 +458,8 @@ BENCHMARKS = {
                 ),
             ),
             **dict.fromkeys(("memory", "memory: graph"), ("vector_disk/memory.py",)),
-            **dict.fromkeys(_CHANGED[:2], ("vector_disk/rounds.py", "synthetic_vectors.py")),
-            **dict.fromkeys(_CHANGED[2:], tuple(f"vector_disk/{name}.py" for name in _ACCIDENTS)),
+            **dict.fromkeys(_CHANGED[:3], ("vector_disk/rounds.py", "synthetic_vectors.py")),
+            **dict.fromkeys(_CHANGED[3:], tuple(f"vector_disk/{name}.py" for name in _ACCIDENTS)),
             "cache": ("vector_disk/cache.py",),
             "servers": ("vector_disk/servers.py", "vector_disk/lists.py", "synthetic_vectors.py"),
             "graph_build": ("vector_disk/graph_build.py", "vector_disk/hnswlib_rival.py", "synthetic_vectors.py"),

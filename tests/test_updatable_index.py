@@ -23,6 +23,7 @@ from autopar.vector_search.updates import log as logs
 from autopar.vector_search.updates.assign import closure, halves
 from autopar.vector_search.updates.commit import CommitQueue, Ticket
 from autopar.vector_search.updates.free_pages import FreePages
+from autopar.vector_search.updates.list_map import ListMap
 from autopar.vector_search.updates.maintenance import Maintenance
 from autopar.vector_search.updates.slots import Slots
 from autopar.vector_search.updates.snapshot import Delta
@@ -190,7 +191,7 @@ def test_a_new_distribution_reaches_the_recall(tmp_path: Path) -> None:
         truth = vector_search.build(vectors[:7_000], index="exact", progress=False).search(vectors[7_000:], 10).ids
         assert np.mean([np.isin(a, b).mean() for a, b in zip(found, truth, strict=True)]) >= 0.93
         with index._state.readers.reading() as snapshot:
-            assert snapshot.lists.rule is not None
+            assert isinstance(snapshot.stored, ListMap) and snapshot.stored.rule is not None
     with loaded(tmp_path / "index", reader="mmap") as again:
         np.testing.assert_array_equal(again.search(vectors[7_000:], 10).ids, found)
 
@@ -250,7 +251,8 @@ def test_lists_stay_short_while_a_corpus_grows_and_drifts(tmp_path: Path) -> Non
     index.checkpoint()
     details = index.stats().details
     with index._state.readers.reading() as snapshot:
-        lengths = snapshot.lists.lengths
+        assert isinstance(snapshot.stored, ListMap)
+        lengths = snapshot.stored.lengths
     assert details["splits"] > 10 and details["merges"] > 0
     assert lengths.max() <= 2.0 * lengths.mean()
     assert details["written_bytes"] <= 14 * details["inserted_bytes"]

@@ -5,6 +5,9 @@ not synchronized, in sectors of 512 bytes. `killed`: a process that inserts, rep
 SIGKILL at a random moment. `faults`: a random operation on files, or several in a row, fail with ENOSPC or EIO, or for lack
 of memory. After each, the index is opened again and compared with a dictionary. An operation that had begun may be there, as a whole. `oracle`:
 10,000 random operations, and searches of all lists between them, compared with an exact search of the dictionary.
+
+Each is measured of lists and of a graph: the latter with a quarter of the accidents, a tenth of the operations of `oracle`, and
+processes that live up to ten seconds instead of half a second, as their checkpoints compile programs.
 """
 
 from __future__ import annotations
@@ -26,7 +29,17 @@ from autopar.errors import IndexFileError
 from autopar.vector_search import UpdatableIndex
 from autopar.vector_search.updates.files import FILES
 from benchmarks.vector_disk.faulty_files import FaultyFiles, Stopped
-from benchmarks.vector_disk.random_updates import Held, after, fitting, held_by, operations, run, start, wrong_results
+from benchmarks.vector_disk.random_updates import (
+    Held,
+    after,
+    fitting,
+    held_by,
+    operations,
+    run,
+    start,
+    start_graph,
+    wrong_results,
+)
 
 Row = dict[str, Any]
 
@@ -37,31 +50,34 @@ _DELTA = 100
 
 def measure(which: str) -> list[Row]:
     """The row of one kind of accident."""
+    accident, _, graph = which.partition(" of a ")
+    num, times = (OPERATIONS // 10, TIMES // 4) if graph else (OPERATIONS, TIMES)
     kinds: dict[str, tuple[str, Callable[[], int]]] = {
-        "torn": (f"{TIMES} stops of the machine", torn),
-        "killed": (f"{TIMES} SIGKILLs", _killed_apart),
-        "faults": (f"{TIMES} failures", faults),
-        "oracle": (f"{OPERATIONS:,} random operations", oracle),
+        "torn": (f"{times} stops of the machine", lambda: torn(times, of=graph)),
+        "killed": (f"{times} SIGKILLs", lambda: _killed_apart(times, graph)),
+        "faults": (f"{times} failures", lambda: faults(times, of=graph)),
+        "oracle": (f"{num:,} random operations", lambda: oracle(num, of=graph)),
     }
-    case, count = kinds[which]
+    case, count = kinds[accident]
+    case += ", a graph" if graph else ""
     wrong = count()
     return [
         {"case": case, "figure": "operations lost, doubled or wrong", "measured": wrong, "gate": 0, "met": wrong == 0}
     ]
 
 
-def _killed_apart() -> int:
+def _killed_apart(times: int, of: str) -> int:
     """`killed`, in a process without threads."""
-    program = "from benchmarks.vector_disk.crashes import killed; print(killed())"
+    program = f"from benchmarks.vector_disk.crashes import killed; print(killed({times}, of={of!r}))"
     return int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout)
 
 
-def torn(times: int = TIMES, seed: int = 0) -> int:
+def torn(times: int = TIMES, seed: int = 0, of: str = "") -> int:
     """Stop at random file operations, again and again, on one index; the number of wrong states."""
     draw, wrong = np.random.default_rng(seed), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        _small(path)
+        _small(path, of)
         held: Held = {}
         for each in range(times):
             files = FaultyFiles(draw, fails_at=int(draw.integers(1, 400)))
@@ -82,12 +98,12 @@ def torn(times: int = TIMES, seed: int = 0) -> int:
     return wrong
 
 
-def faults(times: int = TIMES, seed: int = 0) -> int:
+def faults(times: int = TIMES, seed: int = 0, of: str = "") -> int:
     """Let file operations fail; the number of wrong states, and of operations that failed in another way."""
     draw, wrong = np.random.default_rng(seed), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        _small(path)
+        _small(path, of)
         held: Held = {}
         for each in range(times):
             error = int(draw.choice([errno.ENOSPC, errno.EIO, errno.ENOMEM]))
@@ -116,12 +132,13 @@ def faults(times: int = TIMES, seed: int = 0) -> int:
     return wrong
 
 
-def killed(times: int = TIMES, seed: int = 0) -> int:
+def killed(times: int = TIMES, seed: int = 0, of: str = "") -> int:
     """Kill processes; the number of wrong states. Call it in a process without threads: it forks."""
     draw, wrong = np.random.default_rng(seed), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        _small(path)
+        program = f"from pathlib import Path; from benchmarks.vector_disk import crashes; crashes._small(Path({str(path)!r}), {of!r})"
+        subprocess.run([sys.executable, "-c", program], check=True)  # building a graph starts threads
         held: Held = {}
         for each in range(times):
             receive, send = os.pipe()
@@ -129,7 +146,7 @@ def killed(times: int = TIMES, seed: int = 0) -> int:
             if not child:
                 _work(path, 10_000 + each, held, send)
             os.close(send)
-            time.sleep(float(draw.uniform(0.02, 0.5)))
+            time.sleep(float(draw.uniform(0.02, 10 if of else 0.5)))
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             with os.fdopen(receive, "rb") as file:
@@ -144,12 +161,12 @@ def killed(times: int = TIMES, seed: int = 0) -> int:
     return wrong
 
 
-def oracle(num: int = OPERATIONS, seed: int = 0, background: bool = True) -> int:
+def oracle(num: int = OPERATIONS, seed: int = 0, background: bool = True, of: str = "") -> int:
     """Random operations; the number of wrong states, results, and chances to lose something."""
     draw, wrong = np.random.default_rng(seed), 0
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "index"
-        _small(path)
+        _small(path, of)
         index, held = UpdatableIndex(path, "mmap", FILES, background), {}
         for place, operation in zip(range(num), operations(seed), strict=False):
             one = fitting(operation, held)
@@ -167,13 +184,14 @@ def oracle(num: int = OPERATIONS, seed: int = 0, background: bool = True) -> int
     return wrong
 
 
-def _small(path: Path) -> None:
+def _small(path: Path, of: str) -> None:
+    """An empty index of lists, or of a "graph"."""
     from autopar.vector_search.updates import create
 
     settings = create.Settings
     create.Settings = lambda *given, **named: settings(*given, **named, delta_vectors=_DELTA)
     try:
-        start(path).close()
+        (start_graph if of == "graph" else start)(path).close()
     finally:
         create.Settings = settings
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -87,11 +88,16 @@ def held_by(index: UpdatableIndex) -> Held:
 
 
 def wrong_results(index: UpdatableIndex, held: Held, queries: NDArray[np.float32], k: int) -> int:
-    """Results of a search of all lists that differ from an exact search of what the index has to hold."""
-    num_lists = max(1, index.stats().details["num_lists"])
-    found = index.search(queries, k, effort=num_lists)
+    """Results of a search of all lists or nodes that differ from an exact search of what the index has to hold; and those
+    of a usual search that are too few, doubled, or not held."""
+    details = index.stats().details
+    found = index.search(queries, k, effort=max(1, details.get("num_lists") or details.get("num_places", 0)))
     ids = np.array(sorted(held), np.int64)
     wrong = 0
+    for row in index.search(queries, k).ids:
+        some = row[row != -1]
+        wrong += abs(len(some) - min(k, len(ids))) + len(some) - len(set(some.tolist()))
+        wrong += int((~np.isin(some, ids)).sum())
     if not len(ids):
         return int((found.ids != -1).sum())
     vectors = np.stack([np.frombuffer(held[each][0], np.float32) for each in ids.tolist()]).astype(np.float64)
@@ -106,6 +112,20 @@ def wrong_results(index: UpdatableIndex, held: Held, queries: NDArray[np.float32
         if is_held.all() and len(got) == len(near):
             wrong += int((squares[row, place] > near + 1e-3).sum())
     return wrong
+
+
+def start_graph(folder: Path, **options: Any) -> UpdatableIndex:
+    """An empty index of a graph, of whose few vectors all were deleted."""
+    from autopar.vector_search import build_graph_on_disk, make_updatable
+
+    vectors, ids = np.random.default_rng(0).normal(size=(3, DIM)).astype(np.float32), np.arange(3)
+    path = folder.with_name(f"{folder.name}.graph")
+    with build_graph_on_disk(vectors, path, ids=ids, reader="mmap", progress=False) as built:
+        settings: dict[str, Any] = {"metadata": np.zeros(3, METADATA), "background": False, "reader": "mmap"}
+        index = make_updatable(built, folder, **(settings | options))
+    path.unlink()
+    index.delete(ids)
+    return index
 
 
 def start(folder: Any, **options: Any) -> UpdatableIndex:

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
-from autopar.vector_search.graph_on_disk.compared import Compared
+from autopar.vector_search.graph_on_disk.compared import Comparing
 from autopar.vector_search.graph_on_disk.node_blocks import FIRST_PAGE, Nodes
-from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph, has_allowed
+from autopar.vector_search.graph_on_disk.stored_graph import Allowed, StoredGraph, has_allowed
 from autopar.vector_search.on_disk.page_checks import check
 from autopar.vector_search.on_disk.page_file import damaged
 from autopar.vector_search.on_disk.pages import payloads
@@ -64,6 +64,7 @@ class BlockSearch:
     Args:
         path: the file, for errors.
         file_id: the random id that its checksums contain.
+        first_pages: int64 `[num_blocks]`, the first page of each block; None: one after the other.
         followed: nodes whose edges searches have followed.
     """
 
@@ -71,16 +72,17 @@ class BlockSearch:
     file_id: bytes
     graph: StoredGraph
     reader: Reader
+    first_pages: NDArray[np.int64] | None = None
     followed: int = 0
 
     def search(
         self,
-        compared: Compared,
+        compared: Comparing,
         start: NDArray[np.integer],
         k: int,
         effort: int,
         width: int,
-        allowed: NDArray[np.bool_] | None = None,
+        allowed: Allowed | None = None,
         left_out: NDArray[np.int32] | None = None,
     ) -> BestNodes:
         """The best k nodes of each query.
@@ -139,8 +141,9 @@ class BlockSearch:
             IndexFileError: a page cannot be read, or is damaged.
         """
         each = self.graph.blocks.pages_per_block
-        breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
-        runs = [Run(FIRST_PAGE + int(part[0]) * each, len(part) * each) for part in np.split(blocks, breaks)]
+        firsts = FIRST_PAGE + blocks * each if self.first_pages is None else self.first_pages[blocks]
+        breaks = np.flatnonzero(np.diff(firsts) != each) + 1
+        runs = [Run(int(part[0]), len(part) * each) for part in np.split(firsts, breaks)]
         pages = self.reader.start(runs).wait()
         check(pages, self.path, self.file_id, runs)
         found = self.graph.blocks.nodes(payloads(pages))
@@ -156,7 +159,7 @@ class BlockSearch:
 
     def _followed(
         self,
-        compared: Compared,
+        compared: Comparing,
         beam: _Beam,
         was_read: NDArray[np.int64],
         left_out: NDArray[np.int32],
@@ -169,7 +172,7 @@ class BlockSearch:
         row, place = np.nonzero(is_followed)
         near = edges[row, place]
         keys = (query[row].astype(np.int64) * num_nodes)[:, None] + near
-        keys = np.unique(keys[near != NO_ID])
+        keys = distinct(keys[near != NO_ID])
         there, known = np.nonzero(beam.nodes != NO_ID)
         keys = keys[~_is_in(keys, np.sort(there * num_nodes + beam.nodes[there, known]))]
         query, node = keys // num_nodes, (keys % num_nodes).astype(np.int32)
@@ -180,6 +183,12 @@ class BlockSearch:
         query, node, costs = query[enters], node[enters], costs[enters]
         rows, columns = _as_rows(query, num, 1)
         return _best_of(beam, *_spread(rows, columns, num, costs[:, None], node[:, None]), True)
+
+
+def distinct(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The distinct keys, ascending: `np.unique`, which hashes, takes several times as long."""
+    ordered = np.sort(keys)
+    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if ordered.size else ordered
 
 
 def _nothing(num: int, width: int) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

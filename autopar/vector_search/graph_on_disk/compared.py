@@ -6,12 +6,24 @@ costs by tables: for each query and subvector, the cost of each of the 256 codes
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import Metric, is_integer
+
+
+class Comparing(Protocol):
+    """Queries that can be compared with codes and with vectors."""
+
+    def with_codes(self, which: NDArray[np.int64], codes: NDArray[np.uint8]) -> NDArray[np.float64]:
+        """See `Compared.with_codes`."""
+        ...
+
+    def with_vectors(self, which: NDArray[np.int64], vectors: NDArray[Any]) -> NDArray[np.float64]:
+        """See `Compared.with_vectors`."""
+        ...
 
 
 class Compared:

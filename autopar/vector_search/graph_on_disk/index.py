@@ -143,6 +143,11 @@ class GraphDiskIndex:
         return self._graph
 
     @property
+    def width(self) -> int:
+        """Maximum blocks that a query reads per round."""
+        return self._width
+
+    @property
     def node_bytes(self) -> int:
         """Bytes of a node on disk."""
         return self._graph.blocks.node_bytes

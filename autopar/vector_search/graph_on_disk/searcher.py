@@ -16,7 +16,7 @@ from autopar.vector_search.data.metrics import NO_ID, score_dtype, worst_distanc
 from autopar.vector_search.graph.nearest_points import NearestPoints
 from autopar.vector_search.graph_on_disk.block_search import BestNodes, BlockSearch
 from autopar.vector_search.graph_on_disk.compared import Compared
-from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph, expanded
+from autopar.vector_search.graph_on_disk.stored_graph import Allowed, StoredGraph, expanded
 from autopar.vector_search.on_disk.list_scores import ListScores
 from autopar.vector_search.on_disk.probing import prepared
 from autopar.vector_search.on_disk.readers import Reader
@@ -27,24 +27,40 @@ AT_ONCE = 256
 _BLOCKS = 256
 
 
+def entry_points(graph: StoredGraph) -> NearestPoints:
+    """The entry points of a graph, of which a search starts at the nearest."""
+    return NearestPoints(graph.entry_vectors, graph.metric, graph.entry_graph)
+
+
 class Searcher:
     """Searches of one file.
 
     Args:
         width: maximum blocks that a query reads per round.
+        first_pages: as in `BlockSearch`.
+        entries: `entry_points(graph)`, if it is known.
     """
 
-    def __init__(self, path: Path, file_id: bytes, graph: StoredGraph, reader: Reader, width: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        file_id: bytes,
+        graph: StoredGraph,
+        reader: Reader,
+        width: int,
+        first_pages: NDArray[np.int64] | None = None,
+        entries: NearestPoints | None = None,
+    ) -> None:
         self.graph, self._width = graph, width
-        self.blocks = BlockSearch(path, file_id, graph, reader)
-        self._entries = NearestPoints(graph.entry_vectors, graph.metric, graph.entry_graph)
+        self.blocks = BlockSearch(path, file_id, graph, reader, first_pages)
+        self._entries = entries or entry_points(graph)
 
     def best(
         self,
         queries: NDArray[Any],
         k: int,
         effort: int,
-        allowed: NDArray[np.bool_] | None,
+        allowed: Allowed | None,
         left_out: NDArray[np.int32] | None = None,
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Distances and positions, `[num_queries, k]`, best first; `NO_ID` where the beam found fewer.
@@ -62,9 +78,7 @@ class Searcher:
         distances, positions = (np.concatenate(each) for each in zip(*parts, strict=True))
         return distances, positions
 
-    def exact(
-        self, queries: NDArray[Any], k: int, allowed: NDArray[np.bool_] | None
-    ) -> tuple[NDArray[Any], NDArray[np.int32]]:
+    def exact(self, queries: NDArray[Any], k: int, allowed: Allowed | None) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Distances and positions of the nearest of all allowed vectors, `[num_queries, k]`. Reads the whole file."""
         graph = self.graph
         per_block, dim = graph.blocks.per_block, graph.blocks.dim
@@ -89,7 +103,7 @@ class Searcher:
         queries: NDArray[Any],
         k: int,
         effort: int,
-        allowed: NDArray[np.bool_] | None,
+        allowed: Allowed | None,
         left_out: NDArray[np.int32] | None,
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         graph = self.graph
@@ -103,7 +117,7 @@ class Searcher:
             found = self._expanded(found, k, allowed)
         return self._distances(found.costs), found.positions
 
-    def _expanded(self, found: BestNodes, k: int, allowed: NDArray[np.bool_] | None) -> BestNodes:
+    def _expanded(self, found: BestNodes, k: int, allowed: Allowed | None) -> BestNodes:
         costs, positions = np.full(found.costs.shape, np.inf), np.full(found.positions.shape, NO_ID, np.int32)
         for row in range(len(costs)):
             there = found.nodes[row] != NO_ID

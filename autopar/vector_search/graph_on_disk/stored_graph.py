@@ -5,9 +5,10 @@ In: a page file. Out: `StoredGraph`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +22,14 @@ from autopar.vector_search.on_disk.page_file import PageFile, damaged
 #: Arrays of the page file; a part of them may be missing.
 ARRAYS = ("codes", "codebooks", "entries", "entry_vectors", "entry_links", "repeated", "repeated_of")
 OPTIONAL_ARRAYS = ("centre", "ids", "entry_edges", "entry_points")
+
+
+class Allowed(Protocol):
+    """The vectors that may be returned: bool `[n]`, or what is indexed like it."""
+
+    def __getitem__(self, positions: NDArray[np.int32], /) -> Any:
+        """bool, of the shape of `positions`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +104,25 @@ def loaded(pages: PageFile) -> StoredGraph:
         IndexFileError: arrays and settings contradict each other.
         LookupError, TypeError, ValueError: a missing or invalid setting.
     """
-    settings, arrays = pages.settings, pages.arrays
+    graph = graph_of(pages.settings, pages.arrays)
+    why = why_invalid(graph, pages.settings["per_block"], pages.num_data_pages // graph.blocks.pages_per_block)
+    if why:
+        raise damaged(Path(pages.path), why)
+    return graph
+
+
+def graph_of(settings: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> StoredGraph:
+    """The graph of settings and arrays, which may still contradict each other: `why_invalid`.
+
+    Raises:
+        LookupError, TypeError, ValueError: a missing or invalid setting.
+    """
     numbers = {name: settings[name] for name in ("dim", "degree", "per_block", "num_vectors")}
     for name, number in numbers.items():
         if type(number) is not int or not 1 <= number <= MAX_VECTORS:
             raise ValueError(f"{name} {number!r}")
     blocks = NodeBlocks(numbers["dim"], DTYPES[settings["dtype"]], numbers["degree"], numbers["per_block"])
-    graph = StoredGraph(
+    return StoredGraph(
         codes=arrays["codes"],
         codebooks=arrays["codebooks"],
         entries=arrays["entries"],
@@ -117,19 +138,15 @@ def loaded(pages: PageFile) -> StoredGraph:
         metric=checked_metric(settings["metric"]),
         num_vectors=numbers["num_vectors"],
     )
-    why = _inconsistent(graph, numbers["per_block"], pages.num_data_pages)
-    if why:
-        raise damaged(Path(pages.path), why)
-    return graph
 
 
-def _inconsistent(graph: StoredGraph, per_block: int, num_data_pages: int) -> str | None:
+def why_invalid(graph: StoredGraph, per_block: int, num_blocks: int) -> str | None:
     """The first contradiction, as text. A matching checksum proves that the file is unchanged, not that its author is
     trusted."""
     blocks, num = graph.blocks, graph.num_vectors
     if blocks.per_block != per_block:
         return f"it says {per_block} nodes per block, and at most {blocks.per_block} fit"
-    num_nodes = num_data_pages // blocks.pages_per_block * per_block
+    num_nodes = num_blocks * per_block
     parts, num_codes, width = graph.codebooks.shape if graph.codebooks.ndim == 3 else (0, 0, 0)
     if not 1 <= num_codes <= 256 or parts * width != blocks.dim or not np.isfinite(graph.codebooks).all():
         return f"`codebooks` has shape {list(graph.codebooks.shape)}, or elements that are not finite"
@@ -163,7 +180,7 @@ def _inconsistent(graph: StoredGraph, per_block: int, num_data_pages: int) -> st
             return f"`{name}` points outside the {most:,}"
     if graph.entry_graph is not None and (why := why_invalid_graph(graph.entry_graph, num_entries)):
         return why
-    if not num_entries or not np.isfinite(graph.entry_vectors).all():
+    if (num_nodes and not num_entries) or not np.isfinite(graph.entry_vectors).all():
         return "it has no entry points, or entry vectors that are not finite"
     if (np.diff(graph.repeated_of) < 0).any():
         return "`repeated_of` does not increase"
@@ -175,7 +192,7 @@ def expanded(
     distances: NDArray[Any],
     nodes: NDArray[np.int32],
     positions: NDArray[np.int32],
-    allowed: NDArray[np.bool_] | None,
+    allowed: Allowed | None,
     k: int,
 ) -> tuple[NDArray[Any], NDArray[np.int32]]:
     """Replace nodes by the allowed vectors that equal them, and keep the k best.
@@ -198,7 +215,7 @@ def expanded(
 
 
 def has_allowed(
-    graph: StoredGraph, nodes: NDArray[np.int32], positions: NDArray[np.int32], allowed: NDArray[np.bool_]
+    graph: StoredGraph, nodes: NDArray[np.int32], positions: NDArray[np.int32], allowed: Allowed
 ) -> NDArray[np.bool_]:
     """Whether any vector of each node may be returned.
 

@@ -26,6 +26,7 @@ from autopar.vector_search.updates.page_store import PageStore, State
 from autopar.vector_search.updates.rebalance import Copies, Rebalance
 from autopar.vector_search.updates.settings import Settings
 from autopar.vector_search.updates.slots import ALIVE
+from autopar.vector_search.updates.snapshot import Stored
 from autopar.vector_search.updates.write_lists import ListWriter
 
 #: Entries of a list that is never split.
@@ -33,7 +34,7 @@ _NEVER_SPLIT = 16
 #: Tried distances of a further centroid relative to the nearest one, and the vectors they are tried on.
 _REACHES, _REACH_SAMPLE = (1.3, 1.2, 1.14, 1.08, 1.05, 1.02), 1024
 #: Share of the vectors whose change makes a census due.
-_CENSUS_SHARE = 0.05
+CENSUS_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ class Frozen:
 
     Args:
         sequence: its last operation.
-        delta: vectors that are in no list.
+        stored: the lists, or the graph.
+        delta: vectors that are not in it.
         ids, metadata, died: copies, of each slot.
         num_changes: vectors changed since the census before.
         dead: int64 `[num_lists]`, entries that are known to be dead.
@@ -50,7 +52,7 @@ class Frozen:
     """
 
     sequence: int
-    lists: ListMap
+    stored: Stored
     delta: Members
     ids: NDArray[np.int64]
     metadata: NDArray[Any]
@@ -64,17 +66,19 @@ class Written(NamedTuple):
     """The result of a checkpoint.
 
     Args:
-        free: slots that no list has; None if no census was made.
+        free: slots that nothing on disk has; None if that is unknown.
+        is_measured: whether the recall was measured.
         dead: as in `Frozen`, of the new lists.
         counts: what was done, by name.
     """
 
     state: State
-    lists: ListMap
+    stored: Stored
     tuned: Tuned
     free: NDArray[np.int64] | None
     dead: NDArray[np.int64]
     counts: dict[str, int]
+    is_measured: bool
 
 
 def checkpoint(store: PageStore, frozen: Frozen, settings: Settings, queries: NDArray[Any] | None) -> Written:
@@ -104,7 +108,7 @@ def checkpoint(store: PageStore, frozen: Frozen, settings: Settings, queries: ND
     )
     num_live = int((frozen.died == ALIVE).sum())
     found: Census | None = None
-    if frozen.num_changes >= _CENSUS_SHARE * num_live:
+    if frozen.num_changes >= CENSUS_SHARE * num_live:
         after = Contents(store, new, frozen.died, settings.memory_bytes)
         found = census(new, after, frozen.died, settings.recall_target, queries, added.vectors, frozen.sequence)
         dead = found.dead
@@ -127,7 +131,7 @@ def checkpoint(store: PageStore, frozen: Frozen, settings: Settings, queries: ND
     if found is not None:
         free = np.flatnonzero((frozen.died != ALIVE) & ~found.is_held)
     counts = {"splits": work.num_splits, "merges": work.num_merges, "moved": work.num_moved}
-    return Written(state, new, tuned, free, dead, counts | {"censuses": int(found is not None)})
+    return Written(state, new, tuned, free, dead, counts | {"censuses": int(found is not None)}, found is not None)
 
 
 def copies_within(sample: NDArray[np.float32], centroids: NDArray[np.float32], settings: Settings) -> Copies:
@@ -147,7 +151,8 @@ def copies_within(sample: NDArray[np.float32], centroids: NDArray[np.float32], s
 
 def _centred(frozen: Frozen) -> ListMap:
     """The lists; the first ones of floats get the mean of the delta as their centre."""
-    lists = frozen.lists
+    lists = frozen.stored
+    assert isinstance(lists, ListMap)
     if lists.num_lists or lists.metric != "l2" or is_integer(lists.dtype) or not len(frozen.delta.slots):
         return lists
     centre = frozen.delta.vectors.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32)

@@ -1,9 +1,10 @@
-"""Create updatable indexes: empty ones, or from an index on disk, whose lists are copied."""
+"""Create updatable indexes: empty ones, or from an index on disk, whose lists or graph are copied."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from autopar.errors import SearchError
 from autopar.vector_search.data import inputs
 from autopar.vector_search.data.inputs import DTYPES
 from autopar.vector_search.frame.recall_tuning import Measured
+from autopar.vector_search.graph_on_disk.index import GraphDiskIndex
 from autopar.vector_search.on_disk.choice_tuning import Choice
 from autopar.vector_search.on_disk.index import DiskIndex
 from autopar.vector_search.on_disk.pages import PAYLOAD_BYTES
@@ -26,9 +28,16 @@ from autopar.vector_search.updates import log as logs
 from autopar.vector_search.updates.checked_updates import checked_metadata
 from autopar.vector_search.updates.checkpoint import saved_tuning
 from autopar.vector_search.updates.files import FILES, Files
+from autopar.vector_search.updates.graph.copy import copied_graph
 from autopar.vector_search.updates.index import UpdatableIndex
 from autopar.vector_search.updates.list_map import ListMap
-from autopar.vector_search.updates.page_store import FIRST_DATA_PAGE, PageStore, created_store
+from autopar.vector_search.updates.page_store import (
+    FIRST_DATA_PAGE,
+    VERSION,
+    VERSION_OF_OTHERS,
+    PageWriter,
+    created_store,
+)
 from autopar.vector_search.updates.records import Layout
 from autopar.vector_search.updates.settings import Settings
 
@@ -83,14 +92,15 @@ def create_updatable(
     checked_reader(reader)
 
     def fill(folder: Path) -> None:
-        _created(folder, FILES, settings, Choice(Tuned(Measured(1, None, {}), None), None), arrays, 0).close()
+        none = Choice(Tuned(Measured(1, None, {}), None), None)
+        _created(folder, FILES, settings, saved_tuning(none, 0), arrays, lambda _: ({}, {}), VERSION)
 
     folders.complete(Path(path), fill, FILES)
     return UpdatableIndex(path, reader, background=background)
 
 
 def make_updatable(
-    index: DiskIndex,
+    index: DiskIndex | GraphDiskIndex,
     path: str | os.PathLike[str],
     *,
     metadata: NDArray[Any] | None = None,
@@ -106,22 +116,49 @@ def make_updatable(
     """Copy an index on disk into a folder that can be changed.
 
     Args:
+        index: lists, or a graph.
         metadata: `[n]`, a row for each vector in the order in which the index was built, with named fields; None: none.
-        path, recall_target, queries, copies, space, delta_share, memory_budget_bytes, reader, background: as in
-            `create_updatable`.
+        copies, space, memory_budget_bytes: of lists.
+        path, recall_target, queries, delta_share, reader, background: as in `create_updatable`, as are these.
 
     Raises:
         SearchError: an invalid argument.
         IndexFileError: the folder exists or cannot be written, or the index is damaged.
     """
-    lists, num = index.lists, index.lists.num_vectors
+    about = index.stats()
+    num, version = about.num_vectors, VERSION if isinstance(index, DiskIndex) else VERSION_OF_OTHERS
     dtype = _checked_metadata_dtype(None if metadata is None else np.asarray(metadata).dtype)
-    layout = Layout(lists.dim, lists.dtype, dtype)
-    settings = _settings(layout, lists.metric, recall_target, copies, space, delta_share, memory_budget_bytes)
+    layout = Layout(about.dim, DTYPES[about.dtype], dtype)
+    settings = _settings(layout, about.metric, recall_target, copies, space, delta_share, memory_budget_bytes)
     rows = checked_metadata(metadata, num, dtype)
     checked_reader(reader)
+    ids = index.lists.ids_of(np.arange(num)) if isinstance(index, DiskIndex) else index.graph.ids_of(np.arange(num))
+    arrays: dict[str, NDArray[Any]] = {"ids": ids, "is_live": np.packbits(np.ones(num, np.bool_))}
+    if dtype.itemsize:
+        arrays["metadata"] = rows
+    if queries is not None:
+        arrays["queries"] = _sample(queries, layout)
+    if isinstance(index, DiskIndex):
+        moved = _moved(index)
+        tuning = saved_tuning(Choice(Tuned(index.measured, index.pruning), moved.rule), 0)
+        arrays |= moved.saved() | {"dead": np.zeros(moved.num_lists, np.int64)}
+        write = partial(_copied_lists, index)
+    else:
+        tuning = saved_tuning(Choice(Tuned(index.measured, None), None), 0)
+        write = partial(copied_graph, index)
+
+    def fill(folder: Path) -> None:
+        _created(folder, FILES, settings, tuning, arrays, write, version)
+
+    folders.complete(Path(path), fill, FILES)
+    return UpdatableIndex(path, reader, background=background)
+
+
+def _moved(index: DiskIndex) -> ListMap:
+    """The lists of an index, as they lie in a folder."""
+    lists = index.lists
     kept = np.flatnonzero(lists.counts)
-    moved = ListMap(
+    return ListMap(
         lists.centroids,
         lists.centre,
         kept.astype(np.int32),
@@ -129,47 +166,41 @@ def make_updatable(
         lists.counts[kept],
         lists.dtype,
         lists.metric,
-        num,
+        lists.num_vectors,
         None if lists.metric == "inner_product" else lists.rule,
     )
-    arrays = moved.saved() | {
-        "ids": lists.ids_of(np.arange(num)),
-        "is_live": np.packbits(np.ones(num, np.bool_)),
-        "dead": np.zeros(lists.num_lists, np.int64),
-    }
-    if dtype.itemsize:
-        arrays["metadata"] = rows
-    if queries is not None:
-        arrays["queries"] = _sample(queries, layout)
-    choice = Choice(Tuned(index.measured, index.pruning), moved.rule)
 
-    def fill(folder: Path) -> None:
-        _created(folder, FILES, settings, choice, arrays, index.num_data_pages, index).close()
 
-    folders.complete(Path(path), fill, FILES)
-    return UpdatableIndex(path, reader, background=background)
+def _copied_lists(index: DiskIndex, writer: PageWriter) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Copy the pages of an index; nothing more is to be saved."""
+    for at in range(0, index.num_data_pages, _AT_ONCE):
+        count = min(_AT_ONCE, index.num_data_pages - at)
+        writer.write_groups(index.payloads_of(Run(FIRST_PAGE + at, count)), [count])
+    return {}, {}
 
 
 def _created(
     folder: Path,
     files: Files,
     settings: Settings,
-    choice: Choice,
+    tuning: Mapping[str, Any],
     arrays: Mapping[str, NDArray[Any]],
-    num_pages: int,
-    index: DiskIndex | None = None,
-) -> PageStore:
-    """A file of pages with the first state, and its log."""
-    store = created_store(folder / folders.PAGES, files)
-    writer = store.writer()
-    for at in range(0, num_pages, _AT_ONCE):
-        assert index is not None
-        count = min(_AT_ONCE, num_pages - at)
-        writer.write_groups(index.payloads_of(Run(FIRST_PAGE + at, count)), [count])
-    state = writer.commit(0, settings.saved() | saved_tuning(choice, 0), arrays)
-    log = logs.created(folder, files, store.file_id, state.generation, 1)
-    log.close()
-    return store
+    write: Callable[[PageWriter], tuple[Mapping[str, Any], Mapping[str, NDArray[Any]]]],
+    version: int,
+) -> None:
+    """Create a file of pages with the first state, and its log.
+
+    Args:
+        write: writes what is on disk, and returns its settings and arrays.
+    """
+    store = created_store(folder / folders.PAGES, files, version)
+    try:
+        writer = store.writer()
+        more, its_arrays = write(writer)
+        state = writer.commit(0, {**settings.saved(), **tuning, **more}, {**its_arrays, **arrays})
+        logs.created(folder, files, store.file_id, state.generation, 1).close()
+    finally:
+        store.close()
 
 
 def _settings(

@@ -25,12 +25,13 @@ from autopar.vector_search.on_disk.page_file import damaged
 from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.updates import log as logs
 from autopar.vector_search.updates.files import Files
-from autopar.vector_search.updates.list_map import ListMap
 from autopar.vector_search.updates.log import Log
 from autopar.vector_search.updates.page_store import PageStore, opened_store
 from autopar.vector_search.updates.records import Record, decoded
 from autopar.vector_search.updates.settings import Settings
 from autopar.vector_search.updates.slots import Slots
+from autopar.vector_search.updates.snapshot import Stored
+from autopar.vector_search.updates.stored_kinds import LISTS, kind_named
 
 try:
     import fcntl
@@ -54,7 +55,7 @@ class Opened(NamedTuple):
     log: Log
     settings: Settings
     slots: Slots
-    lists: ListMap
+    stored: Stored
     tuned: Tuned
     records: list[tuple[int, Record]]
     dead: NDArray[np.int64]
@@ -135,20 +136,18 @@ def _opened(path: Path, store: PageStore, files: Files) -> Opened:
         is_live = np.unpackbits(arrays["is_live"], count=len(ids)).astype(bool) if len(ids) else np.zeros(0, bool)
         if metadata.dtype != layout.metadata or len(metadata) != len(ids):
             raise ValueError("`metadata` does not match `ids`")
-        lists = ListMap.empty(layout.dim, layout.dtype, settings.metric)
-        if "centroids" in arrays:
-            lists = ListMap.loaded(arrays, layout.dim, layout.dtype, settings.metric, len(ids), saved.get("rule"))
-        dead = arrays.get("dead", np.zeros(lists.num_lists, np.int64))
+        stored = kind_named(str(saved.get("kind", LISTS.name))).loaded(arrays, settings, saved, len(ids))
+        dead = arrays.get("dead", np.zeros(stored.num_lists, np.int64))
         queries = arrays.get("queries")
         if queries is not None and layout.dtype.name == "bfloat16":
             queries = queries.view(layout.dtype)
         measured, pruning = Measured.loaded(saved["measured"]), saved["pruning"]
         tuned = Tuned(measured, None if pruning is None else float(pruning))
-        pages, num_changes = lists.data_pages, int(saved["num_changes"])
+        pages, num_changes = stored.data_pages, int(saved["num_changes"])
         if (len(pages) and not 2 <= pages.min() <= pages.max() < store.state.num_pages) or dead.shape != (
-            lists.num_lists,
+            stored.num_lists,
         ):
-            raise ValueError("a list lies outside the file")
+            raise ValueError("a list or a block lies outside the file")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(store.path, f"its settings are invalid ({error!r})") from None
     store.adopt(store.state, pages)
@@ -159,7 +158,7 @@ def _opened(path: Path, store: PageStore, files: Files) -> Opened:
     except ValueError as error:
         log.close()
         raise damaged(log.path, f"an operation is invalid ({error})") from None
-    return Opened(store, log, settings, slots, lists, tuned, operations, dead, num_changes, queries)
+    return Opened(store, log, settings, slots, stored, tuned, operations, dead, num_changes, queries)
 
 
 def _replayed(path: Path, store: PageStore, files: Files) -> tuple[Log, list[logs.Sequenced]]:

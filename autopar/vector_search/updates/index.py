@@ -19,7 +19,6 @@ from autopar.vector_search.data import inputs
 from autopar.vector_search.data.index import Found, IndexStats, found_at
 from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.index import Reads
-from autopar.vector_search.on_disk.list_reads import Entries, ListReads, working_bytes
 from autopar.vector_search.on_disk.memory_division import InMemory, divided
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
 from autopar.vector_search.on_disk.reader_table import AUTO, checked_reader
@@ -32,10 +31,10 @@ from autopar.vector_search.updates.filters import Filter, allowed_slots
 from autopar.vector_search.updates.index_stats import stats_of
 from autopar.vector_search.updates.maintenance import Maintenance
 from autopar.vector_search.updates.page_store import PageStore
-from autopar.vector_search.updates.search import SnapshotSearch
 from autopar.vector_search.updates.search_reader import SearchReader
 from autopar.vector_search.updates.settings import Settings
 from autopar.vector_search.updates.snapshot import Delta
+from autopar.vector_search.updates.stored_kinds import kind_of
 from autopar.vector_search.updates.writer_state import Operation, WriterState, delete_of, put_of
 
 KIND = "updatable"
@@ -45,7 +44,7 @@ AT_ONCE = 256
 
 
 class UpdatableIndex:
-    """Inverted lists in a folder, which can be changed. Use it as a context, or `close` it.
+    """Inverted lists or a graph in a folder, which can be changed. Use it as a context, or `close` it.
 
     An operation that has returned is on the device, and each later search sees it. A search sees one state.
 
@@ -53,7 +52,7 @@ class UpdatableIndex:
         path: the folder.
         reader: an engine of `reader_table.READERS`, or `"auto"`.
         files: the operations on files.
-        background: whether a thread moves vectors into lists; else the operation that makes it due does.
+        background: whether a thread moves vectors to disk; else the operation that makes it due does.
         memory_budget_bytes: host memory for the index, searches, and a cache of pages; None: no cache.
         batch: expected number of queries per search, for the memory that it works with.
 
@@ -80,7 +79,7 @@ class UpdatableIndex:
             found.log,
             found.slots,
             Delta.empty(layout.dim, layout.dtype),
-            found.lists,
+            found.stored,
             found.tuned,
             found.store.state.sequence,
         )
@@ -138,7 +137,7 @@ class UpdatableIndex:
         return self._submit(Operation(delete_of(checked)), checked.nbytes) if len(checked) else 0
 
     def checkpoint(self) -> None:
-        """Move vectors that are in memory into lists on disk, and drop the log. Usually this happens by itself.
+        """Move vectors that are in memory to the lists or the graph on disk, and drop the log. Usually this happens by itself.
 
         Raises:
             IndexFileError: it cannot be written; the state before is intact.
@@ -168,8 +167,7 @@ class UpdatableIndex:
             kept = max(1, min(k, snapshot.num_live))
             with self._reader.lock:
                 self._check_open()
-                reads = ListReads(self._store.path, self._store.file_id, snapshot.lists.extents, self._reader.reader)
-                search = SnapshotSearch(snapshot, reads, allowed, num_allowed, effort, self._count_used)
+                search = kind_of(snapshot.stored).search(snapshot, self._reader, allowed, num_allowed, effort)
                 parts = [search.run(checked[at : at + AT_ONCE], kept) for at in range(0, max(1, len(checked)), AT_ONCE)]
             distances, slots = (np.concatenate(each) for each in zip(*parts, strict=True))
             found = found_at(slots, distances, snapshot.ids, k, self.settings.metric)
@@ -226,7 +224,7 @@ class UpdatableIndex:
         folders.complete(Path(path), fill, FILES)
 
     def verify(self) -> None:
-        """Read all lists, and check each page.
+        """Read all lists, or the graph, and check each page.
 
         Raises:
             IndexFileError: a page is damaged or cannot be read.
@@ -245,7 +243,7 @@ class UpdatableIndex:
         return stats_of(KIND, self._state, self._store, self.settings, written)
 
     def close(self) -> None:
-        """Close the files. A closed index cannot be used; its log has what is not in lists."""
+        """Close the files. A closed index cannot be used; its log has what is only in memory."""
         if not self._reader.is_open:
             return
         self._maintenance.stop()
@@ -284,9 +282,6 @@ class UpdatableIndex:
         if not self._reader.is_open:
             raise SearchError(f"the index of {self.path} is closed: load it again")
 
-    def _count_used(self, entries: Entries) -> None:
-        self._reader.used_bytes += int(entries.counts.sum()) * self._state.lists.extents.entry_bytes
-
 
 def _cache_pages(
     state: WriterState, store: PageStore, settings: Settings, budget_bytes: float | None, batch: int
@@ -300,8 +295,8 @@ def _cache_pages(
         return 0
     layout, num_live = settings.layout, state.slots.num_live
     delta = 2 * max(settings.delta_vectors, int(settings.delta_share * num_live)) * layout.dim * layout.dtype.itemsize
-    stored = InMemory("the index", state.slots.memory_bytes + state.lists.memory_bytes + delta)
-    working = working_bytes(state.lists.extents, min(batch, AT_ONCE))
+    stored = InMemory("the index", state.slots.memory_bytes + state.stored.memory_bytes + delta)
+    working = kind_of(state.stored).working_bytes(state.stored, min(batch, AT_ONCE))
     most = max(2**20, int(budget_bytes // PAGE_BYTES))  # the file may grow
     return divided(budget_bytes, [stored], working, max(store.state.num_pages, most)).cache_pages
 

@@ -9,6 +9,7 @@ from autopar.vector_search.data.index import IndexStats
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
 from autopar.vector_search.updates.page_store import PageStore
 from autopar.vector_search.updates.settings import Settings
+from autopar.vector_search.updates.stored_kinds import kind_of
 from autopar.vector_search.updates.writer_state import WriterState
 
 
@@ -22,14 +23,12 @@ def stats_of(
     """
     snapshot = state.readers.newest
     assert snapshot is not None
-    lengths = snapshot.lists.lengths
     details: dict[str, Any] = dict(snapshot.measured.details)
-    details |= {"pruning": snapshot.pruning, "num_lists": snapshot.lists.num_lists}
-    details |= {"longest_list": int(lengths.max(initial=0)), "entries": int(lengths.sum())}
+    details |= kind_of(snapshot.stored).details(snapshot)
     details |= {"delta_vectors": snapshot.delta.count, "log_bytes": state.log.size}
     details |= {"written_bytes": store.written_bytes + state.logged_bytes, "inserted_bytes": state.inserted_bytes}
     details |= {"file_bytes": store.state.num_pages * PAGE_BYTES, **more}
-    memory = state.slots.memory_bytes + snapshot.lists.memory_bytes
+    memory = state.slots.memory_bytes + snapshot.stored.memory_bytes
     memory += snapshot.delta.slots.nbytes + snapshot.delta.vectors.nbytes
     return IndexStats(
         kind=kind,

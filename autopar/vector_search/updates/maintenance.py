@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from autopar.errors import IndexFileError
 from autopar.vector_search.updates import log as logs
-from autopar.vector_search.updates.checkpoint import Frozen, Written, checkpoint
+from autopar.vector_search.updates.checkpoint import Frozen, Written
 from autopar.vector_search.updates.commit import CommitQueue
-from autopar.vector_search.updates.contents import Contents, Members
+from autopar.vector_search.updates.contents import Members
 from autopar.vector_search.updates.files import why
 from autopar.vector_search.updates.folder import Opened
 from autopar.vector_search.updates.page_store import PageStore
 from autopar.vector_search.updates.snapshot import Snapshot
+from autopar.vector_search.updates.stored_kinds import kind_of
 from autopar.vector_search.updates.writer_state import WriterState
 
 #: Changes that count as one vector of the delta.
@@ -57,7 +58,7 @@ class Maintenance:
         background: bool,
     ) -> None:
         self.lock = threading.Lock()
-        self.counts: Counter[str] = Counter({"checkpoints": 0, "splits": 0, "merges": 0, "moved": 0, "censuses": 0})
+        self.counts: Counter[str] = Counter(dict.fromkeys(("checkpoints", *kind_of(state.stored).counts), 0))
         self._state, self._store, self._commits, self._grown = state, store, commits, grown
         self._settings, self._queries, self._background = found.settings, found.queries, background
         self._dead, self._num_changes = found.dead, found.num_changes
@@ -115,7 +116,8 @@ class Maintenance:
             self._release()
             try:
                 frozen, old_log, size = self._frozen()
-                written = checkpoint(self._store, frozen, self._settings, self._queries)
+                write = kind_of(frozen.stored).checkpoint
+                written = write(self._store, frozen, self._settings, self._queries)
                 self._adopt(written, len(frozen.delta.slots), size)
             except (Exception, KeyboardInterrupt) as error:
                 if self._store.is_ahead:
@@ -133,9 +135,7 @@ class Maintenance:
         """Ids, vectors and metadata of the vectors of a snapshot, each once."""
         is_seen = np.zeros(snapshot.num_slots, np.bool_)
         delta = snapshot.delta
-        every = np.full(snapshot.num_slots, np.iinfo(np.int64).max)
-        contents = Contents(self._store, snapshot.lists, every, 0)
-        parts = (Members(each.positions, each.vectors) for each in contents.scan())
+        parts = kind_of(snapshot.stored).members(self._store, snapshot.stored, snapshot.num_slots)
         for part in (Members(delta.slots[: delta.count], delta.vectors[: delta.count]), *parts):
             part = Members.concatenated([part.some(snapshot.is_live(part.slots) & ~is_seen[part.slots])])
             is_seen[part.slots] = True
@@ -180,7 +180,7 @@ class Maintenance:
             slots, delta, num = state.slots, state.delta, state.slots.count
             frozen = Frozen(
                 state.sequence,
-                state.lists,
+                state.stored,
                 Members(delta.slots[: delta.count], delta.vectors[: delta.count]),
                 slots.ids[:num].copy(),
                 slots.metadata[:num].copy(),
@@ -192,14 +192,14 @@ class Maintenance:
             self._known_free = {*slots.free, *(slot for each in self._retired for slot in each.slots.tolist())}
             return frozen, logs.path_of(old.path.parent, generation - 1), state.num_changes
 
-    def _adopt(self, written: Written, num_in_lists: int, num_changes: int) -> None:
+    def _adopt(self, written: Written, num_stored: int, num_changes: int) -> None:
         """Let updates and searches go on with a state that is on the device."""
         state = self._state
-        pages = self._store.adopt(written.state, written.lists.data_pages)
+        pages = self._store.adopt(written.state, written.stored.data_pages)
         self._grown()
         with self._commits.lock:
-            delta = state.delta.without_first(num_in_lists)
-            state.lists, state.tuned, state.delta = written.lists, written.tuned, delta
+            delta = state.delta.without_first(num_stored)
+            state.stored, state.tuned, state.delta = written.stored, written.tuned, delta
             state.num_changes -= num_changes
             state.slots.index_ids()
             state.publish()
@@ -208,7 +208,7 @@ class Maintenance:
             free = free[[slot not in self._known_free for slot in free.tolist()]]  # those may be in use by now
             self._retired.append(_Retired(state.readers.newest.number, pages, free))
         self._dead = written.dead
-        self._num_changes = 0 if written.free is not None else self._num_changes + num_changes
+        self._num_changes = 0 if written.is_measured else self._num_changes + num_changes
         self._store.is_ahead = False
         self.counts.update(written.counts | {"checkpoints": 1})
 

@@ -37,7 +37,8 @@ from autopar.vector_search.updates.files import Files, why
 from autopar.vector_search.updates.free_pages import FreePages
 
 MAGIC = b"autopar updates\n"
-VERSION = 1
+#: The version of a file of lists, and of one that holds something else, which older versions of autopar refuse.
+VERSION, VERSION_OF_OTHERS = 1, 2
 #: Magic, version, page bytes, file id, generation, sequence number of the last operation in it, number of pages, first
 #: page and bytes of the directory.
 _SUPERBLOCK = struct.Struct(f"<{len(MAGIC)}sII{ID_BYTES}sQQQQQ")
@@ -96,6 +97,7 @@ class PageStore:
     handle: int
     state: State
     is_used: NDArray[np.bool_] = field(default_factory=lambda: np.ones(FIRST_DATA_PAGE, np.bool_))
+    version: int = VERSION
     written_bytes: int = 0
     is_ahead: bool = False
     written_pages: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -177,7 +179,7 @@ class PageWriter:
             paged,
             np.arange(first, first + num_pages_of(len(directory))),
         )
-        fields = (MAGIC, VERSION, PAGE_BYTES, store.file_id, state.generation, sequence)
+        fields = (MAGIC, store.version, PAGE_BYTES, store.file_id, state.generation, sequence)
         block = _SUPERBLOCK.pack(*fields, state.num_pages, first, len(directory))
         store.files.sync(store.handle)
         place = state.generation % FIRST_DATA_PAGE
@@ -228,7 +230,7 @@ class PageWriter:
             store.written_bytes += part.nbytes
 
 
-def created_store(path: Path, files: Files) -> PageStore:
+def created_store(path: Path, files: Files, version: int) -> PageStore:
     """Create a file without a state.
 
     Raises:
@@ -240,7 +242,8 @@ def created_store(path: Path, files: Files) -> PageStore:
     except OSError:
         os.close(handle)
         raise
-    return PageStore(path, files, os.urandom(ID_BYTES), handle, State(0, 0, 0, {}, {}, np.zeros(0, np.int64)))
+    none = State(0, 0, 0, {}, {}, np.zeros(0, np.int64))
+    return PageStore(path, files, os.urandom(ID_BYTES), handle, none, version=version)
 
 
 def opened_store(path: Path, files: Files) -> PageStore:
@@ -258,9 +261,9 @@ def opened_store(path: Path, files: Files) -> PageStore:
         magic, version, page_bytes, file_id, generation, sequence, num_pages, first, length = max(
             blocks, key=lambda block: block[4]
         )
-        if magic != MAGIC or version != VERSION or page_bytes != PAGE_BYTES:
+        if magic != MAGIC or version not in (VERSION, VERSION_OF_OTHERS) or page_bytes != PAGE_BYTES:
             raise IndexFileError(
-                f"{path} has version {version}, and this autopar reads version {VERSION}: open it with the autopar that"
+                f"{path} has version {version}, and this autopar reads versions {VERSION} and {VERSION_OF_OTHERS}: open it with the autopar that"
                 " wrote it"
             )
         pages = np.arange(first, first + num_pages_of(length))
@@ -278,7 +281,7 @@ def opened_store(path: Path, files: Files) -> PageStore:
     except BaseException:
         os.close(handle)
         raise
-    return PageStore(path, files, file_id, handle, state)
+    return PageStore(path, files, file_id, handle, state, version=version)
 
 
 def _runs_of(firsts: NDArray[np.int64], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -18,6 +18,7 @@ from autopar.vector_search.on_disk.list_reads import Entries, ListReads
 from autopar.vector_search.on_disk.list_scores import ListScores
 from autopar.vector_search.on_disk.probing import Probing, of_lists, prepared, probed
 from autopar.vector_search.updates.census import nearest_lists
+from autopar.vector_search.updates.list_map import ListMap
 from autopar.vector_search.updates.snapshot import Snapshot
 
 #: Minimum vectors in the probed lists, per neighbour.
@@ -29,6 +30,7 @@ class SnapshotSearch:
     """A search of one snapshot.
 
     Args:
+        lists: its lists.
         allowed: bool `[num_slots]`, the slots that may be returned; None: all.
         num_allowed: vectors that live and may be returned.
         effort: lists per query, without pruning; None: as measured.
@@ -36,6 +38,7 @@ class SnapshotSearch:
     """
 
     snapshot: Snapshot
+    lists: ListMap
     reads: ListReads
     allowed: NDArray[np.bool_] | None
     num_allowed: int
@@ -49,7 +52,7 @@ class SnapshotSearch:
         Args:
             queries: checked, `[num_queries, d]`.
         """
-        num_lists = self.snapshot.lists.num_lists
+        num_lists = self.lists.num_lists
         probing = self._probing(k)
         distances, slots = self._once(queries, k, probing)
         while (probing.is_usual or probing.effort < num_lists) and self.num_allowed:
@@ -63,7 +66,7 @@ class SnapshotSearch:
 
     def _probing(self, k: int) -> Probing:
         """The lists to probe: enough for k vectors, and more for a filter, doubled until they make up for it."""
-        snapshot, lists = self.snapshot, self.snapshot.lists
+        snapshot, lists = self.snapshot, self.lists
         if not lists.num_lists or not self.num_allowed:
             return Probing(0)
         mean = max(1.0, float(lists.counts.sum()) / lists.num_lists)
@@ -77,7 +80,7 @@ class SnapshotSearch:
         return Probing(min(wanted, lists.num_lists), pruning, max(1, enough), is_usual)
 
     def _once(self, queries: NDArray[Any], k: int, probing: Probing) -> tuple[NDArray[Any], NDArray[np.int32]]:
-        snapshot, lists = self.snapshot, self.snapshot.lists
+        snapshot, lists = self.snapshot, self.lists
         scored = ListScores(queries, k, lists.metric, lists.centre, 1)
         delta = snapshot.delta
         if delta.count:
@@ -95,7 +98,7 @@ class SnapshotSearch:
 
     def _probed(self, compared: NDArray[np.float32], probing: Probing) -> NDArray[np.bool_]:
         """bool `[num_queries, num_lists]`: which query probes which list."""
-        lists = self.snapshot.lists
+        lists = self.lists
         rule = lists.rule if probing.is_usual and lists.rule and probing.least <= lists.rule.width else None
         if rule is None:
             return probed(nearest_lists(lists, compared, probing.effort), probing, lists.num_lists)

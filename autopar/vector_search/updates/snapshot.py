@@ -1,6 +1,6 @@
 """Hold one state of an updatable index for searches, and know which states are being read.
 
-In: lists, a delta in memory, slots. Out: immutable `Snapshot`s. A search takes the newest one and keeps it; what only
+In: lists or a graph, a delta in memory, slots. Out: immutable `Snapshot`s. A search takes the newest one and keeps it; what only
 older snapshots use is given back when no search reads them.
 """
 
@@ -17,12 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.frame.recall_tuning import Measured
+from autopar.vector_search.updates.graph.graph_map import GraphMap
 from autopar.vector_search.updates.list_map import ListMap
+
+#: What is on disk: lists, or a graph.
+Stored = ListMap | GraphMap
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Vectors that are in no list yet, in growing arrays of which a snapshot sees the first `count`.
+    """Vectors that are not on disk yet, in growing arrays of which a snapshot sees the first `count`.
 
     Args:
         slots: int32 `[capacity]`.
@@ -72,7 +76,7 @@ class Snapshot:
 
     number: int
     sequence: int
-    lists: ListMap
+    stored: Stored
     delta: Delta
     ids: NDArray[np.int64]
     metadata: NDArray[Any]

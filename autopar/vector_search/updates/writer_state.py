@@ -20,11 +20,10 @@ from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.probe_tuning import Tuned
 from autopar.vector_search.updates.commit import Ticket
 from autopar.vector_search.updates.files import why
-from autopar.vector_search.updates.list_map import ListMap
 from autopar.vector_search.updates.log import Log
 from autopar.vector_search.updates.records import Delete, Put, Record, encoded
 from autopar.vector_search.updates.slots import Slots
-from autopar.vector_search.updates.snapshot import Delta, Readers, Snapshot
+from autopar.vector_search.updates.snapshot import Delta, Readers, Snapshot, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class WriterState:
 
     Args:
         sequence: the last operation.
-        lists: the lists of the last checkpoint.
+        stored: the lists, or the graph, of the last checkpoint.
         delta: the vectors since.
         num_changes: vectors inserted or deleted since the last checkpoint.
         logged_bytes: bytes written to logs since the index was opened.
@@ -56,7 +55,7 @@ class WriterState:
     log: Log
     slots: Slots
     delta: Delta
-    lists: ListMap
+    stored: Stored
     tuned: Tuned
     sequence: int
     readers: Readers = field(default_factory=Readers)
@@ -122,7 +121,7 @@ class WriterState:
             Snapshot(
                 self._number,
                 self.sequence,
-                self.lists,
+                self.stored,
                 self.delta,
                 slots.ids,
                 slots.metadata,
