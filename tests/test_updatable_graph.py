@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,40 @@ def test_the_users_queries_decide_the_beam(tmp_path: Path) -> None:
         assert again.stats().reached
 
 
+@pytest.mark.slow
+def test_searches_see_one_state_while_threads_change_it(tmp_path: Path) -> None:
+    """Each id is replaced again and again, never deleted: a search finds each once."""
+    index, vectors = start_graph(tmp_path / "index", background=True), drawn(60)
+    index.insert(np.arange(60), vectors, rows(np.arange(60)))
+    is_done, failures = threading.Event(), []
+
+    def change(part: int) -> None:
+        draw = np.random.default_rng(part)
+        for _ in range(40):
+            ids = part * 20 + draw.permutation(20)[:10]
+            index.upsert(ids, vectors[ids] + draw.normal(size=(10, 8)), rows(ids))
+
+    def look(effort: int | None) -> None:
+        while not is_done.is_set():
+            ids = index.search(vectors[0], 60, effort=effort).ids
+            if sorted(ids.tolist()) != list(range(60)):
+                failures.append(ids)
+
+    writers = [threading.Thread(target=change, args=(part,)) for part in range(3)]
+    readers = [threading.Thread(target=look, args=(effort,)) for effort in (None, 10_000)]
+    for thread in (*writers, *readers):
+        thread.start()
+    for _ in range(4):
+        index.checkpoint()
+    for thread in writers:
+        thread.join()
+    is_done.set()
+    for thread in readers:
+        thread.join()
+    index.close()
+    assert not failures
+
+
 # -- accidents -------------------------------------------------------------------------------
 
 
@@ -329,3 +364,19 @@ def test_codes_of_equal_nodes_do_not_prune_each_other(tmp_path: Path) -> None:
         points.number(np.array([3], np.int32), len(stored.graph.codes))
         vectors, errors = points.of(np.array([2, 3]))
         assert errors.tolist() == [0.5, 0] and not vectors[1].any() and vectors[0].any()
+
+
+@pytest.mark.slow
+def test_nodes_larger_than_a_page(tmp_path: Path) -> None:
+    vectors = drawn(260, 1_100)
+    index, held = made(tmp_path, vectors[:200]), dict(enumerate(vectors[:200]))
+    index.delete(np.arange(30))
+    index.insert(np.arange(200, 260), vectors[200:], rows(np.arange(200, 260)))
+    held = {each: vector for each, vector in (held | dict(enumerate(vectors))).items() if each >= 30}
+    index.checkpoint()
+    assert agrees(index, held, vectors[:30]) >= 0.8
+    with index._state.readers.reading() as snapshot:
+        assert isinstance(snapshot.stored, GraphMap) and snapshot.stored.graph.blocks.pages_per_block == 2
+    index.close()
+    with loaded(tmp_path) as again:
+        agrees(again, held, vectors[:30])

@@ -1,6 +1,6 @@
 """Create, open and lock the folder of an updatable index: a file of pages, and logs.
 
-    pages      the lists and what a search keeps in memory, as of the last checkpoint
+    pages      the lists or the graph, and what a search keeps in memory, as of the last checkpoint
     log-N      the operations since checkpoint N; while checkpoint N + 1 is being written, log-(N + 1) has the newest
 
 A folder appears when it is complete. Opening it applies the operations of the logs that the last checkpoint does not

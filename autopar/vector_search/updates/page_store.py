@@ -1,7 +1,7 @@
 """Keep pages that are never changed in place: new content goes to free pages, and a superblock makes it the state.
 
     pages 0, 1    superblocks: magic, version, generation, last operation, place of the directory; written in turn
-    other pages   lists, arrays, directory, or free
+    other pages   lists or blocks of a graph, arrays, directory, or free
 
 The state is that of the superblock with the larger generation that matches its checksum. A superblock is written when
 all pages that it refers to are on the device, and pages of the state before are reused only when it is. So a crash
