@@ -25,8 +25,9 @@ from autopar.vector_search.updates.slots import ALIVE
 
 #: Candidates per query: the neighbours, each in up to so many lists.
 _HELD = 16
-#: Minimum queries of a sample, if there are so many vectors.
-_QUERIES = 1024
+#: Minimum queries of a sample, if there are so many vectors; as many as at build time while comparing them with all vectors
+#: costs at most so many scores.
+_QUERIES, _MOST_QUERIES, _SCORES = 1024, 4096, 2**30
 
 
 class Census(NamedTuple):
@@ -114,7 +115,8 @@ class _Sample(NamedTuple):
         """The user's queries; or vectors of the corpus, and of those that were added last, if they are enough."""
         if queries is not None:
             return cls(queries, None, (slice(None),))
-        most, draw = max(_QUERIES, sample_size(recall_target)), np.random.default_rng(seed)
+        affordable = min(_MOST_QUERIES, _SCORES // max(1, lists.num_slots))
+        most, draw = max(_QUERIES, sample_size(recall_target), affordable), np.random.default_rng(seed)
         drawn = _distinct(_drawn(lists, contents, died, 2 * most, draw), lists, most, draw)
         recent = _distinct(recent, lists, most, draw)
         if not can_reach(len(recent), recall_target):
