@@ -17,7 +17,7 @@ from autopar.vector_search.data.metrics import NO_ID
 from autopar.vector_search.on_disk.spill import AssignedLists
 
 #: Maximum length of a list, in means, before it is cut; and vectors that are handled at a time.
-LONGEST, _AT_ONCE = 8, 2**18
+LONGEST, _AT_ONCE = 8, 2**15
 
 
 class Cut(NamedTuple):

@@ -18,7 +18,7 @@ from autopar.vector_search.on_disk.spill import AssignedLists
 #: Levels of the distance of a further centroid, relative to the nearest one; the last is the largest distance.
 LEVELS = 64
 #: Vectors that are handled at a time.
-_AT_ONCE = 2**18
+_AT_ONCE = 2**15
 
 
 def levels_of(ratios: NDArray[np.float32], reach: float) -> NDArray[np.int32]:
@@ -46,7 +46,7 @@ def sizes_of(counts: NDArray[np.int32], per_page: float, most: float) -> NDArray
         per_page: vectors of a page.
         most: maximum vectors of all lists; at least those of level 0.
     """
-    up_to = counts.cumsum(axis=1)
+    up_to = counts.cumsum(axis=1, dtype=np.int32)
     least = np.ceil(up_to[:, 0] / per_page)
     for level in range(LEVELS, -1, -1):
         pages = np.maximum(least, np.rint(up_to[:, level] / per_page))
@@ -71,8 +71,8 @@ def filled(
     Raises:
         IndexFileError: temporary files cannot be written.
     """
-    up_to = counts.cumsum(axis=1)
-    edge = (up_to <= sizes[:, None]).sum(axis=1)  # the level of which some are taken
+    up_to = counts.cumsum(axis=1, dtype=np.int32)
+    edge = (up_to <= sizes[:, None]).sum(axis=1, dtype=np.int32)  # the level of which some are taken
     room = sizes - np.take_along_axis(up_to, np.maximum(edge - 1, 0)[:, None], axis=1)[:, 0]
     found = AssignedLists(lists.copies, folder)
     for start in range(0, int(counts[:, 0].sum()), _AT_ONCE):
