@@ -301,7 +301,7 @@ def test_entry_points_have_a_graph_where_they_are_many(tmp_path: Path, monkeypat
     monkeypatch.setattr(nearest_points, "GRAPH_FROM", 10)
     monkeypatch.setattr(nearest_points, "_DEGREE", 4)
     monkeypatch.setattr(nearest_points, "_LEAST_BEAM", 8)
-    monkeypatch.setattr(graph_build, "_PER_ENTRY", 3)
+    monkeypatch.setattr(graph_build, "PER_ENTRY", 3)
     with build_graph(DATA.corpus, tmp_path / "index") as made:
         assert open_page_file(made.path).arrays["entry_edges"].shape == (500, 4)
         assert made.stats().reached

@@ -22,7 +22,7 @@ _LEAST_GAIN, _NODES_AT_ONCE = 1e-3, 8192
 #: Minimum share of the blocks that a round of swaps has to improve.
 _LEAST_SHARE = 0.002
 #: The edge of rank r has the strength 1 / (1 + r / this).
-_HALF_STRENGTH = 8.0
+HALF_STRENGTH = 8.0
 
 
 class _Links(NamedTuple):
@@ -184,7 +184,7 @@ def _swapped(edges: NDArray[np.int32], links: _Links, blocks: NDArray[np.int32])
 
 def _strengths(degree: int) -> NDArray[np.float32]:
     """f32 `[degree]`, of the edges of a node, nearest first."""
-    return (1 / (1 + np.arange(degree) / _HALF_STRENGTH)).astype(np.float32)
+    return (1 / (1 + np.arange(degree) / HALF_STRENGTH)).astype(np.float32)
 
 
 def _within(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -114,8 +114,8 @@ class BlockSearch:
             query, place = np.nonzero(wanted)
             if not query.size:
                 return best
-            keys = np.unique(query.astype(np.int64) * num_blocks + beam.nodes[query, place] // per_block)
-            was_read = np.union1d(was_read, keys)
+            keys = distinct(query.astype(np.int64) * num_blocks + beam.nodes[query, place] // per_block)
+            was_read = distinct(np.concatenate([was_read, keys]))
             query, block = keys // num_blocks, keys % num_blocks
             every, at = np.unique(block, return_inverse=True)
             nodes = self.nodes(every)

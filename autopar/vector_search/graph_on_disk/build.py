@@ -41,11 +41,11 @@ from autopar.vector_search.on_disk.page_file import PageFileWriter
 from autopar.vector_search.on_disk.probing import prepared
 
 #: Maximum bytes of a code by default, and maximum codes per codebook.
-_MAX_CODE_BYTES, _NUM_CODES = 32, 256
+_MAX_CODE_BYTES, NUM_CODES = 32, 256
 #: Nodes per entry point.
-_PER_ENTRY = 100
+PER_ENTRY = 100
 #: Beam widths to try for a recall target.
-_EFFORTS = in_steps(8, 1024)
+EFFORTS = in_steps(8, 1024)
 #: Vectors of a chunk.
 _MAX_ROWS = 8192
 #: Maximum shards, whose temporary files are open together.
@@ -106,7 +106,7 @@ def build_file(
     is_centred = metric == "l2" and not is_integer(chunks.dtype)
     centre = sampled.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32) if is_centred else None
     compared = prepared(sampled, metric, centre)
-    books = train_codebooks(jnp.asarray(compared), num_parts, num_codes=min(_NUM_CODES, len(compared)))
+    books = train_codebooks(jnp.asarray(compared), num_parts, num_codes=min(NUM_CODES, len(compared)))
     centroids = centroids_of_shards(compared, num, per_shard, _MAX_SHARDS)
     sample = RecallSample(sampled, queries, metric, centre, sample_size(options.recall_target), num)
     del compared, sampled
@@ -164,7 +164,7 @@ def _num_parts(dim: int, code_bytes: int) -> int:
 
 def _per_shard(chunks: Chunks, num_parts: int, options: GraphOptions) -> int:
     """The maximum vectors of a shard, so that its graph is built within half of the budget."""
-    per_vector = num_parts + 8 + 4 * (chunks.dim + options.degree) // _PER_ENTRY
+    per_vector = num_parts + 8 + 4 * (chunks.dim + options.degree) // PER_ENTRY
     held = chunks.num_vectors * per_vector  # codes, the number of each position, and entry points
     room = options.budget_bytes / 2 - held / 2
     near = 2 * options.degree + 1
@@ -204,7 +204,7 @@ def _written(
     repeated = shards.repeated
     number_of[repeated[:, 0]] = number_of[repeated[:, 1]]
     draw = np.random.default_rng(0)
-    chosen = np.sort(draw.permutation(np.unique(number_of))[: max(1, -(-num // _PER_ENTRY))])
+    chosen = np.sort(draw.permutation(np.unique(number_of))[: max(1, -(-num // PER_ENTRY))])
     codes = np.zeros((count, books.num_parts), np.uint8)
     entry_vectors, entry_links, begin = [], [], 0
     for shard in range(shards.num_shards):
@@ -247,7 +247,7 @@ def _measured(
             lead to all neighbours, which no query of a user has.
     """
     truth = sample.truth()
-    most = min(graph.num_vectors, _EFFORTS[-1])
+    most = min(graph.num_vectors, EFFORTS[-1])
     if not (truth.positions != NO_ID).any():
         return Measured(most, None, {})
     reader = MappedReader(writer.readable())
@@ -260,7 +260,7 @@ def _measured(
             found = searcher.best(truth.queries, truth.positions.shape[1], effort, None, own)
             return Recall.of(recall_per_query(found, truth[1:], graph.metric))
 
-        efforts = tuple(dict.fromkeys(min(each, most) for each in _EFFORTS))
+        efforts = tuple(dict.fromkeys(min(each, most) for each in EFFORTS))
         return least_effort(efforts, options.recall_target, recall_at)
     finally:
         reader.close()

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID, is_integer
 from autopar.vector_search.graph.nearest_points import point_graph
+from autopar.vector_search.graph_on_disk.build import NUM_CODES, PER_ENTRY
 from autopar.vector_search.graph_on_disk.node_blocks import Nodes
 from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph
 from autopar.vector_search.ivf.product_quantization import Codebooks, encode, train_codebooks
@@ -38,10 +39,8 @@ from autopar.vector_search.updates.graph.points import Points, Space, largest_sq
 from autopar.vector_search.updates.graph.survivors import Survivors, survivors
 from autopar.vector_search.updates.page_store import PageStore, PageWriter
 
-#: Share of the vectors that may change before codebooks are trained again; maximum codes per codebook.
-_TRAIN_SHARE, _NUM_CODES = 0.5, 256
-#: Nodes per entry point, as when a graph is built.
-_PER_ENTRY = 100
+#: Share of the vectors that may change before codebooks are trained again.
+_TRAIN_SHARE = 0.5
 #: Blocks that are patched at a time.
 _BLOCKS = 64
 
@@ -128,7 +127,7 @@ def _coding(
     if graph.metric == "l2" and not is_integer(graph.blocks.dtype):
         centre = sample.astype(np.float32).mean(axis=0, dtype=np.float64).astype(np.float32)
     compared = prepared(sample, graph.metric, centre)
-    books = train_codebooks(jnp.asarray(compared), len(graph.codebooks), num_codes=min(_NUM_CODES, len(compared)))
+    books = train_codebooks(jnp.asarray(compared), len(graph.codebooks), num_codes=min(NUM_CODES, len(compared)))
     if not left.is_live.any():  # nothing is compared by the old codes
         old = replace(old, graph=replace(graph, codebooks=np.asarray(books.centroids), centre=centre))
         old = replace(old, graph=replace(old.graph, codes=np.zeros_like(graph.codes)))
@@ -324,7 +323,7 @@ def _entries(
 ) -> NDArray[np.int32]:
     """Entry points: the old ones that live, new nodes in their share, and nodes that no edge leads to."""
     is_node = patch.slot_of != NO_ID
-    wanted = -(-int(is_node.sum()) // _PER_ENTRY)
+    wanted = -(-int(is_node.sum()) // PER_ENTRY)
     draw = np.random.default_rng(seed)
     kept = old[left.is_live[old]]
     fresh = draw.permutation(numbers)[: max(0, wanted - len(kept))]

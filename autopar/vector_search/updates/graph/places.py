@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
-from autopar.vector_search.graph_on_disk.block_packing import packed
+from autopar.vector_search.graph_on_disk.block_packing import HALF_STRENGTH, packed
 
-#: The edge of rank r has the strength 1 / (1 + r / this), as in `block_packing`.
-_HALF_STRENGTH = 8.0
 #: Share of the places that may be free, before nodes fill places that are not near.
 _MOST_FREE = 0.5
 
@@ -30,7 +28,7 @@ def placed(
     num, degree = neighbours.shape
     free = is_free.reshape(-1, per_block).copy()
     num_free = free.sum(axis=1)
-    strengths = 1 / (1 + np.arange(degree) / _HALF_STRENGTH)
+    strengths = 1 / (1 + np.arange(degree) / HALF_STRENGTH)
     found = np.full(num, NO_ID, np.int32)
     for row in range(num if num_free.any() else 0):
         new = among[row]

@@ -18,19 +18,19 @@ from autopar.vector_search.frame.recall_tuning import (
     Measured,
     Recall,
     can_reach,
-    in_steps,
     least_effort,
     lowest_recall,
     sample_size,
 )
+from autopar.vector_search.graph_on_disk.build import EFFORTS
 from autopar.vector_search.graph_on_disk.compared import Compared
 from autopar.vector_search.on_disk.probing import prepared
 from autopar.vector_search.updates.graph.graph_map import GraphMap
 from autopar.vector_search.updates.graph.nodes import GraphNodes
 from autopar.vector_search.updates.page_store import PageStore
 
-#: Beam widths to try, as when a graph is built; queries that are searched together.
-_EFFORTS, _AT_ONCE = in_steps(8, 1024), 256
+#: Queries that are searched together.
+_AT_ONCE = 256
 #: Relative error of distances that count as equal.
 _TIE = 1e-5
 
@@ -74,7 +74,7 @@ def measured(
     sample = _drawn(nodes, is_node, recent, target, queries, seed)
     near = prepared(sample.vectors, graph.metric, graph.centre)
     truth, last = _truth(nodes, stored, near, sample.own)
-    most = min(max(1, int(is_node.sum())), _EFFORTS[-1])
+    most = min(max(1, int(is_node.sum())), EFFORTS[-1])
     if not (truth != NO_ID).any():
         return Measured(most, None, {})
     wanted = (truth != NO_ID).sum(axis=1)
@@ -93,7 +93,7 @@ def measured(
             hits.append((is_hit & (found.nodes != NO_ID)).sum(axis=1))
         return lowest_recall(np.minimum(np.concatenate(hits), wanted), wanted, sample.samples, target)
 
-    efforts = tuple(dict.fromkeys(min(each, most) for each in _EFFORTS if 2 * each >= effort)) or (most,)
+    efforts = tuple(dict.fromkeys(min(each, most) for each in EFFORTS if 2 * each >= effort)) or (most,)
     return least_effort(efforts, target, recall_at)
 
 
