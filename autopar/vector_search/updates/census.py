@@ -146,12 +146,17 @@ class _Neighbours(NamedTuple):
             scores: `[num_queries, num_entries]`.
             slots, lists: `[num_entries]`.
         """
-        width = self.scores.shape[1]
-        num = min(width, scores.shape[1])
-        few = np.argpartition(-scores, num - 1, axis=1)[:, :num]
-        every = np.concatenate([self.scores, np.take_along_axis(scores, few, axis=1)], axis=1)
+        row, column = np.nonzero(
+            scores > self.scores.min(axis=1)[:, None]
+        )  # few, and the rest cannot be among the best
+        num_better = np.bincount(row, minlength=len(scores))
+        place = np.arange(len(row)) - (np.cumsum(num_better) - num_better)[row]
+        shape = (len(scores), int(num_better.max(initial=0)))
+        more, which = np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int64)
+        more[row, place], which[row, place] = scores[row, column], column
+        width, every = self.scores.shape[1], np.concatenate([self.scores, more], axis=1)
         kept = np.argpartition(-every, width - 1, axis=1)[:, :width]
-        parts = ((self.slots, slots.astype(np.int64)[few]), (self.lists, lists.astype(np.int64)[few]))
+        parts = ((self.slots, slots.astype(np.int64)[which]), (self.lists, lists.astype(np.int64)[which]))
         return _Neighbours(
             np.take_along_axis(every, kept, axis=1),
             *(np.take_along_axis(np.concatenate(part, axis=1), kept, axis=1) for part in parts),
