@@ -62,6 +62,19 @@ def test_recall_distances_and_ids(index: vector_search.GraphDiskIndex) -> None:
     np.testing.assert_array_equal(one.ids, found.ids[3])
 
 
+def test_a_search_by_coarse_codes_reads_few_blocks(tmp_path: Path) -> None:
+    """The codes are so coarse that all neighbours of a query have the same: their distances are too small by the error."""
+    places = np.random.default_rng(1).normal(size=(6, 48))
+    corpus = np.sin(np.random.default_rng(2).normal(size=(3000, 6)) @ places).astype(np.float32)
+    with build_graph(corpus, tmp_path / "index", code_bytes=2, recall_target=0.5) as made:
+        before = made.reads().pages
+        found = made.search(corpus[:50] + np.float32(0.01), 10, effort=10)
+        assert (found.ids[:, 0] == np.arange(50)).mean() > 0.9
+        for query in corpus[:20]:
+            made.search(query, 10, effort=10)
+        assert made.reads().pages - before < 20 * made.graph.num_blocks / 5
+
+
 @pytest.mark.slow
 def test_recall_of_the_sample_is_that_of_unseen_queries(tmp_path: Path) -> None:
     """A vector of the corpus is a node, whose edges lead to all of its neighbours: it ignores itself. The vectors have no

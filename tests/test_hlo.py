@@ -132,6 +132,26 @@ def test_shapes_operands_and_attributes_are_parsed() -> None:
     assert {one.name for one in module.main.users["a"]} == {"all-reduce-start", "scattered", "pieces", "start"}
 
 
+def test_an_operand_may_be_an_element_of_a_nested_tuple() -> None:
+    text = """\
+HloModule m, is_scheduled=true
+
+%fused (p: f32[8]) -> (s32[], (f32[4], bf16[2])) {
+  %p = f32[8]{0} parameter(0)
+  ROOT %r = (s32[], (f32[4]{0}, bf16[2]{0})) custom-call(%p), custom_call_target="c"
+}
+
+ENTRY %main (a: f32[8]) -> bf16[2] {
+  %a = f32[8]{0} parameter(0)
+  %both = (s32[], (f32[4]{0}, bf16[2]{0})) fusion(%a), kind=kInput, calls=%fused
+  ROOT %out = bf16[2]{0} custom-call(%both#0, %both#1#1), custom_call_target="d"
+}
+"""
+    main = parse_module(text).main
+    assert [main.shape_of(operand).dtype for operand in main.root.operands] == ["s32", "bf16"]
+    assert set(main.users) == {"a", "both"}
+
+
 def test_newer_notations_are_parsed() -> None:
     text = """\
 HloModule m, num_partitions=4, is_scheduled=true

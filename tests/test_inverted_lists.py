@@ -56,6 +56,22 @@ def best_within(
     return found
 
 
+def test_lists_that_share_programs_have_equal_sizes_and_results() -> None:
+    draw, sizes = np.random.default_rng(0), set[tuple[object, ...]]()
+    queries = jnp.asarray(draw.normal(size=(20, DIM)).astype(np.float32))
+    for _ in range(4):
+        vectors, centroids = (draw.normal(size=(num, DIM)).astype(np.float32) for num in (NUM, LISTS))
+        lists = draw.permutation(np.arange(NUM) % LISTS)
+        lists[: int(draw.integers(16))] = 0  # lengths that differ, but none near twice another
+        own, shared = (fill(vectors, centroids, lists, "l2", shares_programs=shares) for shares in (False, True))
+        leaves, structure = jax.tree.flatten(shared)
+        sizes.add((structure, *(leaf.shape for leaf in leaves)))
+        assert all(most >= num for most, num in zip(shared.longest, own.longest, strict=True))
+        for mine, theirs in zip(search(shared, queries, 10, 5), search(own, queries, 10, 5), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert len(sizes) == 1
+
+
 def test_every_vector_is_in_its_list_once() -> None:
     index, vectors, _ = made()
     assert sorted(np.concatenate(members(index)).tolist()) == list(range(NUM))

@@ -11,7 +11,7 @@ from nearest import exact_nearest, recall
 from autopar.vector_search.data.metrics import NO_ID, distances_of, scores
 from autopar.vector_search.ivf import search as list_search
 from autopar.vector_search.ivf.lists import fill, fill_codes
-from autopar.vector_search.ivf.product_quantization import Codebooks, decode, encode, train_codebooks
+from autopar.vector_search.ivf.product_quantization import Codebooks, decode, encode, encoded, train_codebooks
 from autopar.vector_search.kernels.k_means import k_means
 from autopar.vector_search.kernels.rerank import rerank
 from benchmarks.synthetic_vectors import faiss_synthetic
@@ -27,6 +27,8 @@ def test_a_code_is_the_nearest_centroid_of_each_part_and_decodes_to_it() -> None
     for part in range(3):
         apart = ((vectors[:, None, 2 * part : 2 * part + 2] - centroids[part]) ** 2).sum(axis=-1)
         np.testing.assert_array_equal(codes[:, part], apart.argmin(axis=1))
+    for num in (0, 1, 20):
+        np.testing.assert_array_equal(encoded(books, vectors[:num]), codes[:num])
     again = np.asarray(decode(books, jnp.asarray(codes)))
     np.testing.assert_array_equal(again[:, 2:4], centroids[1][codes[:, 1]])
     np.testing.assert_array_equal(decode(books, jnp.asarray(codes.reshape(4, 5, 3))), again.reshape(4, 5, 6))

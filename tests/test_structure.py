@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -284,6 +285,22 @@ def mapped(w: jax.Array, x: jax.Array) -> jax.Array:
     specs = (PartitionSpec("dp", "tp"), PartitionSpec("tp", None))
     run = jax.shard_map(part, mesh=mesh_2x4(), in_specs=specs, out_specs=PartitionSpec("dp", None))
     return jnp.sum(run(jnp.tanh(x), w) ** 2)
+
+
+def test_a_constraint_of_a_scalar_says_nothing() -> None:
+    """As of the gradients of a temperature, and of a parameter that is not used, whose gradient is a literal."""
+
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        grads = jax.grad(lambda p: jnp.sum((x @ p["w"]) ** 2) * p["temperature"])(params)
+        whole = NamedSharding(mesh_2x4(), PartitionSpec())
+        return jax.tree.map(lambda p, g: p - 0.1 * lax.with_sharding_constraint(g, whole), params, grads)
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=(32, 32)), jnp.float32) for _ in range(2))
+    params = {"w": w, "temperature": jnp.float32(0.5), "unused": jnp.float32(2)}
+    expected = jax.jit(step)(params, x)
+    found = autopar.parallelize(step, mesh=mesh_2x4(), hardware="h100-sxm", donate=())(params, x)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5), found, expected)
 
 
 @pytest.mark.sampled(2)

@@ -43,6 +43,7 @@ def test_lists_take_what_fills_their_pages(tmp_path: Path, space: float, is_whol
     counts = np.zeros((num_lists, 1 + LEVELS), np.int32)
     np.add.at(counts, (lists[is_given], levels[is_given]), 1)
     sizes = sizes_of(counts, per_page, space * num)
+    assert sizes.dtype == np.int64
     assert sizes.sum() <= space * num and (sizes >= counts[:, 0]).all() and (sizes <= counts.sum(axis=1)).all()
     if is_whole:
         is_full = (np.floor(np.ceil(sizes / per_page) * per_page) == sizes) | (sizes == counts.sum(axis=1))

@@ -77,6 +77,8 @@ class Flattener:
             return self._call(compared, operands, stack)
         if (kept := self._plus_zeros(source, operands)) is not None:
             return [kept]
+        if source.primitive.name == "sharding_constraint" and not source.outvars[0].aval.shape:
+            return operands  # a scalar has no dims to shard
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)
         is_named = of_zeros and source.primitive.name == "name"  # an identity that names a value for `jax.checkpoint`

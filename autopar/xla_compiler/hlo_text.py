@@ -20,7 +20,7 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([\d,<=\s]*)\](?:\{([^}]*)\})?")
 _MEMORY_SPACE = re.compile(r"S\((\d+)\)")
-_OPERAND = re.compile(r"%?([\w.\-]+)(?:#(\d+))?$")
+_OPERAND = re.compile(r"%?([\w.\-]+)((?:#\d+)*)$")
 _BITS = re.compile(r"\d+")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _PARTITIONS = re.compile(r"num_partitions=(\d+)")
@@ -65,10 +65,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A reference to an instruction of the same computation, or to one element of its tuple."""
+    """A reference to an instruction of the same computation, or to an element of its tuple.
+
+    Args:
+        path: indices of the element, the outermost first: tuples may contain tuples.
+    """
 
     name: str
-    index: int | None = None
+    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,9 @@ class Computation:
     def shape_of(self, operand: Operand) -> Shape:
         """The shape of an operand."""
         shape = self.by_name[operand.name].shape
-        return shape if operand.index is None else shape.elements[operand.index]
+        for index in operand.path:
+            shape = shape.elements[index]
+        return shape
 
 
 @dataclass(frozen=True)
@@ -271,7 +277,7 @@ def _operands(text: str) -> Iterator[Operand]:
         name = _OPERAND.search(part)
         if name is None:
             raise ValueError(part)
-        yield Operand(name[1], int(name[2]) if name[2] else None)
+        yield Operand(name[1], tuple(map(int, name[2].split("#")[1:])))
 
 
 def _shape(text: str, at: int) -> tuple[Shape, int]:

@@ -28,7 +28,7 @@ _CHUNK = 10_000
 def measure(of: str = "lists") -> list[Row]:
     """One row for each figure, of `lists` or `graph`."""
     if of == "graph":
-        return _measured(_graph, GRAPH_VECTORS // 10, GRAPH_VECTORS, GRAPH_DIM, GRAPH_BUDGET_BYTES, "graph of ")
+        return _measured(_graph, GRAPH_VECTORS // 5, GRAPH_VECTORS, GRAPH_DIM, GRAPH_BUDGET_BYTES, "graph of ")
     return _measured(_lists, NUM_LISTS * 256, NUM_VECTORS, DIM, BUDGET_BYTES)
 
 

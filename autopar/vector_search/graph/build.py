@@ -24,6 +24,7 @@ from autopar.vector_search.ivf.build import build_lists, usual_num_lists
 from autopar.vector_search.ivf.lists import InvertedLists
 from autopar.vector_search.ivf.search import search
 from autopar.vector_search.kernels.by_row import by_row
+from autopar.vector_search.kernels.k_means import k_means_on_host
 
 #: Queries of one search of the lists.
 AT_ONCE = 2048
@@ -73,9 +74,9 @@ def connected(
     if metric == "inner_product":
         vectors = with_equal_norms(vectors)
     original, placed = placed, jnp.asarray(vectors)
-    lists = build_lists(vectors, list_metric, iterations=iterations, seed=seed)
+    lists = build_lists(vectors, list_metric, iterations=iterations, seed=seed, shares_programs=True)
     near = near_in_lists(lists, placed, 2 * degree, num_probes, at_once, devices)
-    near_entries = _spread(np.asarray(lists.centroids), num_entries, iterations, seed)
+    near_entries = k_means_on_host(np.asarray(lists.centroids), num_entries, iterations, seed)
     if is_integer(placed.dtype) and list_metric == "cosine":  # of unit length: integers would be 0
         near_entries *= np.iinfo(placed.dtype).max / np.maximum(np.abs(near_entries).max(axis=1, keepdims=True), 1e-30)
     entries = np.unique(_nearest(jnp.asarray(near_entries), placed, metric=list_metric))
@@ -97,20 +98,6 @@ def with_equal_norms(vectors: np.ndarray) -> np.ndarray:
     wide = np.asarray(vectors, np.float64)
     squares = (wide * wide).sum(axis=1, keepdims=True)
     return np.concatenate([wide, np.sqrt(squares.max() - squares)], axis=1).astype(np.float32)
-
-
-def _spread(centroids: np.ndarray, num: int, iterations: int, seed: int) -> np.ndarray:
-    """f32 `[num, d]`, or fewer: centres of the centroids of lists, by k-means. These are few, and a program would take
-    longer to compile than to run."""
-    order = np.random.default_rng(seed).permutation(len(centroids))[:num]
-    centres = centroids[order].astype(np.float32)
-    for _ in range(iterations):
-        owner = np.argmax(2 * centroids @ centres.T - (centres**2).sum(axis=1), axis=1)
-        counts = np.bincount(owner, minlength=len(centres))
-        totals = np.zeros_like(centres)
-        np.add.at(totals, owner, centroids)
-        centres[counts > 0] = totals[counts > 0] / counts[counts > 0, None]
-    return centres
 
 
 def near_in_lists(

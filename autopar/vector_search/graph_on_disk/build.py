@@ -33,7 +33,7 @@ from autopar.vector_search.graph_on_disk.node_blocks import NodeBlocks, Nodes
 from autopar.vector_search.graph_on_disk.searcher import Searcher
 from autopar.vector_search.graph_on_disk.shards import ShardNodes, Shards, centroids_of_shards
 from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph
-from autopar.vector_search.ivf.product_quantization import Codebooks, encode, train_codebooks
+from autopar.vector_search.ivf.product_quantization import Codebooks, encoded, train_codebooks
 from autopar.vector_search.on_disk.chunks import Chunks, Source
 from autopar.vector_search.on_disk.corpus_sample import RecallSample, checked_corpus
 from autopar.vector_search.on_disk.mapped_reader import MappedReader
@@ -217,7 +217,7 @@ def _written(
             vectors = own.vectors[safe]
             writer.append(blocks.stream(Nodes(positions, vectors, np.where(is_node[..., None], edges[safe], NO_ID))))
             flat = prepared(vectors.reshape(-1, blocks.dim), metric, centre)
-            codes[begin : begin + len(flat)] = np.asarray(encode(books, jnp.asarray(flat)))
+            codes[begin : begin + len(flat)] = encoded(books, flat)
             here = chosen[(chosen >= begin) & (chosen < begin + len(flat))]
             entry_vectors.append(flat[here - begin])
             entry_links.append(edges[safe.reshape(-1)[here - begin]])

@@ -46,7 +46,8 @@ def build_graph_on_disk(
         vectors: as in `build_on_disk`; a function is called twice.
         path: the file to write. It appears when it is complete, and replaces an older one.
         metric, recall_target, ids: as in `build`.
-        memory_budget_bytes: host memory that the build may use in addition to what the process uses, the ids excepted.
+        memory_budget_bytes: host memory that the build may use in addition to what the process uses, ids and compiled
+            programs excepted.
         queries: as in `build`.
         degree: maximum edges per node.
         code_bytes: bytes of the code of each vector that stays in memory, a divisor of d; by default the largest up to

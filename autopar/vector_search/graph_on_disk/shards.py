@@ -7,6 +7,7 @@ shards overlap, and the merged graph is connected. Vectors and edges lie in temp
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,8 +22,7 @@ from autopar.errors import IndexFileError
 from autopar.vector_search.data.duplicates import Duplicates
 from autopar.vector_search.data.metrics import NO_ID, Metric
 from autopar.vector_search.graph.build import connected
-from autopar.vector_search.kernels.k_means import train
-from autopar.vector_search.kernels.tiling import rounded
+from autopar.vector_search.kernels.k_means import k_means_on_host
 from autopar.vector_search.on_disk.probing import prepared
 
 #: Shards of a vector, if there are several.
@@ -30,6 +30,8 @@ _COPIES = 2
 _ITERATIONS = 8
 #: Sampled vectors per shard.
 _SAMPLED = 4096
+#: Sizes of a shard's graph: the programs of each take 3 s to compile and 33 MB, so the sizes of small shards are few.
+_MAX_SIZES, _LEAST_STEP = 4, 4096
 #: Vectors whose neighbours are searched, and whose edges are pruned, at a time.
 _SEARCHED, _PRUNED = 512, 128
 
@@ -58,11 +60,14 @@ def centroids_of_shards(
     """
     num_shards = 1 if num_vectors <= most else max(3, -(-_COPIES * num_vectors // most))
     while num_shards > 1:
-        some = jnp.asarray(sample[: _SAMPLED * num_shards])
-        centroids = train(some, some[:num_shards], _ITERATIONS, jax.random.key(seed), chunk=min(8192, len(some)))
-        counts = np.bincount(np.asarray(_two_nearest(some, centroids)).reshape(-1), minlength=num_shards)
+        some = sample[: _SAMPLED * num_shards]
+        centroids, counts = k_means_on_host(some, num_shards, _ITERATIONS, seed), np.zeros(num_shards, np.int64)
+        for start in range(0, len(some), _SAMPLED):
+            far = (centroids**2).sum(axis=1) - 2 * some[start : start + _SAMPLED] @ centroids.T
+            near = np.argpartition(far, _COPIES - 1, axis=1)[:, :_COPIES]
+            counts += np.bincount(near.reshape(-1), minlength=num_shards)
         if counts.max() / len(some) * num_vectors <= most or num_shards >= max_shards:
-            return np.asarray(centroids)
+            return centroids
         num_shards = min(max_shards, num_shards + max(1, num_shards // 3))
     return np.zeros((1, sample.shape[1]), np.float32)
 
@@ -136,10 +141,11 @@ class Shards:
             most: vectors at which a shard is cut into parts, which are connected by the other shards only.
         """
         self._degree = degree
+        largest = min(most, max(os.fstat(file.fileno()).st_size for file in self._vectors) // self._vector_bytes)
         positions, is_own, vectors = self._read_vectors(shard)
         for part in np.array_split(np.arange(len(positions)), max(1, -(-len(positions) // most))):
             if part.size:
-                self._connect(shard, positions[part], is_own[part], vectors[part])
+                self._connect(shard, positions[part], is_own[part], vectors[part], largest)
 
     def nodes(self, shard: int, degree: int) -> ShardNodes:
         """The nodes that a shard owns, with at most `degree` edges each.
@@ -178,7 +184,7 @@ class Shards:
     # -- private ------------------------------------------------------------------------------
 
     def _connect(
-        self, shard: int, positions: NDArray[np.int64], is_own: NDArray[np.bool_], vectors: NDArray[Any]
+        self, shard: int, positions: NDArray[np.int64], is_own: NDArray[np.bool_], vectors: NDArray[Any], largest: int
     ) -> None:
         same = Duplicates.of(vectors, self._metric)
         order = np.argsort(positions[same.order], kind="stable")  # of equal vectors, the first position is the node
@@ -194,8 +200,8 @@ class Shards:
         if self._centre is not None:
             compared = compared.astype(np.float32) - self._centre
         num = len(compared)
-        # repeats make few different sizes, and so few programs
-        size = (rounded(num), self._dim)
+        step = max(_LEAST_STEP, -(-largest // _MAX_SIZES))
+        size = (min(largest, -(-num // step) * step), self._dim)  # with repeats
         graph = connected(np.resize(compared, size), self._metric, self._degree, at_once=_SEARCHED, chunk=_PRUNED)
         edges = np.asarray(graph.edges)[:num]
         edges = np.where(edges == NO_ID, NO_ID, edges % num)

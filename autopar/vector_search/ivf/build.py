@@ -31,6 +31,7 @@ def build_lists(
     num_parts: int | None = None,
     iterations: int = 10,
     seed: int = 0,
+    shares_programs: bool = False,
 ) -> InvertedLists:
     """Build the lists of `vectors`, `[n, d]`, with n of at least 1.
 
@@ -38,6 +39,7 @@ def build_lists(
         num_lists: at most n; by default `usual_num_lists`.
         copies: maximum number of lists per vector.
         num_parts: bytes of a code; None: the lists hold vectors.
+        shares_programs: as in `fill`; for lists of vectors.
     """
     num_lists = min(len(vectors), num_lists or usual_num_lists(len(vectors)))
     normalized = np.asarray(unit(jnp.asarray(vectors))) if metric == "cosine" else vectors
@@ -46,7 +48,7 @@ def build_lists(
     lists = clusters.lists if copies == 1 else closure(placed, clusters.centroids, clusters.lists, copies)
     centroids, assignment = np.asarray(clusters.centroids), np.asarray(lists)
     if num_parts is None:
-        return fill(vectors, centroids, assignment, metric)
+        return fill(vectors, centroids, assignment, metric, shares_programs=shares_programs)
     residuals = placed.astype(jnp.float32) - clusters.centroids[clusters.lists]
     num_codes = min(256, len(vectors))
     books = train_codebooks(residuals, num_parts, iterations, seed, num_codes)

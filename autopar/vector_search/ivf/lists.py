@@ -18,9 +18,9 @@ import numpy as np
 from jax.tree_util import register_dataclass
 
 from autopar.vector_search.data.metrics import NO_ID, Metric, terms
-from autopar.vector_search.ivf.product_quantization import Codebooks, encode
+from autopar.vector_search.ivf.product_quantization import Codebooks, encoded
 
-#: Vectors encoded per chunk.
+#: Vectors gathered, and then encoded, at a time.
 _ENCODE_CHUNK = 65536
 
 #: Minimum slots per block. All slot counts are powers of two.
@@ -100,8 +100,22 @@ def longest_of(num_blocks: np.ndarray) -> tuple[int, ...]:
     return (*(int(together[count - 1]) for count in counts), int(together[-1]))
 
 
+def worst_case(num_blocks: np.ndarray, num_vectors: int, slots: int) -> tuple[int, ...]:
+    """Upper bounds of `longest_of`, the same for most lists of as many vectors: these share programs.
+
+    Each list has at most a partial block, and the longest has a power of two of blocks.
+    """
+    most, each = -(-num_vectors // slots) + len(num_blocks), 1 << (int(num_blocks.max()) - 1).bit_length()
+    return (*(min(most, each << n) for n in range((len(num_blocks) - 1).bit_length())), most)
+
+
 def fill(
-    vectors: np.ndarray, centroids: np.ndarray, lists: np.ndarray, metric: Metric, slots: int | None = None
+    vectors: np.ndarray,
+    centroids: np.ndarray,
+    lists: np.ndarray,
+    metric: Metric,
+    slots: int | None = None,
+    shares_programs: bool = False,
 ) -> InvertedLists:
     """Fill inverted lists with vectors.
 
@@ -110,8 +124,9 @@ def fill(
         centroids: `[num_lists, d]`.
         lists: int `[n]`, the list of each vector; or `[n, copies]`, `NO_ID` for fewer lists.
         slots: slots per block; by default `usual_slots`.
+        shares_programs: sizes are those of the worst case, so that lists of other vectors have the same.
     """
-    layout = _slot_layout(lists, len(centroids), slots)
+    layout = _slot_layout(lists, len(centroids), slots, shares_programs)
     positions = _gather_rows(layout.members, layout.places, NO_ID)
     contents = jnp.asarray(_gather_rows(vectors, positions, 0))
     return _assemble(layout, centroids, contents, terms(contents, metric), positions, metric, None)
@@ -134,9 +149,7 @@ def fill_codes(
     codes = np.zeros((len(layout.members), codebooks.num_parts), np.uint8)
     for at in range(0, len(codes), _ENCODE_CHUNK):
         part = slice(at, at + _ENCODE_CHUNK)
-        codes[part] = encode(
-            codebooks, jnp.asarray(vectors[layout.members[part]] - wide_centroids[layout.owners[part]])
-        )
+        codes[part] = encoded(codebooks, vectors[layout.members[part]] - wide_centroids[layout.owners[part]])
     positions = _gather_rows(layout.members, layout.places, NO_ID)
     contents = jnp.asarray(_gather_rows(codes, layout.places, 0))
     return _assemble(layout, wide_centroids, contents, None, positions, metric, codebooks)
@@ -149,17 +162,19 @@ class _SlotLayout(NamedTuple):
         members: int32, positions of the vectors, list by list; repeated for a vector in several lists.
         owners: the list of each member.
         num_blocks: blocks of each list.
+        longest: as `InvertedLists.longest`.
         places: `[num_blocks, slots]`, index into `members` of each slot; -1 for padding.
     """
 
     members: np.ndarray
     owners: np.ndarray
     num_blocks: np.ndarray
+    longest: tuple[int, ...]
     places: np.ndarray
     copies: int
 
 
-def _slot_layout(lists: np.ndarray, num_lists: int, slots: int | None) -> _SlotLayout:
+def _slot_layout(lists: np.ndarray, num_lists: int, slots: int | None, shares_programs: bool = False) -> _SlotLayout:
     lists = lists if lists.ndim == 2 else lists[:, None]
     member, column = np.nonzero(lists != NO_ID)
     owner = lists[member, column]
@@ -172,7 +187,11 @@ def _slot_layout(lists: np.ndarray, num_lists: int, slots: int | None) -> _SlotL
     block = np.arange(len(block_owner)) - (np.cumsum(num_blocks) - num_blocks)[block_owner]  # index within its list
     slot = block[:, None] * slots + np.arange(slots)
     places = np.where(slot < counts[block_owner, None], start[block_owner, None] + slot, -1)
-    return _SlotLayout(member[by_list].astype(np.int32), owner[by_list], num_blocks, places, lists.shape[1])
+    longest = longest_of(num_blocks)
+    if shares_programs:
+        longest = worst_case(num_blocks, len(member), slots)
+        places = np.pad(places, ((0, longest[-1] - len(places)), (0, 0)), constant_values=-1)
+    return _SlotLayout(member[by_list].astype(np.int32), owner[by_list], num_blocks, longest, places, lists.shape[1])
 
 
 def _gather_rows(of: np.ndarray, which: np.ndarray, padding: int) -> np.ndarray:
@@ -198,7 +217,7 @@ def _assemble(
         contents,
         term,
         jnp.asarray(positions),
-        longest_of(layout.num_blocks),
+        layout.longest,
         metric,
         layout.copies,
         codebooks,

@@ -12,12 +12,17 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import register_dataclass
+from numpy.typing import NDArray
 
 from autopar.vector_search.kernels.k_means import nearest, train
 
 #: Centroids per codebook: as many as a byte can index.
 NUM_CODES = 256
+
+#: Bytes of the distances between subvectors and codes that `encoded` computes at a time.
+_DISTANCE_BYTES = 2**24
 
 
 @partial(register_dataclass, data_fields=["centroids"], meta_fields=[])
@@ -63,6 +68,22 @@ def encode(codebooks: Codebooks, vectors: jax.Array) -> jax.Array:
     """uint8 `[n, num_parts]`: for each subvector of `vectors`, `[n, d]`, its nearest centroid."""
     code, _ = jax.vmap(nearest)(_parts(vectors, codebooks.num_parts), codebooks.centroids)
     return code.T.astype(jnp.uint8)
+
+
+def encoded(codebooks: Codebooks, vectors: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """As `encode`, by one program for any number of vectors, and within `_DISTANCE_BYTES` of temporary memory."""
+    num_parts, num_codes, _ = codebooks.centroids.shape
+    rows = max(1, _DISTANCE_BYTES // (4 * num_parts * num_codes))
+    codes = np.empty((len(vectors), num_parts), np.uint8)
+    for start in range(0, len(vectors), rows):
+        part = vectors[start : start + rows]
+        padded = np.zeros((rows, codebooks.dim), np.float32)
+        padded[: len(part)] = part
+        codes[start : start + rows] = np.asarray(_encode(codebooks, padded))[: len(part)]
+    return codes
+
+
+_encode = jax.jit(encode)
 
 
 def decode(codebooks: Codebooks, codes: jax.Array) -> jax.Array:

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID, scores
 
@@ -28,6 +30,9 @@ _LONG, _SHORT = 2.0, 0.5
 
 #: Lists from which on the nearest is found in blocks of so many, and the block.
 _BLOCKS_FROM, _BLOCK = 1024, 64
+
+#: Vectors scored at a time by `k_means_on_host`.
+_HOST_ROWS = 4096
 
 #: Offset of the two halves, as a fraction of the rms distance of a list's vectors from their centroid.
 _SPLIT_OFFSET = 0.05
@@ -76,6 +81,21 @@ def k_means(
     capacity = max(math.ceil(num_vectors / num_lists), math.floor(most * num_vectors / num_lists))
     lists = assign_within_capacity(vectors, centroids, capacity, chunk)
     return Clusters(centroids, lists, jnp.zeros(num_lists, jnp.int32).at[lists].add(1))
+
+
+def k_means_on_host(vectors: NDArray[np.float32], num: int, iterations: int, seed: int) -> NDArray[np.float32]:
+    """f32 `[num, d]`, or fewer: the centroids of few vectors, `[n, d]`, for which a program takes longer to compile than
+    to run."""
+    centroids = vectors[np.random.default_rng(seed).permutation(len(vectors))[:num]].astype(np.float32)
+    for _ in range(iterations):
+        counts, totals = np.zeros(len(centroids), np.int64), np.zeros_like(centroids)
+        for start in range(0, len(vectors), _HOST_ROWS):
+            part = vectors[start : start + _HOST_ROWS]
+            owner = np.argmax(2 * part @ centroids.T - (centroids**2).sum(axis=1), axis=1)
+            counts += np.bincount(owner, minlength=len(centroids))
+            np.add.at(totals, owner, part)
+        centroids[counts > 0] = totals[counts > 0] / counts[counts > 0, None]
+    return centroids
 
 
 @partial(jax.jit, static_argnames=("iterations", "chunk"))

@@ -48,7 +48,8 @@ def build_on_disk(
             an iterator over such arrays, the same ones in each call; it is called three times, or six.
         path: the file to write. It appears when it is complete, and replaces an older one.
         metric, recall_target, ids: as in `build`.
-        memory_budget_bytes: host memory that the build may use in addition to what the process uses, the ids excepted.
+        memory_budget_bytes: host memory that the build may use in addition to what the process uses, ids and compiled
+            programs excepted.
         queries: as in `build`.
         num_lists: by default as many as give lists of a few pages.
         copies: maximum number of lists per vector.

@@ -18,6 +18,10 @@ from numpy.typing import NDArray
 from autopar.vector_search.on_disk.pages import PAGE_BYTES
 from autopar.vector_search.on_disk.readers import ReadCounts, Run, read_error, requests_of
 
+#: Pages that may be mapped, and so count as memory of the process; and those around a request that Linux maps with it,
+#: if its cache has them.
+_MAX_MAPPED, _MAPPED_AROUND = 4096, 64
+
 
 class MappedEngine:
     """An entry of `reader_table.READERS`."""
@@ -41,6 +45,7 @@ class MappedReader:
             self._size = os.fstat(file.fileno()).st_size
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._map.madvise(mmap.MADV_RANDOM)  # no read-ahead beyond the requested pages
+        self._num_mapped = 0
 
     def start(self, runs: Sequence[Run]) -> _Mapped:
         """See `Reader.start`."""
@@ -63,6 +68,10 @@ class MappedReader:
             part = np.frombuffer(self._map, np.uint8, num_bytes, begin)
             pages[at : at + run.num_pages] = part.reshape(run.num_pages, PAGE_BYTES)
             at += run.num_pages
+            self._num_mapped += run.num_pages + _MAPPED_AROUND
+            if self._num_mapped > _MAX_MAPPED:
+                self._map.madvise(mmap.MADV_DONTNEED)  # the system's cache keeps them
+                self._num_mapped = 0
         return pages
 
     def close(self) -> None:

@@ -53,9 +53,8 @@ def sizes_of(counts: NDArray[np.int32], per_page: float, most: float) -> NDArray
         sizes = np.minimum(up_to[:, -1], np.floor(pages * per_page).astype(np.int64))
         if sizes.sum() <= most:
             return sizes
-    return max(
-        (size for size in up_to.T if size.sum() <= most), key=lambda size: int(size.sum())
-    )  # no room for whole pages
+    fitting = (size for size in up_to.T if size.sum() <= most)  # no room for whole pages
+    return max(fitting, key=lambda size: int(size.sum())).astype(np.int64)
 
 
 def filled(

@@ -26,8 +26,7 @@ from autopar.vector_search.graph.nearest_points import point_graph
 from autopar.vector_search.graph_on_disk.build import NUM_CODES, PER_ENTRY
 from autopar.vector_search.graph_on_disk.node_blocks import Nodes
 from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph
-from autopar.vector_search.ivf.product_quantization import Codebooks, encode, train_codebooks
-from autopar.vector_search.on_disk.list_scores import power_of_two
+from autopar.vector_search.ivf.product_quantization import Codebooks, encoded, train_codebooks
 from autopar.vector_search.on_disk.probing import prepared
 from autopar.vector_search.updates.contents import Members
 from autopar.vector_search.updates.graph.edges import chosen
@@ -201,7 +200,7 @@ class _Patch:
         if books is None:
             codes[:common] = graph.codes[:common]
             known = Codebooks(jnp.asarray(graph.codebooks))
-            codes[numbers] = _encoded(known, prepared(new.vectors, graph.metric, graph.centre))
+            codes[numbers] = encoded(known, prepared(new.vectors, graph.metric, graph.centre))
         return cls(
             old,
             nodes,
@@ -236,7 +235,7 @@ class _Patch:
             self.num_in += np.bincount(found, minlength=len(self.slot_of))
             if self.books is not None:
                 flat = nodes.vectors.reshape(-1, blocks.dim)
-                self.codes[places] = _encoded(self.books, prepared(flat, self.old.graph.metric, self.centre))
+                self.codes[places] = encoded(self.books, prepared(flat, self.old.graph.metric, self.centre))
             which = np.flatnonzero(is_changed)
             if not which.size:
                 continue
@@ -309,13 +308,6 @@ class _Patch:
         edges[which] = found.edges
         self.counts["patched_nodes"] += len(which)
         self.counts["pruned_nodes"] += found.num_pruned
-
-
-def _encoded(books: Codebooks, vectors: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """uint8 `[m, num_parts]`, the codes of prepared vectors, by few programs."""
-    padded = np.zeros((power_of_two(len(vectors)), books.dim), np.float32)
-    padded[: len(vectors)] = vectors
-    return np.asarray(encode(books, jnp.asarray(padded)))[: len(vectors)]
 
 
 def _entries(

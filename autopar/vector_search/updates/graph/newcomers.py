@@ -78,7 +78,7 @@ def newcomers(
     near = np.full((len(firsts), 0), NO_ID, np.int32)
     equal = np.full(len(firsts), NO_ID, np.int32)
     if left.is_live.any():
-        near, costs = _near_old(points, stored, nodes, space, is_live)
+        near, costs = _near_old(points, stored, nodes, space, is_live, left.error)
         near = np.where((near != NO_ID) & left.is_live[near], near, NO_ID)
         equal = _equal(added.vectors[firsts], near[:, 0], costs[:, 0], nodes)
     is_new = equal == NO_ID
@@ -123,7 +123,12 @@ def newcomers(
 
 
 def _near_old(
-    points: NDArray[np.float32], stored: GraphMap, nodes: GraphNodes, space: Space, is_live: NDArray[np.bool_]
+    points: NDArray[np.float32],
+    stored: GraphMap,
+    nodes: GraphNodes,
+    space: Space,
+    is_live: NDArray[np.bool_],
+    error: float,
 ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """Old nodes near each new vector, `[m, k]`, nearest first, and their squared distances."""
     graph = stored.graph
@@ -135,7 +140,8 @@ def _near_old(
     for start in range(0, len(points), _AT_ONCE):
         some = points[start : start + _AT_ONCE]
         first = entries.nearest(some, min(beam, len(graph.entries)))[0]
-        best = nodes.search.search(Nearness(some, space, graph.codebooks), first, beam, beam, _WIDTH, is_live)
+        compared = Nearness(some, space, graph.codebooks, error)
+        best = nodes.search.search(compared, first, beam, beam, _WIDTH, is_live)
         found.append(best.nodes)
         costs.append(best.costs)
     return np.concatenate(found), np.concatenate(costs)

@@ -109,10 +109,13 @@ class Nearness:
 
     Args:
         vectors: f32 `[num_queries, d + num_more]`.
+        error: mean squared error of the codes.
     """
 
-    def __init__(self, vectors: NDArray[np.float32], space: Space, codebooks: NDArray[np.float32]) -> None:
-        self._vectors, self._space = vectors, space
+    def __init__(
+        self, vectors: NDArray[np.float32], space: Space, codebooks: NDArray[np.float32], error: float
+    ) -> None:
+        self._vectors, self._space, self._error = vectors, space, error
         num_parts, num_codes, width = codebooks.shape
         own = vectors[:, : num_parts * width].reshape(len(vectors), num_parts, width)
         self._squares = (codebooks**2).sum(axis=2).reshape(-1)
@@ -128,7 +131,7 @@ class Nearness:
         products = self._tables.reshape(-1)[places + (which * self._tables.shape[1])[:, None]].sum(
             axis=1, dtype=np.float64
         )
-        found = squares + products + self._own[which]
+        found = squares + products + self._own[which] + self._error
         if self._space.num_more:
             more = self._space.more(squares)
             found += more * (more - 2 * self._vectors[which, -1])
