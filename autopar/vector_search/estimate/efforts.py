@@ -35,7 +35,7 @@ MEASURED: Mapping[str, Measured] = MappingProxyType(
         "ivf": Measured((11.2, 21.4, 34.9, 60.3), 0.0),
         "graph": Measured((10.0, 20.1, 42.9, 103.3), 0.09),
         "ivfdisk": Measured((10.9, 20.4, 33.4, 57.3), 0.05),
-        "graphdisk": Measured((10.0, 10.5, 14.9, 22.1), 0.07),
+        "graphdisk": Measured((10.0, 14.3, 20.8, 30.8), 0.09),
     }
 )
 

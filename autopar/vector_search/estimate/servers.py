@@ -22,7 +22,7 @@ from autopar.vector_search.estimate.sizes import PARTS, SearchSpec, index_bytes,
 #: vector is in up to 2.2 lists, and the file is 1.02 times its entries (measured, benchmarks/results/vector_disk.md).
 _PAGE_BYTES, _PAYLOAD_BYTES, _LIST_PAGES, _READ_PAGES, _SPACE, _PADDING = 4096, 4092, 1.75, 1.65, 2.2, 1.02
 #: Pages that a query reads per node of its beam, at a width of 4 (measured); nodes per entry point.
-_PAGES_PER_BEAM, _PER_ENTRY = 1.0, 100
+_PAGES_PER_BEAM, _PER_ENTRY = 0.75, 100
 #: Bytes in memory per list or entry point, beside its vector in f32 and the edges of its node: offsets, counts and radius;
 #: number; its edges in a graph over more than 100,000.
 _LIST_BYTES, _POINT_BYTES, _EDGE_BYTES, _GRAPH_FROM = 20, 4, 128, 100_000

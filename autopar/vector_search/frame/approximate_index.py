@@ -34,6 +34,7 @@ from autopar.vector_search.frame.recall_tuning import (
     MEASURED_AT,
     Measured,
     Recall,
+    for_filter,
     least_effort,
     recall_per_query,
     sample_size,
@@ -208,12 +209,8 @@ class ApproximateIndex:
         return min(k, len(self.ids))
 
     def _effort(self, effort: int, k: int, num_allowed: int) -> int:
-        """The effort for a filter: doubled until it makes up for the selectivity. Few programs then serve all filters."""
-        share = max(1, num_allowed) / len(self.ids)
         wanted = max(effort, self.method.enough(min(k, num_allowed)))
-        while share < 1:
-            wanted, share = 2 * wanted, 2 * share
-        return min(wanted, self.method.most)
+        return min(for_filter(wanted, max(1, num_allowed) / len(self.ids)), self.method.most)
 
     def _run(
         self,

@@ -117,6 +117,18 @@ class Measured:
         return cls(saved["effort"], recall, tried, target, at_least)
 
 
+def for_filter(effort: int, share: float) -> int:
+    """The effort for a filter that allows this share of the vectors: doubled until it makes up for the selectivity. So
+    few programs serve all filters.
+
+    >>> for_filter(10, 1), for_filter(10, 0.9), for_filter(10, 0.2)
+    (10, 20, 80)
+    """
+    while share < 1:
+        effort, share = 2 * effort, 2 * share
+    return effort
+
+
 def least_effort(efforts: Sequence[int], target: float, recall_at: Callable[[int], Recall]) -> Measured:
     """Find the first effort whose recall bound reaches the target; otherwise the least effort of the highest recall.
 

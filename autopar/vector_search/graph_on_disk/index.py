@@ -22,7 +22,7 @@ from autopar.vector_search.data import inputs
 from autopar.vector_search.data.index import Found, IndexStats, padded
 from autopar.vector_search.data.index_file import written_whole
 from autopar.vector_search.data.metrics import NO_ID
-from autopar.vector_search.frame.recall_tuning import Measured
+from autopar.vector_search.frame.recall_tuning import Measured, for_filter
 from autopar.vector_search.graph_on_disk.node_blocks import Nodes
 from autopar.vector_search.graph_on_disk.searcher import Searcher
 from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph, loaded
@@ -183,9 +183,7 @@ class GraphDiskIndex:
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:
         """Distances and positions, `[num_queries, k]`. A filter doubles the effort until that makes up for its
         selectivity. Queries that find too few are searched again, exactly."""
-        share = max(1, num_allowed) / self._graph.num_vectors
-        while share < 1:
-            effort, share = 2 * effort, 2 * share
+        effort = for_filter(effort, max(1, num_allowed) / self._graph.num_vectors)
         if effort >= self._graph.num_vectors or not num_allowed:
             return self._searcher.exact(queries, k, allowed)
         distances, positions = self._searcher.best(queries, k, effort, allowed)

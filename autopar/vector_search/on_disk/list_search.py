@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
-from autopar.vector_search.frame.recall_tuning import MEASURED_AT
+from autopar.vector_search.frame.recall_tuning import MEASURED_AT, for_filter
 from autopar.vector_search.graph.nearest_points import NearestPoints
 from autopar.vector_search.on_disk.list_reads import ListReads
 from autopar.vector_search.on_disk.list_scores import ListScores
@@ -74,9 +74,7 @@ class ListSearch:
         wanted, share = max(effort or self.effort, enough), max(1, num_allowed) / self.lists.num_vectors
         is_usual = effort is None and share == 1
         pruning = self.pruning if is_usual else None
-        while share < 1:
-            wanted, share = 2 * wanted, 2 * share
-        return Probing(min(wanted, num_lists), pruning, max(1, enough), is_usual)
+        return Probing(min(for_filter(wanted, share), num_lists), pruning, max(1, enough), is_usual)
 
     def probed(self, queries: NDArray[Any], probing: Probing) -> NDArray[np.bool_]:
         """bool `[num_queries, num_lists]`: which query probes which list."""

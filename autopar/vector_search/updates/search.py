@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.frame.recall_tuning import for_filter
 from autopar.vector_search.on_disk.list_reads import Entries, ListReads
 from autopar.vector_search.on_disk.list_scores import ListScores
 from autopar.vector_search.on_disk.probing import Probing, of_lists, prepared, probed
@@ -75,9 +76,7 @@ class SnapshotSearch:
         share = max(1, self.num_allowed) / max(1, snapshot.num_live)
         is_usual = self.effort is None and share >= 1
         pruning = snapshot.pruning if is_usual else None
-        while share < 1:
-            wanted, share = 2 * wanted, 2 * share
-        return Probing(min(wanted, lists.num_lists), pruning, max(1, enough), is_usual)
+        return Probing(min(for_filter(wanted, share), lists.num_lists), pruning, max(1, enough), is_usual)
 
     def _once(self, queries: NDArray[Any], k: int, probing: Probing) -> tuple[NDArray[Any], NDArray[np.int32]]:
         snapshot, lists = self.snapshot, self.lists

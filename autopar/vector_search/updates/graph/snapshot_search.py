@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import NO_ID
+from autopar.vector_search.frame.recall_tuning import for_filter
 from autopar.vector_search.graph_on_disk.searcher import Searcher
 from autopar.vector_search.on_disk.list_scores import ListScores
 from autopar.vector_search.updates.graph.graph_map import GraphMap
@@ -94,10 +95,7 @@ class GraphSearch:
         """
         snapshot = self.snapshot
         effort = self.effort or -(-snapshot.measured.effort * max(num_stored, self.stored.num_stored) // num_stored)
-        share = max(1, self.num_allowed) / max(1, snapshot.num_live)
-        while share < 1:
-            effort, share = 2 * effort, 2 * share
-        return effort
+        return for_filter(effort, max(1, self.num_allowed) / max(1, snapshot.num_live))
 
     def _merged(
         self, some: tuple[NDArray[Any], NDArray[np.int32]], others: tuple[NDArray[Any], NDArray[np.int32]]
