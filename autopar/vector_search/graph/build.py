@@ -62,19 +62,21 @@ def connected(
     at_once: int = AT_ONCE,
     chunk: int = CHUNK,
     devices: Sequence[Any] = (),
+    shares_programs: bool = False,
 ) -> NeighbourGraph:
     """The graph with its initial entry points only, as `build_graph`.
 
     Args:
         at_once: queries of one search of the lists.
         chunk: nodes pruned at a time. Both bound the temporary memory of a device.
+        shares_programs: compile nothing again for other vectors, as many; a search takes longer.
     """
     list_metric: Metric = "cosine" if metric == "cosine" else "l2"
     placed = jnp.asarray(vectors)
     if metric == "inner_product":
         vectors = with_equal_norms(vectors)
     original, placed = placed, jnp.asarray(vectors)
-    lists = build_lists(vectors, list_metric, iterations=iterations, seed=seed, shares_programs=True)
+    lists = build_lists(vectors, list_metric, iterations=iterations, seed=seed, shares_programs=shares_programs)
     near = near_in_lists(lists, placed, 2 * degree, num_probes, at_once, devices)
     near_entries = k_means_on_host(np.asarray(lists.centroids), num_entries, iterations, seed)
     if is_integer(placed.dtype) and list_metric == "cosine":  # of unit length: integers would be 0

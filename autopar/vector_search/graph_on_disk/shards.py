@@ -202,7 +202,14 @@ class Shards:
         num = len(compared)
         step = max(_LEAST_STEP, -(-largest // _MAX_SIZES))
         size = (min(largest, -(-num // step) * step), self._dim)  # with repeats
-        graph = connected(np.resize(compared, size), self._metric, self._degree, at_once=_SEARCHED, chunk=_PRUNED)
+        graph = connected(
+            np.resize(compared, size),
+            self._metric,
+            self._degree,
+            at_once=_SEARCHED,
+            chunk=_PRUNED,
+            shares_programs=self.num_shards > 1,
+        )
         edges = np.asarray(graph.edges)[:num]
         edges = np.where(edges == NO_ID, NO_ID, edges % num)
         edges = np.where((edges == NO_ID) | (edges == np.arange(num)[:, None]), NO_ID, positions[node_of][edges])
