@@ -2,7 +2,7 @@
 
 In: queries. Out: costs. A cost is the squared distance for l2, and minus the similarity for the others. Codes have
 costs by tables: for each query and subvector, the cost of each of the 256 codes; a code's cost is a sum of entries, and
-what such a cost lacks on average (`code_error`). Without that, a node that was not read would seem nearer than it is, and
+what such a cost lacks on average (`StoredGraph.code_error`). Without that, a node that was not read would seem nearer than it is, and
 a search would read nearly everything.
 """
 
@@ -15,9 +15,6 @@ from numpy.typing import NDArray
 
 from autopar.vector_search.data.metrics import Metric, is_integer
 from autopar.vector_search.graph_on_disk.stored_graph import StoredGraph
-
-#: Sampled nodes of `code_error`.
-_SAMPLE = 4096
 
 
 class Comparing(Protocol):
@@ -32,20 +29,6 @@ class Comparing(Protocol):
         ...
 
 
-def code_error(graph: StoredGraph) -> float:
-    """The mean of what a cost by code lacks, from a sample of nodes whose vectors are in memory.
-
-    A code stands for the mean of its vectors. So the squared distance to a vector is on average that to its code plus the
-    mean squared error of codes; similarities lack nothing.
-    """
-    if graph.metric != "l2":
-        return 0.0
-    some = np.linspace(0, len(graph.entries) - 1, min(len(graph.entries), _SAMPLE)).astype(np.int64)
-    codes = graph.codes[graph.entries[some]]
-    decoded = graph.codebooks[np.arange(codes.shape[1]), codes].reshape(len(some), -1)
-    return float(((graph.entry_vectors[some] - decoded) ** 2).sum(axis=1).mean())
-
-
 class Compared:
     """Queries, ready to be compared.
 
@@ -53,13 +36,12 @@ class Compared:
         queries: `[num_queries, d]`, checked, in the dtype of the vectors.
         prepared: f32 `[num_queries, d]`, as `probing.prepared`.
         graph: the graph whose nodes are compared.
-        error: `code_error(graph)`.
     """
 
-    def __init__(self, queries: NDArray[Any], prepared: NDArray[np.float32], graph: StoredGraph, error: float) -> None:
+    def __init__(self, queries: NDArray[Any], prepared: NDArray[np.float32], graph: StoredGraph) -> None:
         codebooks, metric = graph.codebooks, graph.metric
         self._metric: Metric = metric
-        self._error = error
+        self._error = graph.code_error
         self._queries = _wide(queries)
         parts = prepared.reshape(len(prepared), *codebooks.shape[::2])  # [num_queries, num_parts, width]
         tables = -np.einsum("qpw,pcw->qpc", parts, codebooks)

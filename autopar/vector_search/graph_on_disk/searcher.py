@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from autopar.vector_search.data.metrics import NO_ID, score_dtype, worst_distance
 from autopar.vector_search.graph.nearest_points import NearestPoints
 from autopar.vector_search.graph_on_disk.block_search import BestNodes, BlockSearch
-from autopar.vector_search.graph_on_disk.compared import Compared, code_error
+from autopar.vector_search.graph_on_disk.compared import Compared
 from autopar.vector_search.graph_on_disk.stored_graph import Allowed, StoredGraph, expanded
 from autopar.vector_search.on_disk.list_scores import ListScores
 from autopar.vector_search.on_disk.probing import prepared
@@ -54,7 +54,6 @@ class Searcher:
         self.graph, self._width = graph, width
         self.blocks = BlockSearch(path, file_id, graph, reader, first_pages)
         self._entries = entries or entry_points(graph)
-        self._code_error = code_error(graph)
 
     def best(
         self,
@@ -112,7 +111,7 @@ class Searcher:
             return self._distances(np.full((0, k), np.inf)), np.full((0, k), NO_ID, np.int32)
         near = prepared(queries, graph.metric, graph.centre)
         start = self._entries.nearest(near, min(effort, len(graph.entries)))[0]
-        compared = Compared(queries, near, graph, self._code_error)
+        compared = Compared(queries, near, graph)
         found = self.blocks.search(compared, start, k, effort, self._width, allowed, left_out)
         if graph.repeated.size:
             found = self._expanded(found, k, allowed)

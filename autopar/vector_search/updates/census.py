@@ -146,9 +146,8 @@ class _Neighbours(NamedTuple):
             scores: `[num_queries, num_entries]`.
             slots, lists: `[num_entries]`.
         """
-        row, column = np.nonzero(
-            scores > self.scores.min(axis=1)[:, None]
-        )  # few, and the rest cannot be among the best
+        worst = self.scores.min(axis=1)
+        row, column = np.nonzero(scores > worst[:, None])  # few, and the rest cannot be among the best
         num_better = np.bincount(row, minlength=len(scores))
         place = np.arange(len(row)) - (np.cumsum(num_better) - num_better)[row]
         shape = (len(scores), int(num_better.max(initial=0)))

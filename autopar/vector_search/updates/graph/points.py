@@ -64,15 +64,12 @@ class Points:
     """
 
     def __init__(self, graph: StoredGraph, space: Space, new: NDArray[np.float32], error: float) -> None:
-        self._codes, self._space, self._new, self._error = graph.codes, space, new, np.float32(error)
-        num_parts, num_codes, width = graph.codebooks.shape
-        self._flat = np.ascontiguousarray(graph.codebooks.reshape(-1, width))
-        self._offsets = np.arange(num_parts) * num_codes
+        self._graph, self._space, self._new, self._error = graph, space, new, np.float32(error)
         self._row_of = np.full(len(graph.codes), -1, np.int32)
 
     def number(self, numbers: NDArray[np.int32], num_places: int) -> None:
         """Say which places the new nodes take, int32 `[m]`, of so many."""
-        rows = np.full(max(num_places, len(self._codes)), -1, np.int32)
+        rows = np.full(max(num_places, len(self._graph.codes)), -1, np.int32)
         rows[numbers] = np.arange(len(numbers), dtype=np.int32)
         self._row_of = rows
 
@@ -87,10 +84,8 @@ class Points:
 
     def _mixed(self, nodes: NDArray[Any], rows: NDArray[Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         is_new = rows >= 0
-        dim = self._flat.shape[1] * len(self._offsets)
-        found = np.empty((len(nodes), dim + self._space.num_more), np.float32)
-        codes = self._codes[nodes[~is_new]]
-        found[~is_new] = self._space.of_prepared(self._flat[codes + self._offsets].reshape(len(codes), dim))
+        found = np.empty((len(nodes), self._graph.blocks.dim + self._space.num_more), np.float32)
+        found[~is_new] = self._space.of_prepared(self._graph.decoded(nodes[~is_new]))
         found[is_new] = self._new[rows[is_new]]
         return found, np.where(is_new, np.float32(0), self._error)
 

@@ -23,7 +23,7 @@ from autopar.vector_search.frame.recall_tuning import (
     sample_size,
 )
 from autopar.vector_search.graph_on_disk.build import EFFORTS
-from autopar.vector_search.graph_on_disk.compared import Compared, code_error
+from autopar.vector_search.graph_on_disk.compared import Compared
 from autopar.vector_search.on_disk.probing import prepared
 from autopar.vector_search.updates.graph.graph_map import GraphMap
 from autopar.vector_search.updates.graph.nodes import GraphNodes
@@ -77,7 +77,7 @@ def measured(
     most = min(max(1, int(is_node.sum())), EFFORTS[-1])
     if not (truth != NO_ID).any():
         return Measured(most, None, {})
-    wanted, error = (truth != NO_ID).sum(axis=1), code_error(graph)
+    wanted = (truth != NO_ID).sum(axis=1)
 
     def recall_at(beam: int) -> Recall:
         if beam >= len(graph.codes):  # a search is exact then
@@ -85,7 +85,7 @@ def measured(
         hits = []
         for start in range(0, len(near), _AT_ONCE):
             part = slice(start, start + _AT_ONCE)
-            compared = Compared(sample.vectors[part], near[part], graph, error)
+            compared = Compared(sample.vectors[part], near[part], graph)
             size = max(beam, MEASURED_AT)
             first = stored.entry_points.nearest(near[part], min(size, len(graph.entries)))[0]
             found = nodes.search.search(compared, first, MEASURED_AT, size, stored.width, None, sample.own[part])

@@ -63,8 +63,6 @@ def survivors(nodes: GraphNodes, graph: StoredGraph, is_live: NDArray[np.bool_],
     per_block, dim = graph.blocks.per_block, graph.blocks.dim
     slot_of = np.full(len(graph.codes), NO_ID, np.int32)
     draw, share = np.random.default_rng(seed), _SAMPLE / max(1, len(graph.codes))
-    flat = np.ascontiguousarray(graph.codebooks.reshape(-1, graph.codebooks.shape[2]))
-    offsets = np.arange(len(graph.codebooks)) * graph.codebooks.shape[1]
     dead: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
     edges: list[NDArray[np.int32]] = [np.zeros((0, _READ), np.int32)]
     sample: list[NDArray[Any]] = []
@@ -82,8 +80,8 @@ def survivors(nodes: GraphNodes, graph: StoredGraph, is_live: NDArray[np.bool_],
         kept = np.flatnonzero(lives & (draw.random(len(slots)) < share))
         vectors = some.vectors.reshape(-1, dim)[kept]
         sample.append(vectors)
-        decoded = flat[graph.codes[begin + kept] + offsets].reshape(len(kept), dim)
-        squares += float(((prepared(vectors, graph.metric, graph.centre) - decoded) ** 2).sum())
+        errors = prepared(vectors, graph.metric, graph.centre) - graph.decoded(begin + kept)
+        squares += float((errors**2).sum())
         count += len(kept)
     every, targets = np.concatenate(dead), np.concatenate(edges)
     # a vector that equals a dead one keeps its node
