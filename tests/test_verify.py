@@ -26,6 +26,7 @@ from autopar.cli.main import main
 from autopar.errors import HardwareError, MeshError, VerifyError
 from autopar.hardware.profile import load
 from autopar.ir.mesh import MeshShape
+from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse
 from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
@@ -387,6 +388,23 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
         target_text(load("cpu-host"))
     with pytest.raises(MeshError, match="8 devices do not divide evenly among 3 hosts"):
         topology_text(load("h100-sxm"), 8, 3)
+
+
+def test_nothing_is_fused_into_a_matmul_without_a_tiling(absent_gpus: Compiler) -> None:
+    """Triton has no tile over rows of 8 x 80 tokens that a transpose takes apart; all other matmuls are Triton's all the same."""
+
+    def experts(x: jax.Array, w: jax.Array, table: jax.Array) -> jax.Array:
+        for layer in range(2):
+            with jax.named_scope(f"layer_{layer}"):
+                x = jnp.transpose(x, (1, 0, 2, 3, 4)).reshape(4, -1, 768)
+                x = jnp.tanh(jnp.einsum("xim,xmn->xin", x, w)).reshape(4, 8, 8, 80, 768).swapaxes(0, 1)
+        return x.reshape(-1, 768) @ table
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 4, 8, 80, 768), (4, 768, 768), (768, 50257))]
+    module = module_bytes(jax.jit(experts).trace(*args).lower(lowering_platforms=("cuda",)))
+    compiled = absent_gpus.compile(module, load("h100-sxm"), 1, 1)
+    assert "cublas" not in compiled.hlo_text and "transpose(" in compiled.hlo_text
+    assert not any("triton_gemm" in flag for flag in compiled.flags)
 
 
 def test_user_flags_are_kept_except_cpu_flags_and_our_own() -> None:
