@@ -579,6 +579,18 @@ def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P, absent_gpu
     assert sum(match.compiled_bytes for match in result.collectives) > 1e7
 
 
+def test_small_operands_do_not_split_what_they_scale(absent_gpus: Compiler) -> None:
+    """A mask of 12 heads is sliced from one that is split over hosts; the scores are split by batch."""
+
+    def masked(mask: jax.Array, scores: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(scores), mask[0])) + 1.0
+
+    args = jax.ShapeDtypeStruct((12, 12), jnp.float32), jax.ShapeDtypeStruct((8, 12, 256, 256), jnp.float32)
+    pins = {"mask": P(None, "data"), "scores": P("model")}
+    result = autopar.verify(masked, *args, mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus)
+    assert all(match.figure.holds for match in result.collectives), str(result)
+
+
 def test_a_reduction_with_several_users_is_a_reduce_scatter_and_an_all_reduce(absent_gpus: Compiler) -> None:
     """The gradient of a position table: unreduced over both axes, used by two optimizer moments that are sharded over
     one. XLA makes two collectives of it only next to others over the same devices, such as a weight's gradient."""
