@@ -23,7 +23,7 @@ from autopar.inference.serve.setup import planned_for, stop_tokens_of
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models") / "model")
+    return write_model(tmp_path_factory.mktemp("models") / "model", has_nan=True)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,12 @@ from dataclasses import replace
 import pytest
 
 from autopar.cost.kernel_time import UNALIGNED, bounds, op_seconds
+from autopar.cost.scatter_traffic import accessed_bytes
 from autopar.errors import HardwareError
 from autopar.hardware.profile import known_names, load
 from autopar.hardware.xla_estimator import EstimatorProfile
 from autopar.ir.device_program import Gemm, Op
+from autopar.ir.graph import Node, Value
 from autopar.ir.mesh import MeshShape, parse_mesh
 from autopar.xla_model.latency_estimator import (
     collective_seconds,
@@ -93,6 +95,31 @@ def test_matmuls_take_what_was_measured(
     assert microseconds(op_seconds(op, HOST, H100)) == pytest.approx(measured_us, rel=0.3)
     lost_s = dict(bounds(op, H100)).get(UNALIGNED, 0.0)
     assert (lost_s > 0.4 * op_seconds(op, HOST, H100)) == (min(aligned) < 16)
+
+
+# Scatters of two steps on an H100 (benchmarks/results/kernels.md): rows, columns; microseconds.
+@pytest.mark.parametrize(("rows", "columns", "measured_us"), [(16384, 768, 135.4), (8192, 2048, 172.7)])
+def test_scatters_take_what_was_measured(rows: int, columns: int, measured_us: float) -> None:
+    node, updates = scatter("scatter-add", (1,)), Value((rows, columns), "bfloat16", 2.0)
+    num_bytes = rows * columns * updates.itemsize
+    op = Op("fusion", 0, (0, 1), (2,), num_bytes, num_bytes)
+    op = replace(op, indexed_bytes=rows * columns * accessed_bytes(node, updates))
+    assert microseconds(op_seconds(op, HOST, H100)) == pytest.approx(measured_us, rel=0.2)
+
+
+def test_a_scatter_accesses_sectors_or_words() -> None:
+    rows, words = Value((64, 512), "float32", 4.0), Value((64, 512), "bfloat16", 2.0)
+    assert accessed_bytes(scatter("scatter-add", (1,)), rows) == 2 * 4
+    assert accessed_bytes(scatter("scatter-add", ()), rows) == 2 * 32
+    assert accessed_bytes(scatter("scatter-max", (1,)), words) == 2 * 32 / 2
+    assert accessed_bytes(scatter("scatter-add", (1,)), Value((64, 2), "float32", 4.0)) == 2 * 16
+    assert accessed_bytes(scatter("scatter-add", (1,)), Value((64, 0), "float32", 4.0)) == 2 * 32
+    assert accessed_bytes(scatter("scatter-add", ()), Value((), "float32", 4.0)) == 2 * 32
+    assert accessed_bytes(scatter("scatter", (1,)), words) == 0, "it reads nothing"
+
+
+def scatter(primitive: str, window: tuple[int, ...]) -> Node:
+    return Node(primitive, {"dimension_numbers": {"update_window_dims": window}}, (0, 1, 2), (3,))
 
 
 # Fitted: XLA's figure, and how far the fit may be off.

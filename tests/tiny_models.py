@@ -14,7 +14,7 @@ from autopar.inference.model.safetensors import read_header
 
 LENGTH = 128
 VOCABULARY = 300
-BAD = 299  # a token whose embedding is NaN
+BAD = 299  # the token whose embedding is NaN where `has_nan`
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -28,11 +28,12 @@ CONFIG: dict[str, Any] = {
 OPTIONS = Options(num_slots=4, max_length=LENGTH, chunks=((2, 16), (1, 48)), steps=4)
 
 
-def write_model(path: Path, **fields: Any) -> Path:
-    """Write a model in which the token `BAD` makes all later logits NaN, and is never generated.
+def write_model(path: Path, *, has_nan: bool = False, **fields: Any) -> Path:
+    """Write a model.
 
     Args:
         path: the folder.
+        has_nan: whether the token `BAD` makes all later logits NaN. It is not generated greedily, but may be drawn.
         fields: fields of the configuration that replace those of `CONFIG`.
     """
     write_checkpoint(path, CONFIG | fields)
@@ -41,7 +42,7 @@ def write_model(path: Path, **fields: Any) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save(str(path / "tokenizer.json"))
-    for name, value in (("model.embed_tokens.weight", np.nan), ("lm_head.weight", 0)):
+    for name, value in (("model.embed_tokens.weight", np.nan), ("lm_head.weight", 0)) if has_nan else ():
         tensor = read_header(path / "model.safetensors")[name]
         array = np.memmap(tensor.file, np.float32, "r+", tensor.begin, tensor.shape)
         array[BAD] = value

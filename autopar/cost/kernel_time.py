@@ -83,7 +83,7 @@ def _by_unit(op: Op, profile: HardwareProfile) -> dict[str, float]:
         estimator = profile.xla_estimator
         reading = min(memory, op.num_blocks * estimator.block_bytes_per_s)
         vector *= min(1.0, op.num_blocks / estimator.num_cores)
-    traffic = op.read_bytes / reading + op.written_bytes / memory
+    traffic = max(op.read_bytes / reading + op.written_bytes / memory, op.indexed_bytes / memory)
     traffic /= (_SCATTERED_ROWS if op.scattered_rows else 1.0) * (_FULL_REGISTERS if op.fills_registers else 1.0)
     if op.gemm is not None and op.kind == "gemm":
         return {"matrix units": gemm_seconds(op.gemm, profile), "memory bandwidth": traffic}

@@ -77,7 +77,7 @@ class Flattener:
             return self._call(compared, operands, stack)
         if (kept := self._plus_zeros(source, operands)) is not None:
             return [kept]
-        if source.primitive.name == "sharding_constraint" and not source.outvars[0].aval.shape:
+        if traits_of(source.primitive.name).constrains and not source.outvars[0].aval.shape:
             return operands  # a scalar has no dims to shard
         _refuse_ordered_effects(source)
         results = tuple(self.new_value(v.aval) for v in source.outvars)

@@ -63,6 +63,8 @@ class Op:
         node: node of the graph that names it, the last one that it computes.
         reads, writes: positions of buffers.
         read_bytes, written_bytes: device memory traffic (a slice reads part of a buffer).
+        indexed_bytes: sectors that a scatter reads and writes at once to add to them; its traffic is at least this. XLA's
+            estimator does not count it.
         reread_bytes, broadcast_bytes: repeated reads from a cache, of operands above and below a quarter of a MiB.
         scattered_rows: whether its thread blocks read and write one row in each of several places.
         fills_registers: whether it holds so many values at once that a core runs few of its threads.
@@ -114,6 +116,7 @@ class Op:
     counted_flops: float = 0.0
     scattered_rows: bool = False
     fills_registers: bool = False
+    indexed_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from autopar.planner.memory_search import within_budget
 from autopar.planner.mesh_task import Form, MeshTask
 from autopar.planner.overlap_search import Prices, lower_bound_s, search_overlap_prices, with_best_overlap
 from autopar.planner.plan_record import plan_of
+from autopar.planner.replicated_state import with_replicated_state
 from autopar.planner.simplest_plan import Fastest, simplest
 from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
@@ -120,13 +121,19 @@ def _finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Fini
     begun = _proven(begun) if begun.score_s <= lowest_score_s else begun
     candidates = _with_overlap(begun, fastest, search_prices=begun.score_s <= (1 + FAR) * lowest_score_s)
     unlimited = min(candidates, key=_step_time_s)
+
+    def by_time(one: Candidate) -> tuple[bool, float]:
+        return one.peak_bytes > task.budget_bytes, one.step_time_s
+
     memory_bound = unlimited.peak_bytes > task.budget_bytes
     if memory_bound and begun.candidate.peak_bytes > task.budget_bytes and lower_bound_s(unlimited) < fastest.value:
         candidates += _within_budget(candidates, unlimited, task, fastest)
-    best = min(candidates, key=lambda one: (one.peak_bytes > task.budget_bytes, one.step_time_s))
+    best = min(candidates, key=by_time)
     chosen = best
     if not task.request.any_that_fits:
-        chosen = simplest(best, candidates, fastest.value, task)
+        candidates += with_replicated_state(best, fastest.value, task)
+        best = min(candidates, key=by_time)
+        chosen = simplest(best, candidates, fastest.value, task.budget_bytes)
     program, grouped = begun.form
     plan = plan_of(
         chosen,

@@ -11,7 +11,7 @@ In: a traced program, a `PlanRequest`. Out: `Plan`. Each pass is a module of thi
    a. `program_groups`: sharding rules, and groups of nodes with one strategy
    b. `mesh_task`: the optimization problem and its solution
    c. `plan_assembly`: the explicit program, the device program, the timeline
-   d. `overlap_search`, `memory_search`, `simplest_plan`: other candidates
+   d. `overlap_search`, `memory_search`, `replicated_state`, `simplest_plan`: other candidates
    e. `plan_record`: the plan
 
 Nothing is compiled and no device is touched, unless the request has neither mesh nor device count.

@@ -100,7 +100,7 @@ BORDERS: dict[str, RuleFunction] = {
 CONTROL_FLOW_TRAITS = with_traits(
     (*PINNED, *BORDERS),
     {
-        "sharding_constraint": Traits(view=True),
+        "sharding_constraint": Traits(view=True, constrains=True),
         "shard_map": Traits(library=True, opaque=True),
         **dict.fromkeys(("enter_const", "enter_slice"), Traits(linear="one", held=True)),
     },

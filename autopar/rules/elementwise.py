@@ -136,7 +136,8 @@ ELEMENTWISE_TRAITS = with_traits(
     {
         **dict.fromkeys((FLOPS_PER_ELEMENT.keys() | {"integer_pow"}) - _OF_ONE_SHAPE, _at_any_shape()),
         **dict.fromkeys(("stop_gradient", "reduce_precision"), _at_any_shape(view=True)),
-        **dict.fromkeys(("bitcast_convert_type", "random_wrap", "random_unwrap", "reshard"), Traits(view=True)),
+        **dict.fromkeys(("bitcast_convert_type", "random_wrap", "random_unwrap"), Traits(view=True)),
+        "reshard": Traits(view=True, constrains=True),
         "copy": _at_any_shape(view=True, linear="one", one_to_one=True),
         "convert_element_type": _at_any_shape(linear="one", one_to_one=True, casts=True),
         "neg": _at_any_shape(linear="one", one_to_one=True, scales=True),

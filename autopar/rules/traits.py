@@ -47,6 +47,7 @@ class Traits:
         library: it is a kernel that XLA fuses with nothing: a library call, a sort, or a program of its own.
         held: a loop keeps its operand in memory as long as it runs.
         partitioned: JAX has its own partitioning of it, which refuses some shardings. It always runs as a manual region.
+        constrains: it says only how its operand is sharded.
         opaque: it holds a program that was traced for one set of shapes or that is sharded by itself.
     """
 
@@ -70,6 +71,7 @@ class Traits:
     library: bool = False
     held: bool = False
     partitioned: bool = False
+    constrains: bool = False
     opaque: bool = False
 
     @property

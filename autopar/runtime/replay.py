@@ -113,7 +113,7 @@ class Replay:
             )
         if equation.primitive == "shard_map":
             return run_shard_map(equation.source, operands, self.mesh)
-        if equation.primitive in ("sharding_constraint", "reshard"):  # the plan has it as a constraint on its own mesh
+        if traits_of(equation.primitive).constrains:  # the plan has it as a constraint on its own mesh
             return operands
         if self.is_on_cpu and traits_of(equation.primitive).in_place == "slice":
             # XLA's CPU compiler fuses an in-place update with a slice of a microbatch and then reads what it has

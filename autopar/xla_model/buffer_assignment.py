@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from autopar.cost.scatter_traffic import accessed_bytes
 from autopar.formulate.formulation import Formulation
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, OpKind
@@ -122,7 +123,7 @@ class _Builder:
         self.inner_axes = inner_axes
         self.profile = profile
         self.work = KernelWork(local.instructions, profile.xla_estimator) if profile.platform == "gpu" else None
-        self.values = graph.values
+        self.graph, self.values = graph, graph.values
         self.order_of_outputs = [at for at in local.outputs if at is not None]
         self.outputs = set(self.order_of_outputs)
         self.home = {root: n for n, kernel in enumerate(kernels) for root in kernel.roots}
@@ -240,7 +241,10 @@ class _Builder:
         if in_place == "window":  # zeros, then a sector read and written for each element that is scattered
             source = self.instructions[list(one.operands)[-1]]
             written += max(written, 2 * _SECTOR_BYTES * source.elements)
-        spared = 0.0
+        spared = indexed = 0.0
+        if in_place == "scatter" and (updates := self.graph.nodes[one.node].operands[-1]) is not None:
+            per_element = accessed_bytes(self.graph.nodes[one.node], self.graph.values[updates])
+            indexed = per_element * self.instructions[list(one.operands)[-1]].elements
         if in_place == "scatter" and self._is_in_place(kernel.roots[0], n):
             target, *others = (self.instructions[operand].num_bytes for operand in one.operands)
             changed = min(target, others[1] if len(others) > 1 else 0.0)  # operands: target, indices, updates
@@ -256,6 +260,7 @@ class _Builder:
             recounted_bytes=(recounted[0], recounted[1], recounted[2]),
             written_bytes=written,
             spared_bytes=spared,
+            indexed_bytes=indexed,
             flops=work.flops,
             counted_flops=analyzed.flops,
             scattered_rows=self.work is not None and self.work.has_scattered_rows(kernel, self.values),
