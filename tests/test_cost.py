@@ -12,7 +12,7 @@ import pytest
 from autopar.cost.collective_entry import link_of
 from autopar.cost.collectives import KINDS, collective_time
 from autopar.cost.resharding_matrix import EACH_S, ReshardingTimes
-from autopar.cost.resharding_paths import Move, resharding_moves
+from autopar.cost.resharding_paths import Move, resharding_moves, rows_from_next
 from autopar.hardware import profile as hardware
 from autopar.ir.mesh import MeshShape, factorisations, parse_mesh
 from autopar.ir.sharding import TensorSharding
@@ -212,3 +212,13 @@ def test_meshes_are_read_and_factored() -> None:
 def test_uneven_dims_are_padded_in_local_shapes() -> None:
     assert sharding(("data", "model"), ()).local_shape((50257, 3), MESH) == (6283, 3)
     assert not sharding(D, ()).divides((7, 2), MESH)
+
+
+@pytest.mark.parametrize("of_each", [2, 4, 8])
+def test_rows_from_the_next_device_are_all_that_finer_parts_need(of_each: int) -> None:
+    """Checked device by device, for two parts, of which the second has none to ask for."""
+    for size in range(2 * of_each, 300):
+        coarse, fine = -(-size // 2), -(-size // (2 * of_each))
+        needed = min(of_each * fine, size) - coarse
+        assert rows_from_next(size, 2, of_each) == max(needed, 0), size
+    assert rows_from_next(50257, 2, 8) == 7 and rows_from_next(258, 2, 4) == 3

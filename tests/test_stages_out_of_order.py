@@ -16,6 +16,7 @@ import pytest
 from jax import lax
 
 import autopar
+from autopar.errors import ScheduleError
 from autopar.hardware.profile import load
 from autopar.pipeline.draw.svg import timeline_svg
 from autopar.pipeline.partition.cluster import SubmeshShape
@@ -85,6 +86,22 @@ def out_of_order() -> Any:
 
 def devices_of(leaf: jax.Array) -> list[int]:
     return sorted(device.id for device in leaf.sharding.device_set)
+
+
+def test_a_partitioner_of_ones_own_puts_one_stage_on_each_submesh() -> None:
+    def plan(schedule: str, stages: Any, sizes: tuple[int, ...]) -> Any:
+        step = autopar.parallelize(
+            mlp().step, stages=stages, num_microbatches=8, schedule=schedule, partitioner=Sizes(sizes), cache=False,
+            num_devices=8, hardware=FOUR_A_HOST,
+        )  # fmt: skip
+        return step.plan(*mlp().abstract_args())
+
+    for stages in (2, "auto"):
+        assert [len(stage.devices) for stage in plan("chimera", stages, (4, 4)).stages] == [4, 4]
+        assert [len(stage.devices) for stage in plan("auto", stages, (4, 4)).stages] == [4, 4]
+    for schedule in ("interleaved", "zb-v"):
+        with pytest.raises(ScheduleError, match=r"several stages on each submesh.*leave out partitioner="):
+            plan(schedule, "auto", (4, 4))
 
 
 def test_a_step_out_of_order_trains_as_on_one_device(tmp_path: Path) -> None:

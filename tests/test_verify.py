@@ -26,6 +26,7 @@ from autopar.cli.main import main
 from autopar.errors import HardwareError, MeshError, VerifyError
 from autopar.hardware.profile import load
 from autopar.ir.mesh import MeshShape
+from autopar.jax_interop.compilation import module_bytes
 from autopar.plans.plan import Plan
 from autopar.plans.records import CollectiveUse
 from autopar.verification.attribution import Pairing, describe_origin, module_paths, pair
@@ -389,6 +390,23 @@ def test_a_cpu_profile_and_uneven_hosts_are_refused() -> None:
         topology_text(load("h100-sxm"), 8, 3)
 
 
+def test_nothing_is_fused_into_a_matmul_without_a_tiling(absent_gpus: Compiler) -> None:
+    """Triton has no tile over rows of 8 x 80 tokens that a transpose takes apart; all other matmuls are Triton's all the same."""
+
+    def experts(x: jax.Array, w: jax.Array, table: jax.Array) -> jax.Array:
+        for layer in range(2):
+            with jax.named_scope(f"layer_{layer}"):
+                x = jnp.transpose(x, (1, 0, 2, 3, 4)).reshape(4, -1, 768)
+                x = jnp.tanh(jnp.einsum("xim,xmn->xin", x, w)).reshape(4, 8, 8, 80, 768).swapaxes(0, 1)
+        return x.reshape(-1, 768) @ table
+
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8, 4, 8, 80, 768), (4, 768, 768), (768, 50257))]
+    module = module_bytes(jax.jit(experts).trace(*args).lower(lowering_platforms=("cuda",)))
+    compiled = absent_gpus.compile(module, load("h100-sxm"), 1, 1)
+    assert "cublas" not in compiled.hlo_text and "transpose(" in compiled.hlo_text
+    assert not any("triton_gemm" in flag for flag in compiled.flags)
+
+
 def test_user_flags_are_kept_except_cpu_flags_and_our_own() -> None:
     text = "--xla_force_host_platform_device_count=8 --xla_gpu_autotune_level=4 --xla_gpu_all_reduce_combine_threshold_bytes=1"
     assert compiler.own_flags(text) == ["--xla_gpu_all_reduce_combine_threshold_bytes=1"]
@@ -559,6 +577,18 @@ def test_state_split_over_two_axes_sends_what_is_predicted(kernel: P, absent_gpu
     )
     assert all(match.figure.holds for match in result.collectives), str(result)
     assert sum(match.compiled_bytes for match in result.collectives) > 1e7
+
+
+def test_small_operands_do_not_split_what_they_scale(absent_gpus: Compiler) -> None:
+    """A mask of 12 heads is sliced from one that is split over hosts; the scores are split by batch."""
+
+    def masked(mask: jax.Array, scores: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.einsum("bhqk,h->bhqk", jax.nn.softmax(scores), mask[0])) + 1.0
+
+    args = jax.ShapeDtypeStruct((12, 12), jnp.float32), jax.ShapeDtypeStruct((8, 12, 256, 256), jnp.float32)
+    pins = {"mask": P(None, "data"), "scores": P("model")}
+    result = autopar.verify(masked, *args, mesh="2x4", hardware="h100-sxm", pin=pins, compiler=absent_gpus)
+    assert all(match.figure.holds for match in result.collectives), str(result)
 
 
 def test_a_reduction_with_several_users_is_a_reduce_scatter_and_an_all_reduce(absent_gpus: Compiler) -> None:

@@ -45,6 +45,16 @@ def is_inner(dim: int, local_shape: Sequence[int]) -> bool:
     return 0 < dim < len(local_shape) - 1 and math.prod(local_shape[:dim]) > 1
 
 
+def rows_from_next(size: int, parts: int, of_each: int) -> int:
+    """The rows that each device gets from the next one when each of a dim's parts is cut into more: padded to equal parts, they begin
+    elsewhere. 0 if all begin where they did.
+
+    >>> rows_from_next(258, 2, 4)  # parts of 129 rows become four of 33
+    3
+    """
+    return (parts - 1) * (of_each * -(-size // (parts * of_each)) - -(-size // parts))
+
+
 def resharding_moves(
     source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: float, mesh: MeshShape
 ) -> tuple[Move, ...]:

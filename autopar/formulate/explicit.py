@@ -5,11 +5,13 @@ In: `Formulation` and the solver's choices. Out: `ExplicitProgram`.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.context_method import Context, context_of
+from autopar.cost.resharding_paths import rows_from_next
 from autopar.formulate.formulation import Formulation
 from autopar.formulate.group_communication import sent_by
 from autopar.ir.explicit_program import Array, Communicate, Compute, ExplicitProgram, Extend, HaloSlice, Operation
@@ -161,9 +163,15 @@ class _Builder:
             to = Array(value, TensorSharding(move.result.dims, (*move.result.unreduced, *kept)))
             if to not in self.moved:
                 self.moved[to] = len(self.ops)
-                result = self._array(value, to.sharding)
-                one = Communicate(move.kind, "reshard", n, array, result, move.axes, move.num_bytes, times)
-                before = self.arrays[array].sharding
+                result, before = self._array(value, to.sharding), self.arrays[array].sharding
+                axes, num_bytes = (self._shifted(value, before, to.sharding) if move.kind == "cut" else None) or (
+                    (),
+                    0.0,
+                )
+                kind = "collective-permute" if axes else move.kind
+                one = Communicate(
+                    kind, "reshard", n, array, result, axes or move.axes, num_bytes or move.num_bytes, times
+                )
                 by = self.f.registered_for(value, move, before, combinable=flow.combinable)
                 merges = flow.combinable and not by  # XLA merges only its own collectives
                 self.ops.append(replace(one, combinable=merges, is_inner=move.is_inner, by=by))
@@ -175,6 +183,21 @@ class _Builder:
                 self.ops[at] = replace(op, flows=(*op.flows, index), decisions=tuple(decisions))
             array = op.result
         return array
+
+    def _shifted(
+        self, value: int, before: TensorSharding, after: TensorSharding
+    ) -> tuple[tuple[str, ...], float] | None:
+        """The axes and bytes of what each device gets from the next one when a dim that is split is cut into more parts; None if it
+        gets nothing."""
+        array, mesh = self.graph.values[value], self.f.mesh
+        local = after.local_shape(array.shape, mesh)
+        for dim, (size, coarse, fine) in enumerate(zip(array.shape, before.dims, after.dims, strict=True)):
+            if coarse and len(fine) > len(coarse):
+                parts = mesh.sizes(coarse)
+                rest = math.prod(local[:dim]) * math.prod(local[dim + 1 :])
+                if rows := rows_from_next(size, parts, mesh.sizes(fine) // parts):
+                    return coarse, float(rows * rest * array.itemsize)
+        return None
 
     def _outputs(self) -> tuple[int | None, ...]:
         renewed, end = dict(self.graph.carried), len(self.graph.nodes)

@@ -81,6 +81,12 @@ def _exchanges(before: TensorSharding, after: TensorSharding, axes: Set[str]) ->
     return before.axes == after.axes and axes <= before.axes and _is_as_pending(before, after)
 
 
+def _permutes(before: TensorSharding, after: TensorSharding, axes: Set[str]) -> bool:
+    """The parts change their devices, or are cut into smaller ones that begin elsewhere (`formulate.explicit`)."""
+    is_cut = _cuts(before, after, after.axes - before.axes) and axes <= before.axes
+    return is_cut or _exchanges(before, after, axes)
+
+
 def _is_split(whole: TensorSharding, split: TensorSharding, axes: Set[str]) -> bool:
     return split.axes == whole.axes | axes and axes.isdisjoint(whole.axes)
 
@@ -99,6 +105,6 @@ _LEADS: Mapping[str, _Leads] = {
     "all-gather": _gathers,
     "cut": _cuts,
     "all-to-all": _exchanges,
-    "collective-permute": _exchanges,
+    "collective-permute": _permutes,
 }
 CHANGES = tuple(_LEADS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,6 +40,40 @@ def module_bytes(lowered: jax.stages.Lowered) -> bytes:
     module: Any = lowered.compiler_ir("stablehlo")
     module.operation.write_bytecode(out)
     return out.getvalue()
+
+
+def with_matmuls_apart(module: bytes, name: str) -> bytes:
+    """The program with a barrier before the operands of the matmuls of a name, so that nothing before is fused into them.
+
+    Args:
+        module: as `module_bytes` returns it.
+        name: in JAX's name stack, as XLA's `op_name` has it; names that differ in numbers only are equal.
+    """
+    wanted, found = _without_numbers(name), list[Any]()
+
+    def visit(operation: Any) -> Any:
+        one = operation.operation
+        if one.name == "stablehlo.dot_general":
+            location = re.match(r'loc\("((?:[^"\\]|\\.)*)"', str(one.location))
+            if location and _without_numbers(location[1]) == wanted:
+                found.append(one)
+        return _ir.WalkResult.ADVANCE
+
+    with _mlir.make_ir_context():
+        parsed = _ir.Module.parse(module)
+        parsed.operation.walk(visit)
+        for one in found:
+            with _ir.InsertionPoint(one), one.location:
+                apart = _hlo.OptimizationBarrierOp(list(one.operands))
+            for number, result in enumerate(apart.results):
+                one.operands[number] = result
+        out = io.BytesIO()
+        parsed.operation.write_bytecode(out)
+    return out.getvalue()
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
 
 
 def kept_inputs(lowered: jax.stages.Lowered) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ def constraints_of(
     moved = {value: uses for value, uses in _moved(f.graph, explicit).items() if value in f.value_made}
     defined = _at_definitions(f, explicit, moved)
     at_operands = _at_operands(f, explicit, defined, moved)
-    return _by_name(f.graph, (*defined.values(), *at_operands, *_small_pins(f, pins), *_small_indices(f)))
+    small = *_small_pins(f, pins), *_small_indices(f), *_small_operands(f, explicit)
+    return _by_name(f.graph, (*defined.values(), *at_operands, *small))
 
 
 def with_constraints(graph: Graph, known: Sequence[Constraint], more: Iterable[Constraint]) -> tuple[Constraint, ...]:
@@ -171,6 +172,34 @@ def _small_indices(f: Formulation) -> Iterator[Constraint]:
         if indices is not None and f.graph.values[indices].size <= SMALL_SIZE:
             whole = replicated(len(f.graph.values[indices].shape))
             yield Constraint(value=indices, shardings=(whole,), node=n, operand=1)
+
+
+def _small_operands(f: Formulation, explicit: ExplicitProgram) -> Iterator[Constraint]:
+    """Replicate operands that are too small to plan for, come from split values, and are read with large values that the plan splits over
+    other axes. Unconstrained, the partitioner would split the large values over these axes, too, and gather them."""
+    graph, axes = f.graph, defaultdict[int, set[str]](set)
+    is_small = [value.size <= SMALL_SIZE for value in graph.values]
+    for n, node in enumerate(graph.nodes):
+        touched = [v for v in (*node.operands, *node.results) if v is not None]
+        if all(is_small[v] for v in touched):
+            for value in node.results:
+                axes[value] |= {axis for v in touched for axis in axes[v]}
+            continue
+        large = [(i, v) for i, v in enumerate(node.operands) if v is not None and not is_small[v]]
+        own = _axes(explicit, (explicit.reads[n, i] for i, _ in large))
+        own |= _axes(explicit, (explicit.made[v] for v in node.results))
+        for i, value in enumerate(node.operands):
+            if value is not None and is_small[value] and axes[value] - own and graph.values[value].shape:
+                whole = replicated(len(graph.values[value].shape))
+                yield Constraint(value=value, shardings=(whole,), node=n, operand=i)
+        for value in node.results:
+            if is_small[value]:
+                axes[value] |= _axes(explicit, [explicit.made[value]])
+
+
+def _axes(explicit: ExplicitProgram, arrays: Iterable[int]) -> set[str]:
+    """The mesh axes over which arrays are split."""
+    return {axis for array in arrays for dim in explicit.arrays[array].sharding.dims for axis in dim}
 
 
 def _small_pins(f: Formulation, pins: Mapping[int, TensorSharding]) -> Iterator[Constraint]:

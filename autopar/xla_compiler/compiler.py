@@ -41,8 +41,10 @@ _ESTIMATOR_FLAG = "--xla_gpu_analytical_latency_estimator_options"
 _GPUS_PER_SLICE = 8
 
 #: Kernels that XLA fails to compile for absent GPUs (JAX 0.12.0.1): what its log then has, and the flag that avoids them.
-#: The one-shot kernel of a small all-reduce, on 64 GPUs, is NCCL's then; a GEMM without a Triton tiling is cuBLAS's.
+#: The one-shot kernel of a small all-reduce, on 64 GPUs, is NCCL's then; all GEMMs are cuBLAS's, if one has no tiling even
+#: without what is fused into it (`_NO_TILING`).
 _NO_TRITON_GEMM = "--xla_gpu_enable_triton_gemm=false"
+_NO_TILING = re.compile(r'No supported config found for HLO: .*op_name="([^"]*)"')
 _AVOIDABLE = {
     "TRITON_ONE_SHOT": "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false",
     "No supported config found for HLO": _NO_TRITON_GEMM,
@@ -121,11 +123,15 @@ class CompiledStep:
 
 
 class _AvoidableError(VerifyError):
-    """XLA failed to compile a kernel that `flag` avoids."""
+    """XLA failed to compile a kernel that `flag` avoids.
 
-    def __init__(self, text: str, flag: str) -> None:
+    Args:
+        matmul: the name of the matmul without a Triton tiling, if it is one.
+    """
+
+    def __init__(self, text: str, flag: str, matmul: str = "") -> None:
         super().__init__(text)
-        self.flag = flag
+        self.flag, self.matmul = flag, matmul
 
 
 class Compiler:
@@ -324,13 +330,18 @@ class Compiler:
 
     def _compiled(self, job: str) -> str:
         """Run a job, again without each kernel that XLA fails to compile for absent GPUs; return XLA's log."""
+        apart = list[str]()
         while True:
             try:
                 return self._done(job)
             except _AvoidableError as error:
                 if error.flag in self._avoiding or self._platform is not None:
                     raise
-                self._avoiding = (*self._avoiding, error.flag)
+                if error.matmul and error.matmul not in apart:  # a GPU's autotuner, too, would fuse nothing into it
+                    apart.append(error.matmul)
+                    Path(self._folder.name, job, "apart").write_text(json.dumps(apart), encoding="utf-8")
+                else:
+                    self._avoiding = (*self._avoiding, error.flag)
                 self._restart()
 
     def _done(self, job: str) -> str:
@@ -352,7 +363,10 @@ class Compiler:
                 + "\n  ".join(line[:500] for line in lines[-6:])
             )
             flag = next((flag for marker, flag in _AVOIDABLE.items() if marker in text), None)
-            raise VerifyError(text_of_error) if flag is None else _AvoidableError(text_of_error, flag)
+            if flag is None:
+                raise VerifyError(text_of_error)
+            matmul = _NO_TILING.search(text)
+            raise _AvoidableError(text_of_error, flag, matmul[1] if matmul else "")
         return text
 
 

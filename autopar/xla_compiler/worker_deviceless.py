@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from jax.experimental import topologies
 
 from autopar.jax_interop.absent_devices import serialized_output_shardings
-from autopar.jax_interop.compilation import compile_module
+from autopar.jax_interop.compilation import compile_module, with_matmuls_apart
 
 #: (job's folder, devices, XLA's executable) -> further figures of the job.
 Afterwards = Callable[[Path, Sequence[Any], Any], dict[str, Any]]
@@ -50,6 +50,8 @@ def serve(
         job = folder / name
         devices = devices_of(job)
         module = (job / "module").read_bytes()
+        for matmul in json.loads(apart.read_text(encoding="utf-8")) if (apart := job / "apart").exists() else ():
+            module = with_matmuls_apart(module, matmul)
         options = json.loads((job / "options").read_text(encoding="utf-8"))
         start = time.perf_counter()
         executable = compile_module(module, devices, options)

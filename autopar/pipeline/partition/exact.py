@@ -108,8 +108,9 @@ class _Variant:
 
     def __post_init__(self) -> None:
         problem = self.prices.problem
+        total = self.num_stages or problem.most_stages  # no stage has more of them to the end
         counts = range(1, problem.most_stages + 1)
-        flights = [problem.objective.in_flight(n - 1, self.num_stages or problem.most_stages) for n in counts]
+        flights = [problem.objective.in_flight(min(n, total) - 1, total) for n in counts]
         self._in_flight = np.array([flights[0], *flights], float)
 
     def cheapest(self, limit: float) -> tuple[float, Stages | None] | None:

@@ -13,6 +13,7 @@ from autopar.pipeline.cut.pieces import Layout
 from autopar.pipeline.cut.pieces_by_version import versioned_programs
 from autopar.pipeline.cut.replicas import accumulators, check_effects
 from autopar.pipeline.cut.stage_programs import Cuttable, StageProgram
+from autopar.pipeline.partition.problem import Partitioner
 from autopar.pipeline.schedule.kind import PipelineShape, ScheduleKind
 from autopar.pipeline.schedule.table import SCHEDULES, build, find, unmet
 from autopar.pipeline.schedule.verifier import check_replicas
@@ -36,6 +37,8 @@ def check_schedule(cuttable: Cuttable, name: str, request: StageRequest) -> None
         raise ScheduleError(
             f"schedule {kind.name!r} orders parts of microbatches, which can be simulated, but not run: choose another one"
         )
+    if reason := unmet_by_partitioner(kind, request.partitioner):
+        raise ScheduleError(reason)
     if kind.has_replicas:
         _check_replicas(kind)
     _check_numbers(kind, request)
@@ -45,6 +48,16 @@ def check_schedule(cuttable: Cuttable, name: str, request: StageRequest) -> None
             f"schedule {kind.name!r} runs forward passes only, but `{name}` has a backward pass: its gradients and updates"
             f" would never be computed. Leave schedule='auto', or choose one of {', '.join(training)}"
         )
+
+
+def unmet_by_partitioner(kind: ScheduleKind, partitioner: Partitioner | None) -> str | None:
+    """Why a schedule cannot run what a given partitioner finds: that knows nothing of several stages on one submesh."""
+    if partitioner is None or min(kind.virtuals) == 1:
+        return None
+    return (
+        f"schedule {kind.name!r} puts several stages on each submesh, and a partitioner of your own puts one there: leave out"
+        " partitioner=, or take schedule='1f1b'"
+    )
 
 
 def _check_replicas(kind: ScheduleKind) -> None:

@@ -41,6 +41,7 @@ from autopar.pipeline.schedule.one_forward_one_backward import ONE_F_ONE_B
 from autopar.pipeline.schedule.table import build, find, objective_of, searched, shapes_with, stage_numbers, unmet
 from autopar.pipeline.schedule.tasks import Schedule, chain_with
 from autopar.pipeline.schedule.timeline import PipelineTimeline
+from autopar.pipeline.search.check_schedule import unmet_by_partitioner
 from autopar.pipeline.search.schedule_costs import (
     Cost,
     combining,
@@ -304,7 +305,7 @@ class StageSearch:
             return PipelineShape(num_submeshes, count, virtual)
 
         reason = _why_not(kind, shape(self.cluster.num_devices), self.num_stages)
-        if reason:
+        if reason or (reason := unmet_by_partitioner(kind, partitioner)):
             return Outcome(None, reason)
         partitioner = partitioner or _partitioner_of(kind, shape, limit_s, gap)
         relayed = [crossing_bytes(self.passing, layer) for layer in range(len(self.keys))]
