@@ -20,7 +20,7 @@ from autopar.inference import Checkpoint, Engine, KVPool, Options, SamplingOptio
 from autopar.serving import Limits, ServedModel, fields
 
 #: Two head sizes, and two numbers of layers and heads.
-OTHER = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+OTHER: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 SMALL = Options(num_slots=3, max_length=LENGTH, chunks=((2, 16),), steps=2)
 
 
