@@ -236,6 +236,7 @@ class Compiler:
         job.mkdir()
         (job / "module").write_bytes(module)
         (job / "options").write_text(json.dumps(dict(options or {})), encoding="utf-8")
+        (job / "apart").write_text("[]", encoding="utf-8")  # the names of matmuls that nothing is fused into
         if self.is_present(profile, num_devices, num_hosts):
             (job / "num_devices").write_text(str(num_devices), encoding="utf-8")
             if arguments is not None:

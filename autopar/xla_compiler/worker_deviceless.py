@@ -50,7 +50,7 @@ def serve(
         job = folder / name
         devices = devices_of(job)
         module = (job / "module").read_bytes()
-        for matmul in json.loads(apart.read_text(encoding="utf-8")) if (apart := job / "apart").exists() else ():
+        for matmul in json.loads((job / "apart").read_text(encoding="utf-8")):
             module = with_matmuls_apart(module, matmul)
         options = json.loads((job / "options").read_text(encoding="utf-8"))
         start = time.perf_counter()
