@@ -21,7 +21,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.fewer_devices import least_s, reason, smaller_meshes
 from autopar.planner.fork_pool import SharedMinimum, Workers, workers
 from autopar.planner.mesh_task import Form, MeshTask
-from autopar.planner.one_mesh import FAR, Begun, Finished, begin, finish
+from autopar.planner.one_mesh import FAR, Begun, Finished, begin, finish, keep
 from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins, sharded_by_program
 from autopar.planner.program_groups import program_groups
 from autopar.planner.request import PlanRequest
@@ -35,6 +35,8 @@ from autopar.transforms.program import Program
 
 #: Worker processes are forked if the number of nodes times the number of meshes is at least this.
 _WORTH_FORKS = 4000
+#: By how much more than the meshes over all devices those over a part of them may gain by further axes, as a share of the step.
+_FURTHER_GAIN = 0.1
 #: A worker counts as hung after the solver's time limit and this many seconds without CPU use.
 _PATIENCE_S = 30.0
 
@@ -180,14 +182,21 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """The score of a mesh in seconds, and whether the plan without a memory limit fits the memory."""
+    """The score of a mesh in seconds.
+
+    Args:
+        step_time_s: of the plan without a memory limit.
+        fits: whether this plan fits the memory.
+    """
 
     seconds: float
+    step_time_s: float
     fits: bool
 
 
-#: What to do on a mesh; the position of the mesh; and the lowest score of all meshes, unless plans are begun.
-_Job = tuple[Literal["begin", "finish", "record"], int, float]
+#: What to do on a mesh (`keep` takes the plan that was begun as it is); the position of the mesh; and the lowest score of all
+#: meshes, unless plans are begun.
+_Job = tuple[Literal["begin", "finish", "keep", "record"], int, float]
 
 
 class _Search:
@@ -221,15 +230,20 @@ class _Search:
 
     def to_begin(self) -> Iterator[list[_Job]]:
         """The jobs that begin plans: first for all devices and for one device, whose step time bounds that of the others; then
-        for a part of the devices, for one number of them after the other, if it can be as fast as the fastest so far."""
+        for a part of the devices, for one number of them after the other, if it can be as fast as the fastest so far. The mesh of
+        one axis comes first: the others follow if they can be as fast, even with more to gain than those over all devices have."""
         one_device = len(self._meshes) - 1
         first = [i for i in range(len(self._meshes)) if i < self._num_whole or i == one_device]
         yield [("begin", i, math.inf) for i in first]
         others = [i for i in range(len(self._meshes)) if i not in first]
         for number, part in itertools.groupby(others, lambda i: self._meshes[i].num_devices):
             one_device_s = self._scores[one_device][1].seconds
-            if least_s(one_device_s, number) <= (1 + TIE) * self._lowest_s:
-                yield [("begin", i, math.inf) for i in part]
+            if least_s(one_device_s, number) > (1 + TIE) * self._lowest_s:
+                continue
+            flat, *deep = sorted(part, key=self._num_axes)
+            yield [("begin", flat, math.inf)]
+            if self._scores[flat][1].seconds * self._gain_of_axes * (1 - _FURTHER_GAIN) <= (1 + TIE) * self._lowest_s:
+                yield [("begin", i, math.inf) for i in deep]
 
     def note_begun(self, answers: Mapping[_Job, tuple[int, Any]]) -> None:
         """Record the scores of plans that were begun."""
@@ -240,9 +254,19 @@ class _Search:
         """The lowest score of the meshes over all devices, and of the others that fit."""
         return min(score.seconds for i, (_, score) in self._scores.items() if i < self._num_whole or score.fits)
 
+    @property
+    def _gain_of_axes(self) -> float:
+        """The lowest score of the meshes over all devices, relative to that of the mesh of one axis."""
+        whole = [self._scores[i][1].seconds for i in range(self._num_whole)]
+        return min(whole) / whole[min(range(self._num_whole), key=self._num_axes)]
+
+    def _num_axes(self, i: int) -> int:
+        return sum(size > 1 for size in self._meshes[i].axis_sizes)
+
     def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
         """The jobs that finish the plans, each in the process that began it, the mesh with the lowest score first. A mesh over a
-        part of the devices is finished only if its score is near the lowest.
+        part of the devices is finished only if its score is near the lowest. If a mesh has the same step time as one of fewer axes, its
+        plan is the same, and is not improved again.
 
         Args:
             team: the workers that have begun the plans.
@@ -250,11 +274,14 @@ class _Search:
         lowest = self._lowest_s
         near = {i for i, (_, score) in self._scores.items() if score.seconds <= (1 + FAR) * lowest}
         by_worker: dict[int, list[_Job]] = {}
-        for i, (worker, _) in sorted(self._scores.items(), key=lambda one: one[1][1].seconds):
+        same = set[float]()
+        for i, (worker, score) in sorted(self._scores.items(), key=lambda one: one[1][1].seconds):
             if i in near or i < self._num_whole:
-                by_worker.setdefault(worker, []).append(("finish", i, lowest))
+                is_known = score.fits and score.step_time_s in same
+                by_worker.setdefault(worker, []).append(("keep" if is_known else "finish", i, lowest))
+                same.add(score.step_time_s)
         # Another worker must begin the plan again, which only the long search of a near mesh is worth.
-        return team.each_by_worker(by_worker, lambda job: job[1] in near)
+        return team.each_by_worker(by_worker, lambda job: job[0] == "finish" and job[1] in near)
 
     def ends(self, team: Workers[_Job, Any]) -> dict[MeshShape, _End]:
         """The outcome on each mesh.
@@ -300,16 +327,17 @@ class _Search:
             if begun.candidate.peak_bytes <= self._budget_bytes:
                 self._fastest.lower(begun.candidate.step_time_s)
         if step == "begin":
-            begun = self._begun[i]
-            return _Score(begun.score_s, begun.candidate.peak_bytes <= self._budget_bytes)
+            begun, candidate = self._begun[i], self._begun[i].candidate
+            return _Score(begun.score_s, candidate.step_time_s, candidate.peak_bytes <= self._budget_bytes)
         if i not in self._finished:
             self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
             try:
-                self._finished[i] = finish(self._begun[i], self._fastest, lowest_score_s)
+                end = keep(self._begun[i]) if step == "keep" else finish(self._begun[i], self._fastest, lowest_score_s)
+                self._finished[i] = end
             except NothingFitsError as error:
                 self._failures[i] = error
                 return _End(mesh, failure=str(error))
-        return self._end(i) if step == "finish" else replace(self._finished[i].plan, in_tree=None, out_tree=None)
+        return self._end(i) if step != "record" else replace(self._finished[i].plan, in_tree=None, out_tree=None)
 
     def _end(self, i: int) -> _End:
         """The outcome of a finished plan."""

@@ -119,6 +119,11 @@ def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
     return Begun(mesh, forms[0], others, task, candidate, times, time.perf_counter() - started)
 
 
+def keep(begun: Begun) -> Finished:
+    """The plan that was begun, as it is."""
+    return Finished(begun, begun.candidate, Fastest.of(begun.candidate), memory_bound=False, seconds=begun.seconds)
+
+
 def finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
     """Reduce exposed communication, and keep the plan within the memory budget.
 
