@@ -13,12 +13,13 @@ from on_absent_gpus import compiled
 
 import autopar
 from autopar.cost.kernel_time import gemm_seconds
-from autopar.cost.matmul_rows import Matmul, after_moving, lost_rows, moved_dim, row_alignment
+from autopar.cost.matmul_rows import Matmul, after_moving, lost_rows, moved_dim, row_alignment, summed
 from autopar.hardware.profile import load
 from autopar.ir.device_program import Gemm
 from autopar.ir.mesh import MeshShape
 from autopar.ir.sharding import TensorSharding
 from autopar.rules.strategies import Strategy
+from autopar.transforms.program import program_of
 from autopar.xla_compiler.compiler import Compiler
 from autopar.xla_compiler.hlo_text import parse_module
 from autopar.xla_replay.library_calls import dot_gemm
@@ -125,3 +126,64 @@ def test_a_scattered_result_has_its_dim_outermost() -> None:
 def test_rows_have_the_size_of_the_innermost_dim(order: tuple[int, ...], aligned: int) -> None:
     assert row_alignment((768, 50257), order, "bfloat16") == aligned
     assert row_alignment((1, 50257), (0, 1), "bfloat16") == 16, "a single row starts where the tensor does"
+
+
+POSITIONS = 197
+
+
+def _with_positions(params: Any, patches: Any) -> Any:
+    """A step that adds a table of positions to patches of images, which then attend to each other."""
+
+    def loss(params: Any) -> Any:
+        x = (patches + params["positions"][None]).astype(jnp.bfloat16)
+        for layer in params["layers"]:
+            weights = jax.nn.softmax(jnp.einsum("bqd,bkd->bqk", x, x) / WIDTH)
+            x = x + jax.nn.gelu(jnp.einsum("bqk,bkd->bqd", weights, x) @ layer.astype(jnp.bfloat16))
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda one, gradient: one - 0.1 * jnp.tanh(gradient), params, gradients), value
+
+
+def _images(batch: int) -> tuple[Any, Any]:
+    layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
+    params = {"positions": jax.ShapeDtypeStruct((POSITIONS, WIDTH), jnp.float32), "layers": layers}
+    return params, jax.ShapeDtypeStruct((batch, POSITIONS, WIDTH), jnp.float32)
+
+
+@pytest.mark.parametrize(("table", "is_aligned"), [(P(None, "data"), False), (None, True)], ids=["split", "planned"])
+def test_one_example_per_device_keeps_its_rows_aligned(
+    table: P | None, is_aligned: bool, absent_gpus: Compiler
+) -> None:
+    """The gradient of a table of positions is then the gradient of the activations. If its features are scattered, XLA stores all
+    activations by features, in rows of 197 positions."""
+    pin = {"patches": P("data")} | ({"params/positions": table} if table else {})
+    args = _images(8)
+    plan, program = autopar.parallelize(_with_positions, mesh="8", cache=False, hardware="h100-sxm", pin=pin).planned(
+        *args
+    )
+    module = parse_module(compiled(absent_gpus, plan, program, *args).hlo_text)
+    gemms = [
+        dot_gemm(computation, one)
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode == "dot"
+    ]
+    wide = [gemm for gemm in gemms if WIDTH in (gemm.m, gemm.n)]
+    assert wide
+    assert all(gemm.aligned_bytes[2] == 16 for gemm in wide) == is_aligned
+
+
+@pytest.mark.parametrize(("batch", "loses"), [(8, True), (16, False)])
+def test_only_a_sum_of_one_term_per_device_has_a_price(batch: int, loses: bool) -> None:
+    graph = program_of(_with_positions, _images(batch), carry=None, donate=None).graph
+    mesh, profile = MeshShape(("data",), (8,)), load("h100-sxm")
+    reduced = [
+        n for n in graph.nodes if n.primitive == "reduce_sum" and graph.values[n.results[0]].shape == (POSITIONS, WIDTH)
+    ]
+    sums = [summed(graph, node.results[0], mesh, profile) for node in reduced]
+    (found,) = (one for one in sums if one.num_terms == batch)
+    assert found.lost_s[0] == 0.0 < found.lost_s[1]
+    before, after = TensorSharding(((), ()), ("data",)), TensorSharding(((), ("data",)))
+    lost = lost_rows(before, after, (0.0, 0.0), (0.0, 0.0), found.by_dim(mesh.sizes(before.unreduced)))
+    assert (lost > 0.0) == loses

@@ -119,20 +119,89 @@ def lost_by_moving(
     moved = row_alignment(info.shape, after_moving(usual, dim), info.dtype)
     if moved >= row_alignment(info.shape, usual, info.dtype):
         return 0.0
-    lost = 0.0
-    for n, place in places:
-        node = graph.nodes[n]
-        if not is_matmul(node):
-            continue
-        values = [*(v for v in node.operands if v is not None), node.results[0]]
-        left, right, out = (graph.values[v] for v in values)
-        aligned = [row_alignment(graph.values[v].shape, order_of(graph, v), graph.values[v].dtype) for v in values]
-        numbers, dtypes = node.params["dimension_numbers"], (left.dtype, out.dtype)
-        gemm = gemm_of(numbers, left.shape, right.shape, dtypes, aligned)
-        aligned[place] = moved
-        slower = gemm_of(numbers, left.shape, right.shape, dtypes, aligned)
-        lost += (gemm_seconds(slower, profile) - gemm_seconds(gemm, profile)) / mesh.num_devices
-    return max(lost, 0.0)
+    matmuls = (place for place in places if is_matmul(graph.nodes[place[0]]))
+    return max(0.0, sum(_lost_by(graph, place, moved, profile) for place in matmuls) / mesh.num_devices)
+
+
+def _lost_by(graph: Graph, place: tuple[int, int], moved: int, profile: HardwareProfile) -> float:
+    """Seconds per run that a matmul loses by the rows of one of its matrices, on a single device.
+
+    Args:
+        place: node, and 0 or 1 for an operand, 2 for the result.
+        moved: alignment of the rows of that matrix.
+    """
+    n, position = place
+    node = graph.nodes[n]
+    values = [*(v for v in node.operands if v is not None), node.results[0]]
+    left, right, out = (graph.values[v] for v in values)
+    aligned = [row_alignment(graph.values[v].shape, order_of(graph, v), graph.values[v].dtype) for v in values]
+    numbers, dtypes = node.params["dimension_numbers"], (left.dtype, out.dtype)
+    gemm = gemm_of(numbers, left.shape, right.shape, dtypes, aligned)
+    aligned[position] = min(moved, aligned[position])
+    slower = gemm_of(numbers, left.shape, right.shape, dtypes, aligned)
+    return gemm_seconds(slower, profile) - gemm_seconds(gemm, profile)
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """What matmuls lose if a collective scatters a sum of which every device has one term, such as the gradient of a position
+    table with one example per device. XLA then sums nothing, so the order of the sum's dims is the order of what it adds up, and of
+    all that elementwise operations make of it or make it of: the activations.
+
+    Args:
+        num_terms: the number of terms of the sum.
+        lost_s: seconds per step, for each dim that is scattered.
+    """
+
+    num_terms: int
+    lost_s: tuple[float, ...]
+
+    def by_dim(self, num_parts: int) -> tuple[float, ...]:
+        """`lost_s` if the terms are split over so many devices that each has one; else empty."""
+        return self.lost_s if num_parts >= self.num_terms else ()
+
+
+def summed(graph: Graph, value: int, mesh: MeshShape, profile: HardwareProfile) -> Summed:
+    """What is lost if a dim of a value is scattered."""
+    rank, producer = len(graph.values[value].shape), graph.producer(value)
+    axes = () if producer is None else producer.params.get("axes", ())
+    term = None if producer is None or traits_of(producer.primitive).reduces != "dims" else producer.operands[0]
+    if term is None or len(graph.values[term].shape) != rank + len(axes):
+        return Summed(0, (0.0,) * rank)
+    shape = graph.values[term].shape
+    own = [1 if d in axes else size for d, size in enumerate(shape)]
+    usual, places = tuple(range(len(own))), _matmuls_with(graph, term)
+    lost: list[float] = []
+    for dim in (d for d in usual if d not in axes):
+        moved = {dtype: row_alignment(own, after_moving(usual, dim), dtype) for dtype in places}
+        worse = [dtype for dtype in places if moved[dtype] < row_alignment(own, usual, dtype)]
+        slower = (
+            graph.nodes[place[0]].repeat * _lost_by(graph, place, moved[dtype], profile)
+            for dtype in worse
+            for place in places[dtype]
+        )
+        lost.append(max(0.0, sum(slower) / mesh.num_devices))
+    return Summed(math.prod(shape[d] for d in axes), tuple(lost))
+
+
+def _matmuls_with(graph: Graph, value: int) -> dict[str, list[tuple[int, int]]]:
+    """By dtype, the places of matmuls that read or write a value, or what elementwise operations connect with it."""
+    shape, seen, left = graph.values[value].shape, {value}, [value]
+    places: dict[str, list[tuple[int, int]]] = {}
+    while left:
+        one = left.pop()
+        known = places.setdefault(graph.values[one].dtype, [])
+        producer = graph.producers.get(one)
+        known += [(producer, 2)] if producer is not None and is_matmul(graph.nodes[producer]) else []
+        uses = [(n, i) for n, i in graph.users.get(one, ()) if n < len(graph.nodes)]
+        known += [use for use in uses if is_matmul(graph.nodes[use[0]])]
+        for n in {n for n, _ in uses} | ({producer} if producer is not None else set()):
+            node = graph.nodes[n]
+            if traits_of(node.primitive).elementwise:
+                near = {v for v in (*node.operands, *node.results) if v is not None and graph.values[v].shape == shape}
+                left += near - seen
+                seen |= near
+    return places
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +262,19 @@ def _matmul(graph: Graph, node: Node, dims: tuple[DimFactors, ...]) -> Matmul:
 
 
 def lost_rows(
-    before: TensorSharding, after: TensorSharding, gathered: Sequence[float], scattered: Sequence[float]
+    before: TensorSharding,
+    after: TensorSharding,
+    gathered: Sequence[float],
+    scattered: Sequence[float],
+    of_terms: Sequence[float] = (),
 ) -> float:
     """What matmuls lose by a resharding; the dim that is gathered last becomes the outermost one.
 
     Args:
         gathered, scattered: result of `lost_by_moving` for each dim.
+        of_terms: what is lost besides for each scattered dim, if every device has one term of a sum; else empty.
     """
     first = next((d for d, axes in enumerate(before.dims) if any(axis not in after.axes for axis in axes)), None)
     lost = 0.0 if first is None else gathered[first]
-    return lost + sum(
-        scattered[d] for d, axes in enumerate(after.dims) if any(axis in before.unreduced for axis in axes)
-    )
+    split = [d for d, axes in enumerate(after.dims) if any(axis in before.unreduced for axis in axes)]
+    return lost + sum(scattered[d] for d in split) + sum(of_terms[d] for d in split if of_terms)

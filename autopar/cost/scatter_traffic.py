@@ -8,7 +8,8 @@ from __future__ import annotations
 from autopar.ir.graph import Node, Value
 from autopar.rules.table import traits_of
 
-_SECTOR_BYTES = 32  # the least that an access to device memory moves
+#: The least that an access to device memory moves.
+SECTOR_BYTES = 32
 _WORD_BYTES = 4  # the least that an atomic operation changes
 
 
@@ -21,7 +22,7 @@ def accessed_bytes(node: Node, updates: Value) -> float:
     if not traits_of(node.primitive).terms:
         return 0.0
     if updates.itemsize < _WORD_BYTES:
-        return 2.0 * _SECTOR_BYTES * updates.itemsize / _WORD_BYTES
+        return 2.0 * SECTOR_BYTES * updates.itemsize / _WORD_BYTES
     is_contiguous = len(updates.shape) - 1 in node.params["dimension_numbers"]["update_window_dims"]
     contiguous = updates.shape[-1] if is_contiguous else 1
-    return 2.0 * max(updates.itemsize, _SECTOR_BYTES / max(contiguous, 1))
+    return 2.0 * max(updates.itemsize, SECTOR_BYTES / max(contiguous, 1))

@@ -164,14 +164,11 @@ class _Builder:
             if to not in self.moved:
                 self.moved[to] = len(self.ops)
                 result, before = self._array(value, to.sharding), self.arrays[array].sharding
-                axes, num_bytes = (self._shifted(value, before, to.sharding) if move.kind == "cut" else None) or (
-                    (),
-                    0.0,
-                )
-                kind = "collective-permute" if axes else move.kind
-                one = Communicate(
-                    kind, "reshard", n, array, result, axes or move.axes, num_bytes or move.num_bytes, times
-                )
+                kind, axes, num_bytes = move.kind, move.axes, move.num_bytes
+                shifted = self._shifted(value, before, to.sharding) if kind == "cut" else None
+                if shifted is not None:
+                    kind, (axes, num_bytes) = "collective-permute", shifted
+                one = Communicate(kind, "reshard", n, array, result, axes, num_bytes, times)
                 by = self.f.registered_for(value, move, before, combinable=flow.combinable)
                 merges = flow.combinable and not by  # XLA merges only its own collectives
                 self.ops.append(replace(one, combinable=merges, is_inner=move.is_inner, by=by))

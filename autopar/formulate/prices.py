@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cost.collectives import collective_time
 from autopar.cost.context_method import context_of
 from autopar.cost.halo import extension_time
-from autopar.cost.matmul_rows import Matmul, has_unaligned_dim, lost_by_moving, lost_rows, matmuls_of
+from autopar.cost.matmul_rows import Matmul, has_unaligned_dim, lost_by_moving, lost_rows, matmuls_of, summed
 from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
@@ -196,11 +196,16 @@ class Prices:
         producer = self._graph.producers.get(flow.value)
         result = () if producer is None else ((producer, 2),)
         scattered = [info.repeat * lost_by_moving(*of, d, result, self._mesh, self._profile) for d in dims]
-        if not any(gathered) and not any(scattered):
+        terms = summed(*of, self._mesh, self._profile)
+        if not any(gathered) and not any(scattered) and not any(terms.lost_s):
             return seconds
-        key = (tuple(gathered), tuple(scattered), id(flow.made), id(flow.wanted))
+        key = (tuple(gathered), tuple(scattered), terms, id(flow.made), id(flow.wanted))
         if key not in self._lost:
             (made, rows), (wanted, columns) = self._lists.distinct(flow.made), self._lists.distinct(flow.wanted)
-            lost = np.array([[lost_rows(m, w, gathered, scattered) for w in wanted] for m in made])
-            self._lost[key] = lost[rows[:, None], columns]
+            of_terms = [terms.by_dim(self._mesh.sizes(m.unreduced)) for m in made]
+            lost = [
+                [lost_rows(m, w, gathered, scattered, of_term) for w in wanted]
+                for m, of_term in zip(made, of_terms, strict=True)
+            ]
+            self._lost[key] = np.array(lost)[rows[:, None], columns]
         return seconds + self._lost[key]

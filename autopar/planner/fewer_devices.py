@@ -1,6 +1,6 @@
 """Consider meshes over a part of the devices, because a small batch does not keep all of them busy.
 
-In: a request, the step time on one device, the plans found. Out: the meshes over a part of the devices, a lower bound of their step
+In: a request, the step time on one device, the step times found. Out: the meshes over a part of the devices, a lower bound of their step
 time, and the reason for the user.
 """
 
@@ -52,18 +52,18 @@ def least_s(one_device_s: float, num_devices: int) -> float:
     return one_device_s / num_devices
 
 
-def reason(program: Program, plan: Plan, on_all: Plan | None, available: int) -> str:
+def reason(program: Program, plan: Plan, on_all: tuple[MeshShape, float] | None, available: int) -> str:
     """Why a plan uses a part of the devices, as a note for the user.
 
     Args:
-        on_all: the fastest plan found on all of them.
+        on_all: mesh and step time of the fastest plan found on all of them.
     """
     text = f"{plan.num_devices} of {available} devices: more do not help{_at_batch(program)}"
     if on_all is None:
         return text
-    own_s, all_s = plan.prediction.step_time_s, on_all.prediction.step_time_s
+    own_s, (mesh, all_s) = plan.prediction.step_time_s, on_all
     slower = f" ({100 * (all_s / own_s - 1):+.1f} %)" if own_s else ""
-    return f"{text}. On all {available} (mesh {on_all.mesh}) a step would take {human_seconds(all_s)}{slower}"
+    return f"{text}. On all {available} (mesh {mesh}) a step would take {human_seconds(all_s)}{slower}"
 
 
 def _at_batch(program: Program) -> str:

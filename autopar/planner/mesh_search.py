@@ -1,4 +1,4 @@
-"""Choose the mesh: solve for every mesh, then refine the plans that may be the fastest, in parallel processes.
+"""Choose the mesh: solve for every mesh, then refine the plans that may be the fastest, in parallel processes; record the best.
 
 Meshes over a part of the devices are solved only as long as they can be as fast as the fastest plan found (`fewer_devices`).
 
@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from autopar.cost.collectives import groupings
 from autopar.hardware.profile import HardwareProfile
@@ -21,11 +21,12 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.fewer_devices import least_s, reason, smaller_meshes
 from autopar.planner.fork_pool import SharedMinimum, Workers, workers
 from autopar.planner.mesh_task import Form, MeshTask
-from autopar.planner.one_mesh import FAR, Begun, begin, finish
+from autopar.planner.one_mesh import FAR, Begun, Finished, begin, finish, keep
 from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins, sharded_by_program
 from autopar.planner.program_groups import program_groups
 from autopar.planner.request import PlanRequest
 from autopar.planner.simplest_plan import TIE, Fastest
+from autopar.planner.strategy_names import strategy_text
 from autopar.planner.ways_out import NothingFitsError
 from autopar.plans.plan import Plan
 from autopar.plans.records import RejectedMesh, Tie, num_split
@@ -34,6 +35,8 @@ from autopar.transforms.program import Program
 
 #: Worker processes are forked if the number of nodes times the number of meshes is at least this.
 _WORTH_FORKS = 4000
+#: By how much more than the meshes over all devices those over a part of them may gain by further axes, as a share of the step.
+_FURTHER_GAIN = 0.1
 #: A worker counts as hung after the solver's time limit and this many seconds without CPU use.
 _PATIENCE_S = 30.0
 
@@ -92,23 +95,26 @@ def search_meshes(
             for job in search.to_finish(team):
                 team.note(job, search.answer(job))
             ends = search.ends(team)
+            best = _simplest([end for end in ends.values() if not end.failure])
+            for job in search.to_record(best.mesh, team):
+                team.note(job, search.answer(job))
+            recorded = search.recorded(team)
     request.report("done", 1.0)
-    best = _simplest_end([end for end in ends.values() if end.plan is not None])
-    assert best.plan is not None
-    available = _available(request, best.plan.mesh)
+    available = _available(request, best.mesh)
     plan = replace(
-        best.plan,
+        recorded,
         memory_budget_bytes=request.memory_budget_bytes,
-        rejected=_rejected(best.plan, ends, same),
+        rejected=_rejected(best, ends, same),
+        tie=best.tie,
         available_devices=available,
-        notes=(*_fewer(program, best.plan, ends.values(), available), *best.plan.notes),
+        notes=(*_fewer(program, recorded, ends.values(), available), *recorded.notes),
         pins={path: str(spec) for path, spec in (request.pin or {}).items()},
         dims_as_written=request.dims_as_written,
         attention_kernel=program.attention_kernel,
         in_tree=program.trace.in_tree,
         out_tree=program.trace.out_tree,
     )
-    return Found(plan, program, best.candidate)
+    return Found(plan, program, search.candidate(best.mesh))
 
 
 def distinct_meshes(
@@ -140,10 +146,10 @@ def _available(request: PlanRequest, mesh: MeshShape) -> int | None:
 
 def _fewer(program: Program, plan: Plan, ends: Iterable[_End], available: int | None) -> Iterator[str]:
     """The reason why a plan uses a part of the devices; none if it uses all or follows another plan."""
-    on_all = [end for end in ends if end.plan is not None and end.plan.num_devices == available]
+    on_all = [end for end in ends if not end.failure and end.mesh.num_devices == available]
     if available is not None and plan.num_devices != available:
         fastest = min(on_all, key=lambda end: (not end.fits, end.step_time_s), default=None)
-        yield reason(program, plan, None if fastest is None else fastest.plan, available)
+        yield reason(program, plan, None if fastest is None else (fastest.mesh, fastest.step_time_s), available)
 
 
 # -- the meshes, one by one --------------------------------------------------------------------
@@ -154,39 +160,43 @@ class _End:
     """The outcome of planning on one mesh.
 
     Args:
+        step_time_s, peak_bytes: predictions; infinite if there is no plan.
+        strategy: the name of the plan's strategy.
+        num_split: the number of sharded arguments.
         fits: whether the plan is within the memory budget.
-        candidate: the candidate behind the plan.
-        failure: the reason why there is no plan.
         fastest: the fastest candidate on this mesh, with which the plan may be tied.
+        tie: the fastest candidate on all meshes, if this plan was chosen and is tied with it.
+        failure: the reason why there is no plan.
     """
 
-    plan: Plan | None = None
+    mesh: MeshShape
+    step_time_s: float = math.inf
+    peak_bytes: float = math.inf
+    strategy: str = ""
+    num_split: int = 0
     fits: bool = False
-    candidate: Candidate | None = None
-    failure: str = ""
     fastest: Fastest | None = None
-
-    @property
-    def step_time_s(self) -> float:
-        """Predicted step time; infinite if there is no plan."""
-        return math.inf if self.plan is None else self.plan.prediction.step_time_s
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle without tree structures and without the candidate."""
-        plan = None if self.plan is None else replace(self.plan, in_tree=None, out_tree=None)
-        return _End, (plan, self.fits, None, self.failure, self.fastest)
+    tie: Tie | None = None
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """The score of a mesh in seconds, and whether the plan without a memory limit fits the memory."""
+    """The score of a mesh in seconds.
+
+    Args:
+        step_time_s: of the plan without a memory limit.
+        fits: whether this plan fits the memory.
+    """
 
     seconds: float
+    step_time_s: float
     fits: bool
 
 
-#: The position of a mesh; and None to begin its plan, or the lowest score of all meshes to finish it.
-_Job = tuple[int, float | None]
+#: What to do on a mesh (`keep` takes the plan that was begun as it is); the position of the mesh; and the lowest score of all
+#: meshes, unless plans are begun.
+_Job = tuple[Literal["begin", "finish", "keep", "record"], int, float]
 
 
 class _Search:
@@ -213,34 +223,50 @@ class _Search:
         self._tasks = [MeshTask(request, resolve_pins(pin, program.graph, mesh)) for mesh in self._meshes]
         self._budget_bytes, self._report, self._process = request.budget.plan_bytes, request.report, os.getpid()
         self._begun: dict[int, Begun] = {}
+        self._finished: dict[int, Finished] = {}
         self._failures: dict[int, NothingFitsError] = {}
         self._fastest = SharedMinimum()
         self._scores: dict[int, tuple[int, _Score]] = {}  # by mesh, the worker that began it
 
     def to_begin(self) -> Iterator[list[_Job]]:
         """The jobs that begin plans: first for all devices and for one device, whose step time bounds that of the others; then
-        for a part of the devices, for one number of them after the other, if it can be as fast as the fastest so far."""
+        for a part of the devices, for one number of them after the other, if it can be as fast as the fastest so far. The mesh of
+        one axis comes first: the others follow if they can be as fast, even with more to gain than those over all devices have."""
         one_device = len(self._meshes) - 1
         first = [i for i in range(len(self._meshes)) if i < self._num_whole or i == one_device]
-        yield [(i, None) for i in first]
+        yield [("begin", i, math.inf) for i in first]
         others = [i for i in range(len(self._meshes)) if i not in first]
         for number, part in itertools.groupby(others, lambda i: self._meshes[i].num_devices):
             one_device_s = self._scores[one_device][1].seconds
-            if least_s(one_device_s, number) <= (1 + TIE) * self._lowest_s:
-                yield [(i, None) for i in part]
+            if least_s(one_device_s, number) > (1 + TIE) * self._lowest_s:
+                continue
+            flat, *deep = sorted(part, key=self._num_axes)
+            yield [("begin", flat, math.inf)]
+            if self._scores[flat][1].seconds * self._gain_of_axes * (1 - _FURTHER_GAIN) <= (1 + TIE) * self._lowest_s:
+                yield [("begin", i, math.inf) for i in deep]
 
     def note_begun(self, answers: Mapping[_Job, tuple[int, Any]]) -> None:
         """Record the scores of plans that were begun."""
-        self._scores |= {i: answer for (i, _), answer in answers.items()}
+        self._scores |= {i: answer for (_, i, _), answer in answers.items()}
 
     @property
     def _lowest_s(self) -> float:
         """The lowest score of the meshes over all devices, and of the others that fit."""
         return min(score.seconds for i, (_, score) in self._scores.items() if i < self._num_whole or score.fits)
 
+    @property
+    def _gain_of_axes(self) -> float:
+        """The lowest score of the meshes over all devices, relative to that of the mesh of one axis."""
+        whole = [self._scores[i][1].seconds for i in range(self._num_whole)]
+        return min(whole) / whole[min(range(self._num_whole), key=self._num_axes)]
+
+    def _num_axes(self, i: int) -> int:
+        return sum(size > 1 for size in self._meshes[i].axis_sizes)
+
     def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
         """The jobs that finish the plans, each in the process that began it, the mesh with the lowest score first. A mesh over a
-        part of the devices is finished only if its score is near the lowest.
+        part of the devices is finished only if its score is near the lowest. If a mesh has the same step time as one of fewer axes, its
+        plan is the same, and is not improved again.
 
         Args:
             team: the workers that have begun the plans.
@@ -248,11 +274,14 @@ class _Search:
         lowest = self._lowest_s
         near = {i for i, (_, score) in self._scores.items() if score.seconds <= (1 + FAR) * lowest}
         by_worker: dict[int, list[_Job]] = {}
-        for i, (worker, _) in sorted(self._scores.items(), key=lambda one: one[1][1].seconds):
+        same = set[float]()
+        for i, (worker, score) in sorted(self._scores.items(), key=lambda one: one[1][1].seconds):
             if i in near or i < self._num_whole:
-                by_worker.setdefault(worker, []).append((i, lowest))
+                is_known = score.fits and score.step_time_s in same
+                by_worker.setdefault(worker, []).append(("keep" if is_known else "finish", i, lowest))
+                same.add(score.step_time_s)
         # Another worker must begin the plan again, which only the long search of a near mesh is worth.
-        return team.each_by_worker(by_worker, lambda job: job[0] in near)
+        return team.each_by_worker(by_worker, lambda job: job[0] == "finish" and job[1] in near)
 
     def ends(self, team: Workers[_Job, Any]) -> dict[MeshShape, _End]:
         """The outcome on each mesh.
@@ -260,42 +289,72 @@ class _Search:
         Raises:
             NothingFitsError: no plan fits on any mesh; with the text for the first mesh.
         """
-        ends: dict[int, _End] = {i: end for (i, _), (_, end) in team.answers.items()}
-        if not any(end.plan for end in ends.values()):
+        ends: dict[int, _End] = {i: end for (_, i, _), (_, end) in team.answers.items()}
+        if all(end.failure for end in ends.values()):
             if 0 not in self._failures:  # another process has the error
-                self.answer((0, math.inf))
+                self.answer(("finish", 0, math.inf))
             raise self._failures[0]
         return {self._meshes[i]: ends[i] for i in sorted(ends)}
 
-    def answer(self, job: _Job) -> _Score | _End:
-        """Do a job.
+    def to_record(self, mesh: MeshShape, team: Workers[_Job, Any]) -> Iterator[_Job]:
+        """The job that records the plan on a mesh, in the process that finished it."""
+        at = self._meshes.index(mesh)
+        ((job, worker),) = ((job, worker) for job, (worker, _) in team.answers.items() if job[1] == at)
+        return team.each_by_worker({worker: [("record", *job[1:])]}, lambda _: False)
+
+    def recorded(self, team: Workers[_Job, Any]) -> Plan:
+        """The recorded plan, without tree structures."""
+        ((_, plan),) = team.answers.values()
+        assert isinstance(plan, Plan)
+        return plan
+
+    def candidate(self, mesh: MeshShape) -> Candidate | None:
+        """The candidate behind the plan on a mesh, if this process planned it."""
+        done = self._finished.get(self._meshes.index(mesh))
+        return None if done is None else done.candidate
+
+    def answer(self, job: _Job) -> _Score | _End | Plan:
+        """Do a job, and those before it if this process has not done them.
 
         Returns:
-            The score of the mesh; for a job that finishes the plan, the outcome.
+            The score of the mesh, the outcome, or the plan without tree structures, which no process can send.
         """
-        i, lowest_score_s = job
+        step, i, lowest_score_s = job
         mesh, count = self._meshes[i], len(self._meshes)
         if i not in self._begun:
             self._show(f"plan {mesh}", 0.1 + 0.6 * i / count)
             self._begun[i] = begun = begin(mesh, self._forms, self._tasks[i])
             if begun.candidate.peak_bytes <= self._budget_bytes:
                 self._fastest.lower(begun.candidate.step_time_s)
-        if lowest_score_s is None:
-            begun = self._begun[i]
-            return _Score(begun.score_s, begun.candidate.peak_bytes <= self._budget_bytes)
-        self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
-        return self._finished(i, lowest_score_s)
+        if step == "begin":
+            begun, candidate = self._begun[i], self._begun[i].candidate
+            return _Score(begun.score_s, candidate.step_time_s, candidate.peak_bytes <= self._budget_bytes)
+        if i not in self._finished:
+            self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
+            try:
+                end = keep(self._begun[i]) if step == "keep" else finish(self._begun[i], self._fastest, lowest_score_s)
+                self._finished[i] = end
+            except NothingFitsError as error:
+                self._failures[i] = error
+                return _End(mesh, failure=str(error))
+        return self._end(i) if step != "record" else replace(self._finished[i].plan, in_tree=None, out_tree=None)
 
-    def _finished(self, i: int, lowest_score_s: float) -> _End:
-        try:
-            done = finish(self._begun[i], self._fastest, lowest_score_s)
-        except NothingFitsError as error:
-            self._failures[i] = error
-            return _End(failure=str(error))
-        fits = done.candidate.peak_bytes <= self._budget_bytes
+    def _end(self, i: int) -> _End:
+        """The outcome of a finished plan."""
+        done = self._finished[i]
+        chosen, inputs = done.candidate, done.candidate.parts.inputs
+        fits = chosen.peak_bytes <= self._budget_bytes
         if fits:
             self._fastest.lower(done.fastest.step_time_s)
-        return _End(done.plan, fits, done.candidate, fastest=done.fastest)
+        return _End(
+            mesh=self._meshes[i],
+            step_time_s=chosen.step_time_s,
+            peak_bytes=chosen.peak_bytes,
+            strategy=strategy_text(chosen.formulation, chosen.solution.choices, inputs),
+            num_split=num_split(inputs),
+            fits=fits,
+            fastest=done.fastest,
+        )
 
     def _show(self, stage: str, fraction: float) -> None:
         if os.getpid() == self._process:  # forks show no progress
@@ -305,48 +364,36 @@ class _Search:
 # -- the best of them --------------------------------------------------------------------------
 
 
-def _simplest_end(ends: Sequence[_End]) -> _End:
+def _simplest(ends: Sequence[_End]) -> _End:
     """The outcome with the simplest plan of those that fit and are tied with the fastest: the plan on the fewest devices, then with
-    the fewest sharded arguments, then with the fewest axes. If another plan is the fastest, the chosen plan records it."""
+    the fewest sharded arguments, then with the fewest axes. If another plan is the fastest, the outcome has it as its `tie`."""
     ends = [end for end in ends if end.fits] or ends
     known = [end.fastest for end in ends if end.fastest is not None]
     fastest = min(known, key=lambda one: one.step_time_s)
 
     def simplicity(end: _End) -> tuple[bool, int, int, int, float]:
-        assert end.plan is not None
-        axes = sum(size > 1 for size in end.plan.mesh.axis_sizes)
+        axes = sum(size > 1 for size in end.mesh.axis_sizes)
         slower = end.step_time_s > (1 + TIE) * fastest.step_time_s
-        return slower, end.plan.num_devices, num_split(end.plan.inputs), axes, end.step_time_s
+        return slower, end.mesh.num_devices, end.num_split, axes, end.step_time_s
 
     best = min(ends, key=simplicity) if any(end.fits for end in ends) else min(ends, key=lambda end: end.step_time_s)
-    assert best.plan is not None
     if best.step_time_s <= fastest.step_time_s:
         return best
     faster = 1 - fastest.step_time_s / best.step_time_s
     tie = Tie(mesh=fastest.mesh, strategy=fastest.strategy, num_split=fastest.num_split, faster=faster)
-    return replace(best, plan=replace(best.plan, tie=tie))
+    return replace(best, tie=tie)
 
 
 def _rejected(
-    best: Plan, ends: Mapping[MeshShape, _End], same: Mapping[MeshShape, MeshShape]
+    best: _End, ends: Mapping[MeshShape, _End], same: Mapping[MeshShape, MeshShape]
 ) -> tuple[RejectedMesh, ...]:
-    plans = [end.plan for end in ends.values() if end.plan is not None]
-    out = [
-        RejectedMesh(
-            mesh=p.mesh, step_time_s=p.prediction.step_time_s, peak_bytes=p.prediction.peak_bytes, strategy=p.strategy
-        )
-        for p in plans
-        if p.mesh != best.mesh
-    ]
-    by_mesh = {p.mesh: p for p in plans}
-    for mesh, equal in same.items():
-        if equal in by_mesh:
-            p = by_mesh[equal].prediction
-            strategy = f"the same as {equal} with the names of the axes exchanged"
-            out.append(RejectedMesh(mesh=mesh, step_time_s=p.step_time_s, peak_bytes=p.peak_bytes, strategy=strategy))
-    out += [
-        RejectedMesh(mesh=mesh, step_time_s=float("inf"), peak_bytes=float("inf"), strategy=end.failure)
-        for mesh, end in ends.items()
-        if end.failure
-    ]
-    return tuple(out)
+    def rejected(end: _End, mesh: MeshShape, strategy: str) -> RejectedMesh:
+        return RejectedMesh(mesh=mesh, step_time_s=end.step_time_s, peak_bytes=end.peak_bytes, strategy=strategy)
+
+    planned = {end.mesh: end for end in ends.values() if not end.failure}
+    equal = [(mesh, planned[other]) for mesh, other in same.items() if other in planned]
+    return (
+        *(rejected(end, end.mesh, end.strategy) for end in planned.values() if end.mesh != best.mesh),
+        *(rejected(end, mesh, f"the same as {end.mesh} with the names of the axes exchanged") for mesh, end in equal),
+        *(rejected(end, end.mesh, end.failure) for end in ends.values() if end.failure),
+    )

@@ -1,7 +1,7 @@
 """Plan on one mesh in two steps: first without a memory limit, then with overlap and within the memory budget.
 
 In: the forms of a program with their groups, a mesh, a `MeshTask`. Out: `Begun`, whose step time decides whether the second step
-is worth taking; then `Finished`.
+is worth taking; then `Finished`, which records the plan if it is the fastest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from autopar.cost.resharding_matrix import ReshardingTimes
 from autopar.formulate.formulation import formulate
 from autopar.ir.mesh import MeshShape
 from autopar.planner.candidate import Candidate
+from autopar.planner.constraints import constraints_of
 from autopar.planner.fork_pool import SharedMinimum
 from autopar.planner.memory_search import within_budget
 from autopar.planner.mesh_task import Form, MeshTask
@@ -62,16 +63,34 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The plan on one mesh.
+    """The choice on one mesh.
 
     Args:
-        candidate: the candidate behind the plan.
-        fastest: the fastest candidate on the mesh, with which the plan may be tied.
+        candidate: the chosen candidate.
+        fastest: the fastest candidate on the mesh, with which the chosen one may be tied.
+        memory_bound: whether the fastest plan without a memory limit exceeds the budget.
+        seconds: planning time.
     """
 
-    plan: Plan
+    begun: Begun
     candidate: Candidate
     fastest: Fastest
+    memory_bound: bool
+    seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, recorded in full: worth its time for the fastest mesh only."""
+        (program, grouped), task = self.begun.form, self.begun.task
+        return plan_of(
+            self.candidate,
+            program,
+            grouped.unknown,
+            task.pins,
+            budget_bytes=task.budget_bytes,
+            seconds=self.seconds,
+            memory_bound=self.memory_bound,
+        )
 
 
 def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
@@ -93,9 +112,16 @@ def begin(mesh: MeshShape, forms: Sequence[Form], task: MeshTask) -> Begun:
     f = formulate(*of, pins=task.pins, resharding=times, held=task.request.held)
     solution = task.approximate_solver.solve(f.problem)
     candidate = task.candidate(program, f, solution if solution.choices else task.solver.solve(f.problem))
-    if others and not sees_two(program.trace, split_dims(candidate.parts.constraints)):
-        return begin(mesh, others, task)
+    if others:
+        constraints = constraints_of(f, candidate.parts.explicit, task.pins)
+        if not sees_two(program.trace, split_dims(constraints)):
+            return begin(mesh, others, task)
     return Begun(mesh, forms[0], others, task, candidate, times, time.perf_counter() - started)
+
+
+def keep(begun: Begun) -> Finished:
+    """The plan that was begun, as it is."""
+    return Finished(begun, begun.candidate, Fastest.of(begun.candidate), memory_bound=False, seconds=begun.seconds)
 
 
 def finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
@@ -134,16 +160,8 @@ def _finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Fini
         candidates += with_replicated_state(best, fastest.value, task)
         best = min(candidates, key=by_time)
         chosen = simplest(best, candidates, fastest.value, task.budget_bytes)
-    program, grouped = begun.form
-    plan = plan_of(
-        chosen,
-        program,
-        grouped.unknown,
-        budget_bytes=task.budget_bytes,
-        seconds=begun.seconds + time.perf_counter() - started,
-        memory_bound=memory_bound,
-    )
-    return Finished(plan, chosen, Fastest.of(min(best, chosen, key=_step_time_s)))
+    fastest_one = Fastest.of(min(best, chosen, key=_step_time_s))
+    return Finished(begun, chosen, fastest_one, memory_bound, begun.seconds + time.perf_counter() - started)
 
 
 def _within_budget(

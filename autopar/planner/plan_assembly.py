@@ -1,4 +1,4 @@
-"""Assemble a plan from an assignment: decisions, collectives, constraints for XLA, and predictions.
+"""Assemble what an assignment means: shardings of inputs and outputs, collectives, and predictions.
 
 In: a `Formulation`, the solver's choices. Out: `Assembled`, the parts of a `Plan`.
 """
@@ -9,23 +9,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autopar.cost.context_method import context_of
-from autopar.formulate.decisions import Decision as Choice
 from autopar.formulate.explicit import explicit_program
 from autopar.formulate.formulation import Formulation
 from autopar.ir.device_program import DeviceProgram
 from autopar.ir.explicit_program import ExplicitProgram
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.node_names import NodeNames
 from autopar.ir.sharding import TensorSharding, replicated
 from autopar.planner.collective_uses import collective_uses
-from autopar.planner.constraints import constraints_of
 from autopar.plans.records import (
     CollectiveUse,
-    Constraint,
-    Decision,
     EarlyReduction,
     ManualRegion,
     Prediction,
@@ -54,8 +48,6 @@ class Assembled:
     explicit: ExplicitProgram
     inputs: tuple[TensorPlan, ...]
     outputs: tuple[TensorPlan, ...]
-    constraints: tuple[Constraint, ...]
-    decisions: tuple[Decision, ...]
     collectives: tuple[CollectiveUse, ...]
     regions: tuple[ManualRegion, ...]
     prediction: Prediction
@@ -83,7 +75,7 @@ def assemble(
     Args:
         choices: by decision, the position of its strategy.
         pins: input position -> sharding.
-        figures_only: whether to leave out constraints, decisions and collectives.
+        figures_only: whether to leave out collectives and manual regions.
     """
     roles = input_roles(f.graph)
     inputs = tuple(_input_plan(f, choices, position, roles, pins) for position in range(len(f.graph.inputs)))
@@ -92,15 +84,13 @@ def assemble(
     simulation = Simulation(device_program(f, explicit), f.mesh, f.profile)
     if figures_only:
         prediction, timeline = _predict(f, simulation.timelines(), (), inputs, outputs)
-        return Assembled(explicit, inputs, outputs, (), (), (), (), prediction, simulation, timeline)
-    collectives, caused_by = collective_uses(f, explicit, simulation.program.reassociated)
+        return Assembled(explicit, inputs, outputs, (), (), prediction, simulation, timeline)
+    collectives, _ = collective_uses(f, explicit, simulation.program.reassociated)
     prediction, timeline = _predict(f, simulation.timelines(), collectives, inputs, outputs)
     return Assembled(
         explicit=explicit,
         inputs=inputs,
         outputs=outputs,
-        constraints=constraints_of(f, explicit, pins),
-        decisions=_decisions(f, choices, inputs, caused_by),
         collectives=collectives,
         regions=tuple(_regions(f, choices)),
         prediction=prediction,
@@ -128,9 +118,8 @@ def predicted_again(
     if timelines is None:
         return None
     if parts.collectives and simulation.program.reassociated != parts.device.reassociated:
-        collectives, caused_by = collective_uses(f, parts.explicit, simulation.program.reassociated)
-        decisions = _decisions(f, parts.explicit.choices, parts.inputs, caused_by)
-        parts = replace(parts, collectives=collectives, decisions=decisions)
+        collectives, _ = collective_uses(f, parts.explicit, simulation.program.reassociated)
+        parts = replace(parts, collectives=collectives)
     prediction, timeline = _predict(f, timelines, parts.collectives, parts.inputs, parts.outputs)
     return replace(
         parts,
@@ -281,107 +270,6 @@ def _regions(f: Formulation, choices: Sequence[int]) -> Iterator[ManualRegion]:
                 reduction=group.defines[0].reduction,
                 method=None if context is None else context.method,
             )
-
-
-# -- decisions -------------------------------------------------------------------------------
-
-
-def _decisions(
-    f: Formulation,
-    choices: Sequence[int],
-    inputs: Sequence[TensorPlan],
-    caused_by: dict[int, tuple[int, ...]],
-) -> tuple[Decision, ...]:
-    prices = _local_prices(f, choices)
-    updates = dict(f.graph.carried)
-    out: list[Decision] = []
-    for position, tensor in enumerate(inputs):
-        if position not in f.input_decision:
-            continue
-        value = f.graph.inputs[position]
-        node = f.input_decision[position]
-        uses = f.graph.users.get(value)
-        source = f.graph.nodes[uses[0][0]].source if uses else ""
-        decision = _decision(f, choices, prices, node, value, tensor.path, tensor.role, None, source, caused_by)
-        after = f.graph.outputs[updates[position]] if position in updates else None
-        update = f.value_made[after][0] if after in f.value_made else node
-        if update != node:  # the cost of a parameter includes its update and the reduction of its gradient
-            positions = sorted({*decision.collectives, *caused_by.get(update, ())})
-            cost = decision.cost_s + float(prices[update][choices[update]])
-            decision = replace(decision, cost_s=cost, collectives=tuple(positions))
-        out.append(decision)
-    for node, choice in enumerate(f.decisions):
-        if choice.kind != "group":
-            continue
-        shown = _representative(f, choice)
-        if shown is not None:
-            value, n = shown
-            producer = f.graph.nodes[n]
-            out.append(
-                _decision(
-                    f, choices, prices, node, value, producer.path, "activation", producer, producer.source, caused_by
-                )
-            )
-    return tuple(out)
-
-
-def _representative(f: Formulation, choice: Choice) -> tuple[int, int] | None:
-    """The value that represents a group in the report, and its node: the largest value that leaves the group before the
-    update."""
-    group = f.groups[choice.group]
-    candidates = [
-        (f.graph.values[d.value].num_bytes, -d.node, d.value)
-        for d in group.defines
-        if d.value in f.written and f.graph.nodes[d.node].phase != "update"
-    ]
-    if not candidates:
-        return None
-    _, negative_node, value = max(candidates)
-    return value, -negative_node
-
-
-def _local_prices(f: Formulation, choices: Sequence[int]) -> list[np.ndarray]:
-    """For each decision, the cost of each of its strategies while all other choices stay the same."""
-    prices = [costs.astype(float).copy() for costs in f.problem.node_costs]
-    for edge in f.problem.edges:
-        prices[edge.source] += edge.costs[:, choices[edge.target]]
-        prices[edge.target] += edge.costs[choices[edge.source], :]
-    return prices
-
-
-def _decision(
-    f: Formulation,
-    choices: Sequence[int],
-    prices: Sequence[np.ndarray],
-    node: int,
-    value: int,
-    path: str,
-    kind: str,
-    producer: Node | None,
-    source: str,
-    caused_by: dict[int, tuple[int, ...]],
-) -> Decision:
-    info = f.graph.values[value]
-    _, shardings = f.value_made[value]
-    chosen = choices[node]
-    price = prices[node]
-    others = [s for s in range(len(shardings)) if shardings[s] != shardings[chosen] and np.isfinite(price[s])]
-    best = min(others, key=lambda s: float(price[s]), default=None)
-    return Decision(
-        path=path,
-        kind=kind,  # type: ignore[arg-type]
-        primitive=producer.primitive if producer else "",
-        phase=producer.phase if producer else f.decisions[node].phase,
-        source=source,
-        shape=info.shape,
-        dtype=info.dtype,
-        sharding=shardings[chosen],
-        cost_s=float(price[chosen]),
-        runner_up=None if best is None else shardings[best],
-        runner_up_extra_s=0.0 if best is None else float(price[best] - price[chosen]),
-        collectives=caused_by.get(node, ()),
-        value=value,
-    )
 
 
 # -- prediction ------------------------------------------------------------------------------

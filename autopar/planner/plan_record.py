@@ -6,14 +6,18 @@ In: a `Candidate`, the planned program. Out: `Plan`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from autopar.formulate.formulation import Formulation
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import DeviceProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MeshShape
+from autopar.ir.sharding import TensorSharding
 from autopar.ir.verifier import check_explicit
 from autopar.planner.candidate import Candidate
+from autopar.planner.constraints import constraints_of
+from autopar.planner.decision_record import decision_records
 from autopar.planner.efficiency import efficiency_of
 from autopar.planner.microbatch_record import microbatch_notes, microbatches_of
 from autopar.planner.plan_assembly import unfused_reductions_of, with_place_names
@@ -33,6 +37,7 @@ def plan_of(
     candidate: Candidate,
     program: Program,
     unknown: Counter[str],
+    pins: Mapping[int, TensorSharding],
     *,
     budget_bytes: float,
     seconds: float,
@@ -43,6 +48,7 @@ def plan_of(
     Args:
         program: the planned program, without rematerialization.
         unknown: number of uses of each primitive without a usable sharding rule.
+        pins: input position -> sharding.
         budget_bytes: the peak memory that the plan may have, per device.
         seconds: planning time.
         memory_bound: whether the fastest plan without a memory limit exceeds the budget.
@@ -50,6 +56,7 @@ def plan_of(
     parts, solution, graph = candidate.parts, candidate.solution, candidate.formulation.graph
     check_explicit(parts.explicit, graph)
     mesh, own_rates = candidate.formulation.mesh, candidate.formulation.profile
+    constraints = constraints_of(candidate.formulation, parts.explicit, pins)
     return Plan(
         program=program.signature,
         mesh=mesh,
@@ -60,11 +67,11 @@ def plan_of(
         outputs=parts.outputs,
         carried=graph.carried,
         donated=program.donated,
-        constraints=parts.constraints,
-        decisions=parts.decisions,
+        constraints=constraints,
+        decisions=decision_records(candidate.formulation, parts),
         collectives=parts.collectives,
         regions=parts.regions,
-        microbatches=microbatches_of(candidate.program, mesh, parts.constraints),
+        microbatches=microbatches_of(candidate.program, mesh, constraints),
         rematerialized=candidate.rematerialized,
         combine_threshold_bytes=parts.combine_threshold_bytes,
         prefetched_gathers=parts.prefetched_gathers,

@@ -24,16 +24,17 @@ _GAP, _SHARE = 5e-4, 0.1
 def with_replicated_state(best: Candidate, to_beat: float, task: MeshTask) -> list[Candidate]:
     """The fastest plan of the same program with replicated parameters and optimizer state (pinned ones stay as they are), if it
     fits, and costs no more than `best` or is faster because overlap hides what it costs more. The solver, whose prices
-    know little of overlap, rarely finds the latter. It differs little between meshes, so it is looked for on those of one
-    axis.
+    know little of overlap, rarely finds the latter. The plan differs little between meshes, so it is planned on those of one
+    axis, or on the user's.
 
     Args:
         best: the fastest candidate on the mesh.
         to_beat: seconds of the fastest plan on any mesh so far.
     """
-    limit_s = (1 + TIE) * min(best.step_time_s, to_beat)
     axes = sum(size > 1 for size in best.formulation.mesh.axis_sizes)
-    may_hide = (axes == 1 or len(task.request.meshes) == 1) and is_worth_hiding(best, to_beat)
+    if axes > 1 and len(task.request.meshes) > 1:
+        return []
+    limit_s, may_hide = (1 + TIE) * min(best.step_time_s, to_beat), is_worth_hiding(best, to_beat)
     if best.peak_bytes > task.budget_bytes or not (best.step_time_s <= limit_s or may_hide):
         return []
     f = best.formulation

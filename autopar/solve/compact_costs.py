@@ -63,7 +63,9 @@ class Table:
 
         A class without a finite partner keeps its `inf` entries; the amount subtracted from its strategies is `inf`.
         """
-        row_least = self.core.min(axis=1)
+        row_least, col_least = self.core.min(axis=1), self.core.min(axis=0)
+        if not row_least.any() and not col_least.any():
+            return self, row_least[self.rows], col_least[self.cols]
         core = self.core - np.where(np.isinf(row_least), 0.0, row_least)[:, None]
         col_least = core.min(axis=0)
         core = core - np.where(np.isinf(col_least), 0.0, col_least)

@@ -9,7 +9,6 @@ grid: costs above `ceiling` may be rounded, so bounds are capped there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -48,20 +47,24 @@ def on_grid(problem: Problem, cost: float | None = None) -> Gridded:
             lowers `ceiling`, too high a guess raises `error`.
     """
     tables = {id(e.costs): e.costs for e in problem.edges}
-    leasts = {key: _least(table) for key, table in tables.items()}
-    node_leasts = [_least(c) for c in problem.node_costs]
-    base = math.fsum([*node_leasts, *(leasts[id(e.costs)] for e in problem.edges)])
-    whole = all(map(_is_whole, problem.node_costs)) and all(map(_is_whole, tables.values()))
-    nodes = [np.subtract(c, low, dtype=float) for c, low in zip(problem.node_costs, node_leasts, strict=True)]
-    tables = {key: np.subtract(table, leasts[key], dtype=float) for key, table in tables.items()}
-    terms = sum(len(c) > 1 for c in nodes) + sum(tables[id(e.costs)].size > 1 for e in problem.edges)
-    size = abs(base) + (_typical([*nodes, *tables.values()]) * max(1, terms) if cost is None else abs(cost - base))
+    arrays = [*problem.node_costs, *tables.values()]
+    sizes = [a.size for a in arrays]
+    flat = np.concatenate([np.zeros(0), *(a.ravel() for a in arrays)])  # one array is faster than many small ones
+    whole = bool((np.floor(flat) == flat).all())
+    leasts = [_least(a) for a in arrays]
+    of_table = dict(zip(tables, leasts[len(problem.node_costs) :], strict=True))
+    base = math.fsum([*leasts[: len(problem.node_costs)], *(of_table[id(e.costs)] for e in problem.edges)])
+    flat -= np.repeat(leasts, np.array(sizes, int))
+    terms = sum(len(c) > 1 for c in problem.node_costs) + sum(e.costs.size > 1 for e in problem.edges)
+    size = abs(base) + (_typical(flat) * max(1, terms) if cost is None else abs(cost - base))
     step = _power(size, _GUESSED if cost is None else _FINE)
     if whole and size < 2.0 ** (_MOST - 1):
         step = 1.0
     exact = whole and step <= 1.0
-    nodes = [_rounded(c, step) for c in nodes]
-    tables = {key: _rounded(table, step) for key, table in tables.items()}
+    flat, ends = _rounded(flat, step), np.cumsum(sizes).tolist()
+    rounded = [flat[end - a.size : end].reshape(a.shape) for end, a in zip(ends, arrays, strict=True)]
+    nodes = rounded[: len(problem.node_costs)]
+    tables = dict(zip(tables, rounded[len(nodes) :], strict=True))
     if nodes:
         nodes[0] = nodes[0] + np.round(base / step) * step
     return Gridded(
@@ -78,19 +81,14 @@ def on_grid(problem: Problem, cost: float | None = None) -> Gridded:
 
 
 def _least(costs: np.ndarray) -> float:
-    least = float(np.min(costs, initial=np.inf))
+    least = float(costs.min(initial=np.inf))
     return least if math.isfinite(least) else 0.0
 
 
-def _is_whole(costs: np.ndarray) -> bool:
-    return bool((np.floor(costs) == costs).all())
-
-
-def _typical(costs: Sequence[np.ndarray]) -> float:
+def _typical(costs: np.ndarray) -> float:
     """The median of the positive finite costs."""
-    flat = np.concatenate([np.zeros(0), *(c.ravel() for c in costs)])
-    flat = flat[(flat > 0.0) & (flat < np.inf)]
-    return float(np.median(flat)) if len(flat) else 0.0
+    costs = costs[(costs > 0.0) & (costs < np.inf)]
+    return float(np.median(costs)) if len(costs) else 0.0
 
 
 def _power(size: float, digits: int) -> float:

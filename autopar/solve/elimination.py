@@ -15,17 +15,15 @@ the same in every bucket, which tightens the bound (Ihler et al., "Join-graph ba
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autopar.solve.elimination_order import Bucket, Factor, Order
 from autopar.solve.label_classes import Partitions
+from autopar.solve.least_sum import least_sum
 from autopar.solve.problem import Problem
-
-_BLOCK = 1 << 16  # entries that are added up at once: they stay in the cache
 
 
 def plan_exact(problem: Problem, *, max_entries: int, max_work: int) -> Elimination | None:
@@ -166,22 +164,11 @@ class Elimination:
 
     def _least(self, bucket: Bucket, tables: Sequence[np.ndarray]) -> np.ndarray:
         """The minimum of the sum of a bucket's tables, per class of its node."""
-        shape = self._shape(bucket)
-        terms = self._terms(bucket, tables)
-        return np.concatenate(
-            [_sum(terms, slab, shape).reshape(slab.stop - slab.start, -1).min(axis=1) for slab in _slabs(shape)]
-        )
+        return least_sum(self._terms(bucket, tables), (0,)).reshape(-1)
 
     def _minimise(self, bucket: Bucket, tables: Sequence[np.ndarray], costs: np.ndarray) -> np.ndarray:
-        shape = self._shape(bucket)
-        terms = self._terms(bucket, tables, self._own(bucket, costs).reshape(-1, *(1,) * len(bucket.scope)))
-        least = np.full(shape[1:], np.inf)
-        for slab in _slabs(shape):
-            least = np.minimum(least, _sum(terms, slab, shape).min(axis=0))
-        return least
-
-    def _shape(self, bucket: Bucket) -> tuple[int, ...]:
-        return tuple(self._partitions.counts[p] for p in bucket.parts)
+        own = self._own(bucket, costs).reshape(-1, *(1,) * len(bucket.scope))
+        return least_sum([own, *self._terms(bucket, tables)], range(1, own.ndim))[0]
 
     def _own(self, bucket: Bucket, costs: np.ndarray) -> np.ndarray:
         """The cost of the cheapest strategy of each class of a bucket's node."""
@@ -189,10 +176,9 @@ class Elimination:
         np.minimum.at(own, self._partitions.labels[bucket.parts[0]], costs)
         return own
 
-    def _terms(self, bucket: Bucket, tables: Sequence[np.ndarray], *more: np.ndarray) -> list[np.ndarray]:
-        """The tables that a bucket adds up, smallest first, aligned to its axes."""
-        terms = [*more, *(self._aligned(number, bucket, tables[number]) for number in bucket.inputs)]
-        return sorted(terms, key=lambda t: t.size)
+    def _terms(self, bucket: Bucket, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The tables that a bucket adds up, aligned to its axes."""
+        return [self._aligned(number, bucket, tables[number]) for number in bucket.inputs]
 
     def _aligned(self, number: int, bucket: Bucket, table: np.ndarray) -> np.ndarray:
         """A factor's table with the axes and classes of a bucket; missing axes have size 1."""
@@ -228,22 +214,13 @@ class Elimination:
             The minimum of each class of the node without the node's own cost, and by position the completions of the
             inputs that other buckets produced.
         """
-        shape = self._shape(bucket)
         own = self._own(bucket, costs).reshape(-1, *(1,) * len(bucket.scope))
-        terms = self._terms(bucket, tables, above[None])
+        terms = [above[None], *self._terms(bucket, tables)]
         places = [i for i, number in enumerate(bucket.inputs) if number >= len(self._cores)]
-        axes = {i: [bucket.axis(n) for n in self._factors[bucket.inputs[i]].scope] for i in places}
-        least = {i: np.full([n if axis in axes[i] else 1 for axis, n in enumerate(shape)], np.inf) for i in places}
-        of_class = np.empty(shape[0])
-        for slab in _slabs(shape):
-            total = _sum(terms, slab, shape)
-            of_class[slab] = total.reshape(len(total), -1).min(axis=1)
-            total = total + own[slab]
-            for i in places:
-                gone = tuple(axis for axis in range(len(shape)) if axis not in axes[i])
-                of_slab = least[i][slab] if 0 in axes[i] else least[i]
-                np.minimum(of_slab, total.min(axis=gone, keepdims=True), out=of_slab)
-        return of_class, {i: self._below(bucket, i, least[i], tables[bucket.inputs[i]]) for i in places}
+        axes = {i: frozenset(map(bucket.axis, self._factors[bucket.inputs[i]].scope)) for i in places}
+        least = {kept: least_sum(terms, kept) for kept in set(axes.values()) or {frozenset([0])}}
+        of_class = least_sum([min(least.values(), key=np.size)], {0}).reshape(-1)
+        return of_class, {i: self._below(bucket, i, least[axes[i]] + own, tables[bucket.inputs[i]]) for i in places}
 
     def _below(self, bucket: Bucket, place: int, least: np.ndarray, table: np.ndarray) -> np.ndarray:
         """Reduce a minimum from a bucket's classes to those of an input, and subtract the input's table."""
@@ -258,17 +235,3 @@ class Elimination:
                 bounds = np.searchsorted(labels[order], np.arange(self._partitions.counts[coarse]))
                 least = np.minimum.reduceat(least.take(order, axis=axis), bounds, axis=axis)
         return np.where(np.isfinite(table), least - np.where(np.isfinite(table), table, 0.0), np.inf)
-
-
-def _slabs(shape: tuple[int, ...]) -> Iterator[slice]:
-    """Slices of the first axis small enough for the cache."""
-    step = max(1, _BLOCK // math.prod(shape[1:]))
-    return (slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step))
-
-
-def _sum(terms: Sequence[np.ndarray], slab: slice, shape: tuple[int, ...]) -> np.ndarray:
-    """The sum of tables over a slice of the first axis; tables may have size 1 along any."""
-    total = np.zeros(())
-    for term in terms:
-        total = total + (term[slab] if len(term) > 1 else term)
-    return np.broadcast_to(total, (slab.stop - slab.start, *shape[1:]))

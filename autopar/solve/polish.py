@@ -41,7 +41,7 @@ class _Moves:
         for e in problem.edges:
             self._between.setdefault((min(e.source, e.target), max(e.source, e.target)), []).append(e)
         self._tables = {pair: self._table(pair) for pair in self._between}
-        least = {id(table): float(table.min()) for table in self._tables.values()}
+        least = {key: float(table.min()) for key, table in {id(t): t for t in self._tables.values()}.items()}
         self._least = {pair: least[id(table)] for pair, table in self._tables.items()}
         self._neighbours: list[list[tuple[int, np.ndarray]]] = [[] for _ in self._costs]
         for (u, v), table in self._tables.items():
@@ -60,7 +60,7 @@ class _Moves:
                 if a < b and len(usage.amounts) > 1:
                     self._usages[usage.node].append((a, b, np.asarray(usage.amounts, float)))
         self._free = [n for n, c in enumerate(self._costs) if len(c) > 1]
-        self._totals: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._totals: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
     def _table(self, pair: tuple[int, int]) -> np.ndarray:
         """The sum of the edge costs between two nodes, [strategies of the lower node, of the higher one]."""
@@ -81,18 +81,23 @@ class _Moves:
                 changed |= self._improve_pair(u, v)
         return changed
 
-    def _total(self, node: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sum of finite costs of each strategy of a node and its edges, and the number of its infinite costs."""
+    def _total(self, node: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The sum of finite costs of each strategy of a node and its edges, and the number of its infinite costs (None: 0)."""
         if node not in self._totals:
             columns = [self._costs[node], *(t[:, self.choices[other]] for other, t in self._neighbours[node])]
             terms = np.array(columns, float)
             forbidden = np.isinf(terms)
-            self._totals[node] = np.where(forbidden, 0.0, terms).sum(axis=0), forbidden.sum(axis=0)
+            if forbidden.any():
+                self._totals[node] = np.where(forbidden, 0.0, terms).sum(axis=0), forbidden.sum(axis=0)
+            else:
+                self._totals[node] = terms.sum(axis=0), None
         return self._totals[node]
 
     def _improve_node(self, node: int) -> bool:
         total, forbidden = self._total(node)
-        better = (total < total[self.choices[node]]) & (forbidden == 0)
+        better = total < total[self.choices[node]]
+        if forbidden is not None:
+            better &= forbidden == 0
         if not better.any():
             return False
         for peak, held, _ in self._segments(node):
@@ -119,6 +124,8 @@ class _Moves:
     def _without(self, node: int, shared: np.ndarray) -> np.ndarray:
         """The cost of each strategy of a node without the edge whose current cost is `shared`."""
         total, forbidden = self._total(node)
+        if forbidden is None:
+            return total - shared
         gone = np.isinf(shared)
         return np.where(forbidden > gone, np.inf, total - np.where(gone, 0.0, shared))
 

@@ -98,6 +98,7 @@ class Network:
         self.alive = [True] * len(self.costs)
         self.dirty = deque(range(len(self.costs)))
         self._queued = [True] * len(self.costs)
+        self._finite: list[tuple[np.ndarray, bool] | None] = [None] * len(self.costs)
         self.counts: Counter[str] = Counter()
         self.shared = SharedTables()
         for e in problem.edges:
@@ -111,6 +112,13 @@ class Network:
         if not self._queued[node]:
             self._queued[node] = True
             self.dirty.append(node)
+
+    def is_finite(self, node: int) -> bool:
+        """Whether all costs of a node are finite."""
+        known, costs = self._finite[node], self.costs[node]
+        if known is None or known[0] is not costs:
+            known = self._finite[node] = (costs, bool(np.isfinite(costs).all()))
+        return known[1]
 
     def next_dirty(self) -> int | None:
         """The next queued node; None if the queue is empty."""
@@ -126,8 +134,10 @@ class Network:
         if v in self.tables[u]:
             table = self.shared.plus(self.tables[u][v], table)
         normal, of_u, of_v = self.shared.normalised(table)
-        self.costs[u] = self.costs[u] + of_u
-        self.costs[v] = self.costs[v] + of_v
+        if of_u is not None:
+            self.costs[u] = self.costs[u] + of_u
+        if of_v is not None:
+            self.costs[v] = self.costs[v] + of_v
         if normal is None:
             self.disconnect(u, v)
         else:
@@ -182,19 +192,18 @@ Rule = Callable[[Network, int], bool]  # `Reduced.counts` uses the function's na
 
 def delete_forbidden(net: Network, node: int) -> bool:
     """Delete strategies of infinite cost, which includes those without a finite partner on some edge."""
-    finite = np.isfinite(net.costs[node])
-    if finite.all():
+    if net.is_finite(node):
         return False
-    net.restrict(node, np.flatnonzero(finite))
+    net.restrict(node, np.flatnonzero(np.isfinite(net.costs[node])))
     return True
 
 
 def follow(net: Network, node: int) -> bool:
     """Merge a node into a neighbour whose every strategy leaves the node one finite strategy."""
-    if not np.isfinite(net.costs[node]).all():
+    if not net.is_finite(node):
         return False
     for leader, table in net.tables[node].items():
-        led, leads = net.shared.once("follow", [table], [], lambda table=table: _follows(table))
+        led, leads = net.shared.per_table("follow", _follows, table)
         if led:
             if leads and net.weight(node) > net.weight(leader):
                 _merge(net, leader, node, net.shared.transposed(table))
@@ -207,6 +216,8 @@ def follow(net: Network, node: int) -> bool:
 def _follows(table: Table) -> tuple[bool, bool]:
     """Whether each strategy of the second node leaves one finite strategy of the first, and vice versa."""
     finite = np.isfinite(table.core)
+    if finite.all():
+        return len(table.rows) == 1, len(table.cols) == 1
     led = (np.bincount(table.rows) @ finite == 1).all()
     return bool(led), bool((finite @ np.bincount(table.cols) == 1).all())
 
@@ -230,7 +241,7 @@ def _merge(net: Network, node: int, leader: int, table: Table) -> None:
 def dominate(net: Network, node: int) -> bool:
     """Delete strategies that another strategy dominates, whatever the neighbours choose."""
     costs = net.costs[node]
-    if len(costs) < 2 or not np.isfinite(costs).all():
+    if len(costs) < 2 or not net.is_finite(node):
         return False
     tables, amounts = tuple(net.tables[node].values()), tuple(net.usages[node].values())
     keep = net.shared.once("dominate", tables, [costs, *amounts], lambda: _undominated(net, costs, tables, amounts))
@@ -246,17 +257,18 @@ def _undominated(net: Network, costs: np.ndarray, tables: Sequence[Table], usage
     for amounts in usages:
         excess[amounts[None, :] > amounts[:, None]] = np.inf
     for table in tables:
-        if not (excess <= 0.0).sum() > len(costs):
+        if np.count_nonzero(excess <= 0.0) <= len(costs):  # each strategy dominates itself only
             return np.arange(len(costs))
-        worst = net.shared.once("worst", [table], [], lambda table=table: _worst(table.core))
+        worst = net.shared.per_table("worst", _worst, table)
         excess = excess + worst[table.rows[:, None], table.rows]
     dominated = excess <= 0.0
     dominated &= ~dominated.T | np.tri(len(costs), k=-1, dtype=bool)  # of two equal strategies the first stays
     return np.flatnonzero(~dominated.any(axis=1))
 
 
-def _worst(core: np.ndarray) -> np.ndarray:
-    """[r, r']: the most by which row r' of a normalised core can exceed row r."""
+def _worst(table: Table) -> np.ndarray:
+    """[r, r']: the most by which row r' of a normalised table's core can exceed row r."""
+    core = table.core
     rows, columns = core.shape
     with np.errstate(invalid="ignore"):  # fmax ignores the nan of inf - inf
         if rows * rows * columns <= _FITS_CACHE:
@@ -272,7 +284,7 @@ def _worst(core: np.ndarray) -> np.ndarray:
 def eliminate(net: Network, node: int) -> bool:
     """Minimise out a node with at most two neighbours and no memory."""
     scope = tuple(net.tables[node])
-    if len(scope) > 2 or net.usages[node] or not np.isfinite(net.costs[node]).all():
+    if len(scope) > 2 or net.usages[node] or not net.is_finite(node):
         return False
     tables = [net.tables[n][node] for n in scope]  # [classes of n, classes of node]
     costs = net.costs[node]

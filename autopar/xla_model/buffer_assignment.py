@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.scatter_traffic import accessed_bytes
+from autopar.cost.scatter_traffic import SECTOR_BYTES, accessed_bytes
 from autopar.formulate.formulation import Formulation
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Buffer, DeviceProgram, LoopSpan, Op, OpKind
@@ -26,7 +26,6 @@ from autopar.xla_model.kernels import Fused, num_blocks, num_launches
 from autopar.xla_model.operand_copies import share_copies
 from autopar.xla_model.spmd_partition import Instruction, LocalProgram, local_program
 
-_SECTOR_BYTES = 32  # the least that an access to device memory moves
 _READS, _WRITES = operator.attrgetter("reads"), operator.attrgetter("writes")
 
 
@@ -240,7 +239,7 @@ class _Builder:
             written = min(written, 2 * first)
         if in_place == "window":  # zeros, then a sector read and written for each element that is scattered
             source = self.instructions[list(one.operands)[-1]]
-            written += max(written, 2 * _SECTOR_BYTES * source.elements)
+            written += max(written, 2 * SECTOR_BYTES * source.elements)
         spared = indexed = 0.0
         if in_place == "scatter" and (updates := self.graph.nodes[one.node].operands[-1]) is not None:
             per_element = accessed_bytes(self.graph.nodes[one.node], self.graph.values[updates])

@@ -283,7 +283,9 @@ class StageCosts:
         form = Form(rematerialized, forms[way.form].pins)
         candidate = self.planner.planned_in(replace(way, form=0), (form,), profile, figures_only=False)
         seconds = time.perf_counter() - started
-        plan = plan_of(candidate, base.program, form.unknown, budget_bytes=profile.usable_bytes, seconds=seconds)
+        plan = plan_of(
+            candidate, base.program, form.unknown, form.pins, budget_bytes=profile.usable_bytes, seconds=seconds
+        )
         figures = self._figures(program, candidate)
         cost = figures.cost(figures.crossings.without_recompute())
         plan = replace(plan, rematerialized=crossing.recomputed, constraints=piece_constraints(plan, figures))
