@@ -242,7 +242,7 @@ class _Search:
                 continue
             flat, *deep = sorted(part, key=self._num_axes)
             yield [("begin", flat, math.inf)]
-            if self._scores[flat][1].seconds * self._gain_of_axes * (1 - _FURTHER_GAIN) <= (1 + TIE) * self._lowest_s:
+            if self._may_gain(self._scores[flat][1].seconds):
                 yield [("begin", i, math.inf) for i in deep]
 
     def note_begun(self, answers: Mapping[_Job, tuple[int, Any]]) -> None:
@@ -254,11 +254,15 @@ class _Search:
         """The lowest score of the meshes over all devices, and of the others that fit."""
         return min(score.seconds for i, (_, score) in self._scores.items() if i < self._num_whole or score.fits)
 
-    @property
-    def _gain_of_axes(self) -> float:
-        """The lowest score of the meshes over all devices, relative to that of the mesh of one axis."""
+    def _may_gain(self, flat_s: float) -> bool:
+        """Whether a mesh over a part of the devices may have the lowest score.
+
+        Args:
+            flat_s: the score of the mesh of one axis over this part.
+        """
         whole = [self._scores[i][1].seconds for i in range(self._num_whole)]
-        return min(whole) / whole[min(range(self._num_whole), key=self._num_axes)]
+        whole_flat_s = whole[min(range(self._num_whole), key=self._num_axes)]
+        return flat_s * min(whole) * (1 - _FURTHER_GAIN) <= (1 + TIE) * self._lowest_s * whole_flat_s
 
     def _num_axes(self, i: int) -> int:
         return sum(size > 1 for size in self._meshes[i].axis_sizes)
