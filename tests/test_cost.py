@@ -66,6 +66,11 @@ def test_combined_collectives_share_the_launch() -> None:
     )
 
 
+def test_collectives_that_xla_does_not_combine_pay_their_own_launch() -> None:
+    alone = collective_time("all-to-all", 1e3, M, MESH, PROFILE)
+    assert collective_time("all-to-all", 1e3, M, MESH, PROFILE, combinable=True) == alone
+
+
 def test_an_axis_that_leaves_the_host_rides_the_network() -> None:
     mesh = parse_mesh("2x8")
     assert link_of(M, mesh, PROFILE) == PROFILE.host_link

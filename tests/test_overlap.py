@@ -76,6 +76,16 @@ def test_prices_are_what_is_exposed() -> None:
     faster = 0.99 * begun.step_time_s
     assert overlap.search_overlap_prices(begun, other, faster, only_one=False) == []
     assert len(tried) == 2, "another mesh is faster"
+    assert overlap.search_overlap_prices(begun, other, faster, only_one=False, even_slower=True) == []
+    assert tried[2:] == tried[:1], "once, by what is exposed"
+
+
+def test_a_mesh_is_searched_if_it_is_near_or_the_solver_prefers_it() -> None:
+    first = one_mesh.Rank(score_s=10e-3, cost_s=9e-3)
+    assert first.may_beat(first) and not first.is_cheaper(first)
+    assert one_mesh.Rank(score_s=10.9e-3, cost_s=12e-3).may_beat(first)
+    assert not one_mesh.Rank(score_s=11.1e-3, cost_s=8.5e-3).may_beat(first)
+    assert one_mesh.Rank(score_s=20e-3, cost_s=8e-3).may_beat(first)
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ def _time(
     if mesh.sizes(axes) == 1:
         return 0.0
     share = 1.0
-    if combinable:
+    if combinable and collective(kind).is_merged:
         share = min(1.0, max(num_bytes / profile.combine_threshold_bytes, profile.combined_launch_fraction))
     call = Call(num_bytes, axes, mesh, profile, share)
     estimator = profile.xla_estimator

@@ -21,7 +21,7 @@ from autopar.planner.candidate import Candidate
 from autopar.planner.fewer_devices import least_s, reason, smaller_meshes
 from autopar.planner.fork_pool import SharedMinimum, Workers, workers
 from autopar.planner.mesh_task import Form, MeshTask
-from autopar.planner.one_mesh import FAR, Begun, Finished, begin, finish, keep
+from autopar.planner.one_mesh import Begun, Finished, Rank, begin, finish, keep
 from autopar.planner.pins import meshes_of_program, meshes_with_pinned_axes, resolve_pins, sharded_by_program
 from autopar.planner.program_groups import program_groups
 from autopar.planner.request import PlanRequest
@@ -182,21 +182,21 @@ class _End:
 
 @dataclass(frozen=True, slots=True)
 class _Score:
-    """The score of a mesh in seconds.
+    """The rank of a mesh.
 
     Args:
         step_time_s: of the plan without a memory limit.
         fits: whether this plan fits the memory.
     """
 
-    seconds: float
+    rank: Rank
     step_time_s: float
     fits: bool
 
 
-#: What to do on a mesh (`keep` takes the plan that was begun as it is); the position of the mesh; and the lowest score of all
-#: meshes, unless plans are begun.
-_Job = tuple[Literal["begin", "finish", "keep", "record"], int, float]
+#: What to do on a mesh (`keep` takes the plan that was begun as it is); the position of the mesh; and the rank of the mesh with the
+#: lowest score, which finishing needs.
+_Job = tuple[Literal["begin", "finish", "keep", "record"], int, Rank | None]
 
 
 class _Search:
@@ -234,25 +234,26 @@ class _Search:
         one axis comes first: the others follow if they can be as fast, even with more to gain than those over all devices have."""
         one_device = len(self._meshes) - 1
         first = [i for i in range(len(self._meshes)) if i < self._num_whole or i == one_device]
-        yield [("begin", i, math.inf) for i in first]
+        yield [("begin", i, None) for i in first]
         others = [i for i in range(len(self._meshes)) if i not in first]
         for number, part in itertools.groupby(others, lambda i: self._meshes[i].num_devices):
-            one_device_s = self._scores[one_device][1].seconds
-            if least_s(one_device_s, number) > (1 + TIE) * self._lowest_s:
+            one_device_s = self._scores[one_device][1].rank.score_s
+            if least_s(one_device_s, number) > (1 + TIE) * self._first.score_s:
                 continue
             flat, *deep = sorted(part, key=self._num_axes)
-            yield [("begin", flat, math.inf)]
-            if self._may_gain(self._scores[flat][1].seconds):
-                yield [("begin", i, math.inf) for i in deep]
+            yield [("begin", flat, None)]
+            if self._may_gain(self._scores[flat][1].rank.score_s):
+                yield [("begin", i, None) for i in deep]
 
     def note_begun(self, answers: Mapping[_Job, tuple[int, Any]]) -> None:
         """Record the scores of plans that were begun."""
         self._scores |= {i: answer for (_, i, _), answer in answers.items()}
 
     @property
-    def _lowest_s(self) -> float:
-        """The lowest score of the meshes over all devices, and of the others that fit."""
-        return min(score.seconds for i, (_, score) in self._scores.items() if i < self._num_whole or score.fits)
+    def _first(self) -> Rank:
+        """The rank of the mesh with the lowest score, of those over all devices and of the others that fit."""
+        ranks = [score.rank for i, (_, score) in self._scores.items() if i < self._num_whole or score.fits]
+        return min(ranks, key=lambda rank: rank.score_s)
 
     def _may_gain(self, flat_s: float) -> bool:
         """Whether a mesh over a part of the devices may have the lowest score.
@@ -260,29 +261,29 @@ class _Search:
         Args:
             flat_s: the score of the mesh of one axis over this part.
         """
-        whole = [self._scores[i][1].seconds for i in range(self._num_whole)]
+        whole = [self._scores[i][1].rank.score_s for i in range(self._num_whole)]
         whole_flat_s = whole[min(range(self._num_whole), key=self._num_axes)]
-        return flat_s * min(whole) * (1 - _FURTHER_GAIN) <= (1 + TIE) * self._lowest_s * whole_flat_s
+        return flat_s * min(whole) * (1 - _FURTHER_GAIN) <= (1 + TIE) * self._first.score_s * whole_flat_s
 
     def _num_axes(self, i: int) -> int:
         return sum(size > 1 for size in self._meshes[i].axis_sizes)
 
     def to_finish(self, team: Workers[_Job, Any]) -> Iterator[_Job]:
         """The jobs that finish the plans, each in the process that began it, the mesh with the lowest score first. A mesh over a
-        part of the devices is finished only if its score is near the lowest. If a mesh has the same step time as one of fewer axes, its
+        part of the devices is finished only if it may become the fastest. If a mesh has the same step time as one of fewer axes, its
         plan is the same, and is not improved again.
 
         Args:
             team: the workers that have begun the plans.
         """
-        lowest = self._lowest_s
-        near = {i for i, (_, score) in self._scores.items() if score.seconds <= (1 + FAR) * lowest}
+        first = self._first
+        near = {i for i, (_, score) in self._scores.items() if score.rank.may_beat(first)}
         by_worker: dict[int, list[_Job]] = {}
         same = set[float]()
-        for i, (worker, score) in sorted(self._scores.items(), key=lambda one: one[1][1].seconds):
+        for i, (worker, score) in sorted(self._scores.items(), key=lambda one: one[1][1].rank.score_s):
             if i in near or i < self._num_whole:
                 is_known = score.fits and score.step_time_s in same
-                by_worker.setdefault(worker, []).append(("keep" if is_known else "finish", i, lowest))
+                by_worker.setdefault(worker, []).append(("keep" if is_known else "finish", i, first))
                 same.add(score.step_time_s)
         # Another worker must begin the plan again, which only the long search of a near mesh is worth.
         return team.each_by_worker(by_worker, lambda job: job[0] == "finish" and job[1] in near)
@@ -296,7 +297,7 @@ class _Search:
         ends: dict[int, _End] = {i: end for (_, i, _), (_, end) in team.answers.items()}
         if all(end.failure for end in ends.values()):
             if 0 not in self._failures:  # another process has the error
-                self.answer(("finish", 0, math.inf))
+                self.answer(("finish", 0, None))
             raise self._failures[0]
         return {self._meshes[i]: ends[i] for i in sorted(ends)}
 
@@ -323,7 +324,7 @@ class _Search:
         Returns:
             The score of the mesh, the outcome, or the plan without tree structures, which no process can send.
         """
-        step, i, lowest_score_s = job
+        step, i, first = job
         mesh, count = self._meshes[i], len(self._meshes)
         if i not in self._begun:
             self._show(f"plan {mesh}", 0.1 + 0.6 * i / count)
@@ -332,11 +333,11 @@ class _Search:
                 self._fastest.lower(begun.candidate.step_time_s)
         if step == "begin":
             begun, candidate = self._begun[i], self._begun[i].candidate
-            return _Score(begun.score_s, candidate.step_time_s, candidate.peak_bytes <= self._budget_bytes)
+            return _Score(begun.rank, candidate.step_time_s, candidate.peak_bytes <= self._budget_bytes)
         if i not in self._finished:
             self._show(f"improve {mesh}", 0.7 + 0.3 * i / count)
             try:
-                end = keep(self._begun[i]) if step == "keep" else finish(self._begun[i], self._fastest, lowest_score_s)
+                end = keep(self._begun[i]) if step == "keep" else finish(self._begun[i], self._fastest, first)
                 self._finished[i] = end
             except NothingFitsError as error:
                 self._failures[i] = error

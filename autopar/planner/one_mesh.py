@@ -30,9 +30,30 @@ from autopar.transforms.split_dims.undo import sees_two
 
 #: Score of each mesh axis, relative to the step time: of two meshes with close times, the one with fewer axes comes first.
 _PER_AXIS = 0.03
-#: A mesh whose score is higher than the lowest by more than this share is not searched with other prices: none such was ever the
-#: fastest.
-FAR = 0.1
+#: A mesh is searched with other prices if its score is higher than the lowest by less than this share, or if its cost in the solver's
+#: model is lower by more.
+_FAR = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """How promising the plan on a mesh is before overlap is searched.
+
+    Args:
+        score_s: the step time, plus a share of it for each mesh axis.
+        cost_s: the cost in the solver's model, in which nothing overlaps.
+    """
+
+    score_s: float
+    cost_s: float
+
+    def may_beat(self, first: Rank) -> bool:
+        """Whether other prices may make the plan on this mesh faster than the one with the lowest score."""
+        return self.score_s <= (1 + _FAR) * first.score_s or self.is_cheaper(first)
+
+    def is_cheaper(self, first: Rank) -> bool:
+        """Whether the solver, which sees neither overlap nor launches, prefers the plan to the one with the lowest score."""
+        return self.cost_s < (1 - _FAR) * first.cost_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +76,10 @@ class Begun:
     seconds: float
 
     @property
-    def score_s(self) -> float:
-        """Seconds by which meshes are ranked: the step time, plus a share of it for each mesh axis."""
+    def rank(self) -> Rank:
+        """How promising the plan is."""
         axes = sum(size > 1 for size in self.mesh.axis_sizes)
-        return self.candidate.step_time_s * (1 + _PER_AXIS * axes)
+        return Rank(self.candidate.step_time_s * (1 + _PER_AXIS * axes), self.candidate.solution.cost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,28 +145,29 @@ def keep(begun: Begun) -> Finished:
     return Finished(begun, begun.candidate, Fastest.of(begun.candidate), memory_bound=False, seconds=begun.seconds)
 
 
-def finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
+def finish(begun: Begun, fastest: SharedMinimum, first: Rank | None) -> Finished:
     """Reduce exposed communication, and keep the plan within the memory budget.
 
     Args:
         fastest: seconds of the fastest plan so far. A plan that cannot become faster is not improved.
-        lowest_score_s: the lowest score of all meshes.
+        first: the rank of the mesh with the lowest score; None for this one.
 
     Raises:
         NothingFitsError: no plan fits.
     """
     try:
-        return _finish(begun, fastest, lowest_score_s)
+        return _finish(begun, fastest, first)
     except NothingFitsError:
         if not begun.other_forms:
             raise
-    return finish(begin(begun.mesh, begun.other_forms, begun.task), fastest, lowest_score_s)
+    return finish(begin(begun.mesh, begun.other_forms, begun.task), fastest, first)
 
 
-def _finish(begun: Begun, fastest: SharedMinimum, lowest_score_s: float) -> Finished:
-    started, task = time.perf_counter(), begun.task
-    begun = _proven(begun) if begun.score_s <= lowest_score_s else begun
-    candidates = _with_overlap(begun, fastest, search_prices=begun.score_s <= (1 + FAR) * lowest_score_s)
+def _finish(begun: Begun, fastest: SharedMinimum, first: Rank | None) -> Finished:
+    started, task, rank = time.perf_counter(), begun.task, begun.rank
+    first = rank if first is None else first
+    begun = _proven(begun) if rank.score_s <= first.score_s else begun
+    candidates = _with_overlap(begun, fastest, rank, first)
     unlimited = min(candidates, key=_step_time_s)
 
     def by_time(one: Candidate) -> tuple[bool, float]:
@@ -195,9 +217,13 @@ def _proven(begun: Begun) -> Begun:
     return replace(begun, candidate=replace(before, solution=bound))
 
 
-def _with_overlap(begun: Begun, fastest: SharedMinimum, *, search_prices: bool) -> list[Candidate]:
+def _with_overlap(begun: Begun, fastest: SharedMinimum, rank: Rank, lowest: Rank) -> list[Candidate]:
     """The plan without a memory limit, and plans by prices that anticipate overlap, each with as little exposed communication
-    as possible."""
+    as possible.
+
+    Args:
+        rank, lowest: the ranks of this mesh and of the one with the lowest score.
+    """
     task, seen = begun.task, {begun.candidate.solution.choices}
     budget, (program, grouped) = task.budget_bytes, begun.form
     graph, groups = program.graph, grouped.groups
@@ -212,10 +238,11 @@ def _with_overlap(begun: Begun, fastest: SharedMinimum, *, search_prices: bool) 
         return with_best_overlap(task.candidate(program, f, solution), budget, to_beat)
 
     first = with_best_overlap(begun.candidate, budget, fastest.value)
-    if not search_prices:
+    if not rank.may_beat(lowest):
         return [first]
     too_large = first.peak_bytes > budget  # the memory search will replace the plan
-    return [first, *search_overlap_prices(first, other, fastest.value, only_one=too_large)]
+    cheaper = rank.is_cheaper(lowest)
+    return [first, *search_overlap_prices(first, other, fastest.value, only_one=too_large, even_slower=cheaper)]
 
 
 def _step_time_s(candidate: Candidate) -> float:

@@ -48,7 +48,7 @@ def is_worth_hiding(plan: Candidate, to_beat: float = math.inf) -> bool:
     return _overlaps(plan) and _is_exposed(plan, to_beat)
 
 
-def _is_exposed(plan: Candidate, to_beat: float) -> bool:
+def _is_exposed(plan: Candidate, to_beat: float = math.inf) -> bool:
     """Whether enough communication is exposed, and the plan could become faster than `to_beat` seconds."""
     if (1 - _MOST_SAVED) * plan.step_time_s >= to_beat:
         return False
@@ -57,20 +57,32 @@ def _is_exposed(plan: Candidate, to_beat: float) -> bool:
 
 
 def search_overlap_prices(
-    first: Candidate, other: Callable[[Prices, float], Candidate | None], to_beat: float, *, only_one: bool
+    first: Candidate,
+    other: Callable[[Prices, float], Candidate | None],
+    to_beat: float,
+    *,
+    only_one: bool,
+    even_slower: bool = False,
 ) -> list[Candidate]:
     """Plans by prices that anticipate overlap: the shares of hideable communication that are exposed in the plan before, as long as
     each plan is faster than the one before. If none is, other prices are tried once. A plan slower than `to_beat` is not improved
-    this way: no mesh whose plan was slower has become the fastest (decision 110).
+    this way (decision 110).
 
     Args:
         first: the plan to improve.
         other: plans by given prices, if faster than given seconds; returns None for an assignment planned before.
         to_beat: `step_time_s` of the fastest plan on other meshes.
         only_one: whether to stop after one plan.
+        even_slower: whether `first` is improved once even if it is slower than `to_beat`.
     """
     tried, best, before = list[Candidate](), first, dict[Hideable, float]()
-    while best.step_time_s <= to_beat and is_worth_hiding(best, to_beat):
+
+    def is_open(plan: Candidate) -> bool:
+        if plan.step_time_s <= to_beat:
+            return is_worth_hiding(plan, to_beat)
+        return plan is first and even_slower and _overlaps(plan) and _is_exposed(plan)
+
+    while is_open(best):
         prices = _exposed_shares(best)
         plan = None if prices == before else other(prices, min(best.step_time_s, to_beat))
         if plan is None:
