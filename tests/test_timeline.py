@@ -8,7 +8,7 @@ import pytest
 
 from autopar.cost.kernel_time import op_seconds
 from autopar.hardware.profile import load
-from autopar.ir.device_program import Buffer, DeviceProgram, Op
+from autopar.ir.device_program import Buffer, DeviceProgram, Gemm, Op
 from autopar.ir.mesh import parse_mesh
 from autopar.xla_model.collective_combiner import CollectiveCombiner
 from autopar.xla_model.simulation import Simulation, simulate
@@ -39,6 +39,11 @@ class Written:
         written = self._buffer()
         read = times * BYTES_OF_100_US
         self.ops.append(Op("fusion", len(self.ops), reads, (written,), read, 0.0))
+        return written
+
+    def matmul(self, *reads: int) -> int:
+        written, gemm = self._buffer(), Gemm(1, 2048, 2048, 2048, "bfloat16", "bfloat16")
+        self.ops.append(Op("gemm", len(self.ops), reads, (written,), 16 * MIB, 8 * MIB, gemm=gemm))
         return written
 
     def collective(self, kind: str, read: int, num_bytes: float, *, combinable: bool = False, dtype: str = "") -> int:
@@ -126,6 +131,23 @@ def test_the_schedule_does_not_depend_on_program_order() -> None:
         chain = program.kernel(chain)
     program.kernel(user, chain)
     assert not program.timeline().exposed_s
+
+
+def test_what_makes_another_kernel_ready_is_placed_first_from_the_end() -> None:
+    program = Written()
+    start = program.argument()
+    shared = program.kernel(start)
+    reader, other = program.kernel(shared), program.kernel(start)
+    program.kernel(shared, reader, other)
+    # Only once the last kernel is placed, the reader is the only one that the shared result waits for.
+    assert [op.node for op in program.timeline().order] == [0, 2, 1, 3]
+
+
+def test_a_matmul_has_a_view_behind_it() -> None:
+    program = Written()
+    first = program.kernel(program.argument())
+    program.kernel(program.kernel(first), program.matmul(first))
+    assert [op.node for op in program.timeline().order] == [0, 2, 1, 3]
 
 
 def test_collectives_do_not_overlap_each_other() -> None:

@@ -33,7 +33,8 @@ from autopar.plans.records import RejectedMesh, Tie, num_split
 from autopar.system.gc_pause import seldom_collect
 from autopar.transforms.program import Program
 
-#: Worker processes are forked if the number of nodes times the number of meshes is at least this.
+#: Worker processes are forked if the number of nodes times the number of meshes beyond two is at least this. With two meshes, what
+#: the second process does again takes as long as what it saves.
 _WORTH_FORKS = 4000
 #: By how much more than the meshes over all devices those over a part of them may gain by further axes, as a share of the step.
 _FURTHER_GAIN = 0.1
@@ -83,7 +84,7 @@ def search_meshes(
         distinct_meshes(part, request.profile, symmetric=symmetric)[0]
         for part in smaller_meshes(request, program.graph, pin)
     ]
-    is_long = len(program.graph.nodes) * (len(distinct) - 1) >= _WORTH_FORKS
+    is_long = len(program.graph.nodes) * (len(distinct) - 2) >= _WORTH_FORKS
     most = len(distinct) if may_fork and is_long else 1
     with seldom_collect():
         search = _Search(program, request, pin, distinct, parts)

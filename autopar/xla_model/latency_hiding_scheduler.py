@@ -36,9 +36,9 @@ class ScheduleNodes:
         kinds: per node, the kind of collective; empty for others.
         waits_for: per node, its predecessors.
         users: per node, its successors.
-        unlocks: per node, how many predecessors have no other user.
+        unlocks: per node, how many predecessors have no other user that is not placed, before any is.
         ends_before: per node, whether a predecessor is the end of a collective.
-        direct: per node, whether it may follow its predecessors without the latency between two kernels.
+        direct: per node, whether it precedes its users without a view.
     """
 
     tasks: list[int]
@@ -76,9 +76,12 @@ class ScheduleNodes:
         nodes.unlocks = [sum([len(users[j]) == 1 for j in waits_for]) for waits_for in nodes.waits_for]
         ended = [[is_end[j] for j in waits_for] for waits_for in nodes.waits_for]
         nodes.ends_before = [any(those) for those in ended]
-        # XLA schedules bitcasts ("views") too. Where the program lists none, we assume one before every kernel, except
-        # before those that read only arguments and results of collectives.
-        nodes.direct = [has_views or (not kind and all(those)) for kind, those in zip(nodes.kinds, ended, strict=True)]
+        # XLA schedules views (bitcasts, elements of a tuple) too. Where the program lists none, we assume one behind every matmul and
+        # collective, and before each where it does not read an argument or a collective's result.
+        unviewed = [not kind and tasks[at].op.kind != "gemm" for kind, at in zip(nodes.kinds, nodes.tasks, strict=True)]
+        for i, (kind, those) in enumerate(zip(nodes.kinds, ended, strict=True)):
+            reads_ends = not kind and all(those)
+            nodes.direct.append(has_views or reads_ends or (unviewed[i] and all(unviewed[j] for j in users[i])))
         return nodes
 
     def _add(
@@ -147,7 +150,7 @@ class _Scheduler:
 
     def __init__(self, nodes: ScheduleNodes, prices: SchedulePrices) -> None:
         self.nodes, self.prices, count = nodes, prices, len(nodes.kinds)
-        self.depth = _async_depth(nodes, prices)
+        self.depth, self.unlocks = _async_depth(nodes, prices), list(nodes.unlocks)
         self.ready_at, self.clock = [0.0] * count, 0.0
         self.free, self.queued = dict(IN_FLIGHT), dict.fromkeys(IN_FLIGHT, 0)
         self.ends: list[int] = []  # ready nodes, by kind
@@ -158,7 +161,7 @@ class _Scheduler:
         """The nodes in execution order."""
         nodes, prices, free, ready_at = self.nodes, self.prices, self.free, self.ready_at
         users, direct, costs, resource = nodes.users, nodes.direct, prices.costs, prices.resource
-        lag = [latency or _BETWEEN_S for latency in prices.latency]
+        lag, unlocks = [latency or _BETWEEN_S for latency in prices.latency], self.unlocks
         left, placed_at, order = [len(r) for r in users], [0.0] * len(users), list[int]()
         for i, later in enumerate(left):
             if not later:
@@ -175,6 +178,9 @@ class _Scheduler:
                 free[resource[best]] += 1
             for j in nodes.waits_for[best]:
                 left[j] -= 1
+                if left[j] == 1:
+                    for user in users[j]:
+                        unlocks[user] += 1
                 if left[j]:
                     continue
                 lags = [placed_at[k] + lag[k] for k in users[j]]
@@ -226,7 +232,7 @@ class _Scheduler:
             waste = [0.0 if is_start[i] else abs(until - costs[i]) for i in among]
             least = min(waste)
             among = [i for i, one in zip(among, waste, strict=True) if one == least]
-        return max(among, key=lambda i: (nodes.ends_before[i], nodes.unlocks[i], i))
+        return max(among, key=lambda i: (nodes.ends_before[i], self.unlocks[i], i))
 
 
 def _async_depth(nodes: ScheduleNodes, prices: SchedulePrices) -> list[float]:
