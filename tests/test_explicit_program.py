@@ -18,6 +18,7 @@ from autopar.hardware.profile import load
 from autopar.ir.explicit_program import Communicate, Compute, ExplicitProgram
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import parse_mesh
+from autopar.ir.sharding import TensorSharding
 from autopar.ir.verifier import check_explicit
 from autopar.planner.program_groups import program_groups
 from autopar.solve.ilp import Ilp
@@ -112,3 +113,41 @@ def test_an_illegal_program_is_refused(mlp: tuple[ExplicitProgram, Graph]) -> No
     ):
         with pytest.raises(AssertionError):
             check_explicit(wrong, graph)
+
+
+def formulated(fun: Any, *args: Any) -> Formulation:
+    graph = program_of(fun, args, carry=None, donate=None).graph
+    groups = program_groups(graph, {}).groups
+    return formulate(graph, groups, parse_mesh("2x4"), SLOW, pins={}, memory_budget_bytes=None)
+
+
+def test_gathered_parts_that_begin_elsewhere_send_rows_to_the_neighbour() -> None:
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 32), (32, 258), (258, 16))]
+    f = formulated(lambda a, b, c: (a @ b) @ c, *shapes)
+    fine, coarse = ((), ("data", "model")), ((), ("data",))
+    (flow,) = (flow for flow in f.flows if f.graph.values[flow.value].shape == (16, 258))
+    choices = [0] * len(f.decisions)
+    choices[flow.source] = next(i for i, one in enumerate(flow.made) if one == TensorSharding(fine))
+    choices[flow.target] = next(i for i, one in enumerate(flow.wanted) if one == TensorSharding(coarse))
+    program = explicit_program(f, choices)
+    check_explicit(program, f.graph)
+    sent, gather = (op for op in program.communications if op.flows == (f.flows.index(flow),))
+    assert (gather.kind, gather.axes, gather.operand) == ("all-gather", ("model",), sent.result)
+    # Parts of 129 columns are four of 33, which end three columns later.
+    assert (sent.kind, sent.axes, sent.num_bytes) == ("collective-permute", ("data", "model"), 3 * 16 * 4)
+
+
+def test_the_sum_of_a_scatter_is_whole_before_several_dims_are_split() -> None:
+    rows, updates = jax.ShapeDtypeStruct((32,), "int32"), jax.ShapeDtypeStruct((32, 128), "float32")
+    scatter = formulated(lambda i, x: jax.numpy.zeros((64, 128)).at[i].add(x), rows, updates)
+    matmul = formulated(lambda x: x.T @ x, updates)
+    pending = TensorSharding(((), ()), ("data", "model"))
+
+    def kinds(f: Formulation, *dims: tuple[str, ...]) -> list[str]:
+        (value,) = f.graph.outputs
+        assert value is not None
+        return [move.kind for move in f.moves(value, pending, TensorSharding(dims))]
+
+    assert kinds(scatter, ("data",), ("model",)) == ["all-reduce", "cut"]
+    assert kinds(scatter, ("data", "model"), ()) == ["reduce-scatter"]
+    assert kinds(matmul, ("data",), ("model",)) == ["reduce-scatter", "reduce-scatter"]

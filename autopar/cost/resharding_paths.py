@@ -55,6 +55,11 @@ def rows_from_next(size: int, parts: int, of_each: int) -> int:
     return (parts - 1) * (of_each * -(-size // (parts * of_each)) - -(-size // parts))
 
 
+def num_scattered(source: TensorSharding, target: TensorSharding) -> int:
+    """The number of dims that `target` splits along unreduced axes of `source`."""
+    return sum(not set(source.unreduced).isdisjoint(axes) for axes in target.dims)
+
+
 def resharding_moves(
     source: TensorSharding, target: TensorSharding, shape: tuple[int, ...], itemsize: float, mesh: MeshShape
 ) -> tuple[Move, ...]:

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.cost.context_method import Context, context_of
 from autopar.cost.resharding_paths import rows_from_next
@@ -28,6 +29,18 @@ def explicit_program(f: Formulation, choices: Sequence[int]) -> ExplicitProgram:
         choices: strategy of each decision.
     """
     return _Builder(f, choices).run()
+
+
+class _Rows(NamedTuple):
+    """Rows that devices exchange because padded parts begin elsewhere.
+
+    Args:
+        coarse, fine: the axes that split their dim into few and into many parts.
+    """
+
+    coarse: tuple[str, ...]
+    fine: tuple[str, ...]
+    num_bytes: float
 
 
 class _Builder:
@@ -162,12 +175,19 @@ class _Builder:
         for move in self.f.moves(value, made, wanted):
             to = Array(value, TensorSharding(move.result.dims, (*move.result.unreduced, *kept)))
             if to not in self.moved:
+                before, kind, axes, num_bytes = self.arrays[array].sharding, move.kind, move.axes, move.num_bytes
+                if kind == "cut" and (rows := self._rows_of_neighbour(value, before, to.sharding)):
+                    kind, axes, num_bytes = "collective-permute", rows.coarse, rows.num_bytes
+                if kind == "all-gather" and (rows := self._rows_of_neighbour(value, to.sharding, before)):
+                    shifted = self._array(value, before)
+                    one = Communicate(
+                        "collective-permute", "reshard", n, array, shifted, rows.fine, rows.num_bytes, times
+                    )
+                    decisions = (flow.source, flow.target)
+                    self.ops.append(replace(one, combinable=flow.combinable, flows=(index,), decisions=decisions))
+                    array = shifted
                 self.moved[to] = len(self.ops)
-                result, before = self._array(value, to.sharding), self.arrays[array].sharding
-                kind, axes, num_bytes = move.kind, move.axes, move.num_bytes
-                shifted = self._shifted(value, before, to.sharding) if kind == "cut" else None
-                if shifted is not None:
-                    kind, (axes, num_bytes) = "collective-permute", shifted
+                result = self._array(value, to.sharding)
                 one = Communicate(kind, "reshard", n, array, result, axes, num_bytes, times)
                 by = self.f.registered_for(value, move, before, combinable=flow.combinable)
                 merges = flow.combinable and not by  # XLA merges only its own collectives
@@ -181,19 +201,17 @@ class _Builder:
             array = op.result
         return array
 
-    def _shifted(
-        self, value: int, before: TensorSharding, after: TensorSharding
-    ) -> tuple[tuple[str, ...], float] | None:
-        """The axes and bytes of what each device gets from the next one when a dim that is split is cut into more parts; None if it
-        gets nothing."""
+    def _rows_of_neighbour(self, value: int, coarse: TensorSharding, fine: TensorSharding) -> _Rows | None:
+        """The rows that each device gets from the next one when a dim that is split is cut into more parts, or sends to it when
+        such parts are gathered; None if there are none."""
         array, mesh = self.graph.values[value], self.f.mesh
-        local = after.local_shape(array.shape, mesh)
-        for dim, (size, coarse, fine) in enumerate(zip(array.shape, before.dims, after.dims, strict=True)):
-            if coarse and len(fine) > len(coarse):
-                parts = mesh.sizes(coarse)
+        local = fine.local_shape(array.shape, mesh)
+        for dim, (size, few, many) in enumerate(zip(array.shape, coarse.dims, fine.dims, strict=True)):
+            if few and len(many) > len(few) and many[: len(few)] == few:
+                parts = mesh.sizes(few)
                 rest = math.prod(local[:dim]) * math.prod(local[dim + 1 :])
-                if rows := rows_from_next(size, parts, mesh.sizes(fine) // parts):
-                    return coarse, float(rows * rest * array.itemsize)
+                if rows := rows_from_next(size, parts, mesh.sizes(many) // parts):
+                    return _Rows(few, many, float(rows * rest * array.itemsize))
         return None
 
     def _outputs(self) -> tuple[int | None, ...]:

@@ -16,11 +16,11 @@ import numpy as np
 
 from autopar.cost.collectives import cheaper_than_built_in, collective_time
 from autopar.cost.resharding_matrix import ReshardingTimes
-from autopar.cost.resharding_paths import Move, resharding_moves
+from autopar.cost.resharding_paths import Move, num_scattered, resharding_moves
 from autopar.cost.user_collectives import registered
 from autopar.formulate.decisions import Decision, Flow, decisions_of
 from autopar.formulate.held_tensors import held_arguments, held_tensors, usages_of
-from autopar.formulate.prices import Prices
+from autopar.formulate.prices import Prices, is_summed_at_once
 from autopar.formulate.sharding_lists import ShardingLists, Shardings
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.device_program import Stored
@@ -51,7 +51,11 @@ class Formulation:
         """The moves that reshard a value. Reductions pending in both `made` and `wanted` stay pending."""
         info = self.graph.values[value]
         made, wanted = made.without(wanted.unreduced), wanted.resolved()
-        return resharding_moves(made, wanted, info.shape, info.itemsize, self.mesh)
+        of = info.shape, info.itemsize, self.mesh
+        if num_scattered(made, wanted) > 1 and is_summed_at_once(self.graph, value):
+            whole = made.resolved()
+            return (*resharding_moves(made, whole, *of), *resharding_moves(whole, wanted, *of))
+        return resharding_moves(made, wanted, *of)
 
     def registered_for(self, value: int, move: Move, made: TensorSharding, *, combinable: bool) -> str:
         """The name of the registered collective for a move if it is faster than the built-in one, else empty."""

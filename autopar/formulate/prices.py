@@ -15,12 +15,14 @@ from autopar.cost.context_method import context_of
 from autopar.cost.halo import extension_time
 from autopar.cost.matmul_rows import Matmul, has_unaligned_dim, lost_by_moving, lost_rows, matmuls_of, summed
 from autopar.cost.resharding_matrix import ReshardingTimes
+from autopar.cost.resharding_paths import num_scattered
 from autopar.cost.roofline import Load, compute_time, load_of
 from autopar.formulate.decisions import Decision, Decisions, Flow
 from autopar.formulate.group_communication import Sent, sends_itself, sent_by
 from autopar.formulate.sharding_lists import ShardingLists, Shardings
 from autopar.hardware.profile import HardwareProfile
 from autopar.ir.explicit_program import Extend, HaloSlice
+from autopar.ir.graph import Graph
 from autopar.rules.grouping import SMALL_SIZE
 from autopar.rules.strategies import Strategy
 from autopar.rules.table import traits_of
@@ -162,28 +164,31 @@ class Prices:
     def _matrix(self, flow: Flow) -> np.ndarray:
         info = self._graph.values[flow.value]
         shared = self._decided.decisions[flow.target].shared
-        how = (flow.combinable, flow.hideable, flow.update, flow.exact, shared)
+        at_once = is_summed_at_once(self._graph, flow.value)
+        how = (flow.combinable, flow.hideable, flow.update, flow.exact, shared, at_once)
         key = (info.shape, info.itemsize, info.repeat, id(flow.made), id(flow.wanted), *how)
         if key not in self._matrices:
             (made, rows), (wanted, columns) = self._lists.distinct(flow.made), self._lists.distinct(flow.wanted)
             seconds = np.empty((len(made), len(wanted)))
             for kept in {w.unreduced for w in wanted}:
                 columns_kept = [i for i, w in enumerate(wanted) if w.unreduced == kept]
-                seconds[:, columns_kept] = self._resharding.matrix(
-                    tuple(m.without(kept) for m in made),
-                    tuple(wanted[i].resolved() for i in columns_kept),
-                    info.shape,
-                    info.itemsize,
-                    combinable=flow.combinable,
-                    hideable=flow.hideable,
-                    update=flow.update,
-                )
+                left, right = tuple(m.without(kept) for m in made), tuple(wanted[i].resolved() for i in columns_kept)
+                seconds[:, columns_kept] = self._seconds_between(flow, left, right)
+                for row, m in enumerate(left if at_once else ()):
+                    whole = [i for i, w in zip(columns_kept, right, strict=True) if num_scattered(m, w) > 1]
+                    seconds[row, whole] = self._seconds_between(flow, (m,), (m.resolved(),))[0, 0]
             matrix = info.repeat * seconds[rows[:, None], columns]
             if shared or flow.exact:
                 same = np.array([[m == w for w in wanted] for m in made])[rows[:, None], columns]
                 matrix[same != np.array(shared or True)] = np.inf
             self._matrices[key] = matrix
         return self._with_lost_rows(flow, self._matrices[key])
+
+    def _seconds_between(self, flow: Flow, made: Shardings, wanted: Shardings) -> np.ndarray:
+        """Seconds to reshard a flow's value from each of `made` to each of `wanted`, in one iteration of its loops."""
+        info = self._graph.values[flow.value]
+        how = {"combinable": flow.combinable, "hideable": flow.hideable, "update": flow.update}
+        return self._resharding.matrix(made, wanted, info.shape, info.itemsize, **how)
 
     def _with_lost_rows(self, flow: Flow, seconds: np.ndarray) -> np.ndarray:
         """Add what matmuls lose where a flow's collectives change the order of a matrix in memory."""
@@ -209,3 +214,10 @@ class Prices:
             ]
             self._lost[key] = np.array(lost)[rows[:, None], columns]
         return seconds + self._lost[key]
+
+
+def is_summed_at_once(graph: Graph, value: int) -> bool:
+    """Whether XLA sums a value over all its unreduced axes before it splits any dim. It does for the result of a scatter: its
+    partitioner makes an all-reduce for each axis, and these become one, which no reduce-scatter over one dim can replace."""
+    producer = graph.producers.get(value)
+    return producer is not None and traits_of(graph.nodes[producer].primitive).in_place == "scatter"
