@@ -86,6 +86,8 @@ def test_a_mesh_is_searched_if_it_is_near_or_the_solver_prefers_it() -> None:
     assert one_mesh.Rank(score_s=10.9e-3, cost_s=12e-3).may_beat(first)
     assert not one_mesh.Rank(score_s=11.1e-3, cost_s=8.5e-3).may_beat(first)
     assert one_mesh.Rank(score_s=20e-3, cost_s=8e-3).may_beat(first)
+    without_overlap = one_mesh.Rank(score_s=10e-3, cost_s=math.inf)
+    assert not one_mesh.Rank(score_s=20e-3, cost_s=8e-3).may_beat(without_overlap)
 
 
 @pytest.mark.slow

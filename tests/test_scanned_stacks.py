@@ -109,6 +109,7 @@ def test_stacks_of_gradients_are_live_throughout_the_backward_loop() -> None:
     start, stop, _ = max(plan.memory.loops)  # the backward loop, which writes the stacks of gradients
     gradients = sum(t.num_bytes for t in plan.inputs if t.role == "parameter")
     residuals = LAYERS * 32_768 * 4096 * 2 / 16
+    start += 2  # the weights of the first iteration are gathered before it
     assert min(plan.memory.live_bytes[start : stop - 1]) >= gradients + residuals
 
 

@@ -6,6 +6,7 @@ is worth taking; then `Finished`, which records the plan if it is the fastest.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from autopar.planner.constraints import constraints_of
 from autopar.planner.fork_pool import SharedMinimum
 from autopar.planner.memory_search import within_budget
 from autopar.planner.mesh_task import Form, MeshTask
-from autopar.planner.overlap_search import Prices, lower_bound_s, search_overlap_prices, with_best_overlap
+from autopar.planner.overlap_search import Prices, lower_bound_s, overlaps, search_overlap_prices, with_best_overlap
 from autopar.planner.plan_record import plan_of
 from autopar.planner.replicated_state import with_replicated_state
 from autopar.planner.simplest_plan import Fastest, simplest
@@ -41,7 +42,7 @@ class Rank:
 
     Args:
         score_s: the step time, plus a share of it for each mesh axis.
-        cost_s: the cost in the solver's model, in which nothing overlaps.
+        cost_s: the cost in the solver's model, in which nothing overlaps; infinite where nothing can, so that other prices gain nothing.
     """
 
     score_s: float
@@ -53,7 +54,7 @@ class Rank:
 
     def is_cheaper(self, first: Rank) -> bool:
         """Whether the solver, which sees neither overlap nor launches, prefers the plan to the one with the lowest score."""
-        return self.cost_s < (1 - _FAR) * first.cost_s
+        return self.cost_s < (1 - _FAR) * first.cost_s < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ class Begun:
     def rank(self) -> Rank:
         """How promising the plan is."""
         axes = sum(size > 1 for size in self.mesh.axis_sizes)
-        return Rank(self.candidate.step_time_s * (1 + _PER_AXIS * axes), self.candidate.solution.cost)
+        cost_s = self.candidate.solution.cost if overlaps(self.candidate) else math.inf
+        return Rank(self.candidate.step_time_s * (1 + _PER_AXIS * axes), cost_s)
 
 
 @dataclass(frozen=True, slots=True)

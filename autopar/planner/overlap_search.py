@@ -45,7 +45,7 @@ _LEAST_GAIN_OF_PREFETCH = 0.02
 def is_worth_hiding(plan: Candidate, to_beat: float = math.inf) -> bool:
     """Whether XLA overlaps kernels and collectives of the plan, enough communication is exposed, and the plan could become
     faster than `to_beat` seconds."""
-    return _overlaps(plan) and _is_exposed(plan, to_beat)
+    return overlaps(plan) and _is_exposed(plan, to_beat)
 
 
 def _is_exposed(plan: Candidate, to_beat: float = math.inf) -> bool:
@@ -80,7 +80,7 @@ def search_overlap_prices(
     def is_open(plan: Candidate) -> bool:
         if plan.step_time_s <= to_beat:
             return is_worth_hiding(plan, to_beat)
-        return plan is first and even_slower and _overlaps(plan) and _is_exposed(plan)
+        return plan is first and even_slower and overlaps(plan) and _is_exposed(plan)
 
     while is_open(best):
         prices = _exposed_shares(best)
@@ -225,7 +225,7 @@ def _best(plan: Candidate, budget: float, variants: Iterable[_Variant], least_ga
     return best
 
 
-def _overlaps(plan: Candidate) -> bool:
+def overlaps(plan: Candidate) -> bool:
     """Whether XLA overlaps kernels and collectives: on several GPUs, in a program without loops."""
     return _on_gpus(plan) and not plan.program.graph.loops
 
