@@ -30,12 +30,17 @@ H100 = load("h100-sxm")
 SLOW = dataclasses.replace(H100, hbm_bytes_per_s=H100.hbm_bytes_per_s / 1e4, kernel_launch_s=0.0)
 
 
+def formulated(fun: Any, *args: Any, mesh: str) -> Formulation:
+    graph = program_of(fun, args, carry=None, donate=None).graph
+    groups = program_groups(graph, {}).groups
+    return formulate(graph, groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
+
+
 def made_of(name: str, mesh: str, solver: Solver) -> tuple[Formulation, tuple[int, ...]]:
     program = programs.PROGRAMS[name]()
     state = jax.eval_shape(program.create_state, jax.random.key(0))
     states = state if program.num_state_args > 1 else (state,)
-    graph = program_of(program.step, (*states, program.make_batch(0)), carry=None, donate=None).graph
-    f = formulate(graph, program_groups(graph, {}).groups, parse_mesh(mesh), SLOW, pins={}, memory_budget_bytes=None)
+    f = formulated(program.step, *states, program.make_batch(0), mesh=mesh)
     return f, solver.solve(f.problem).choices
 
 
@@ -115,15 +120,9 @@ def test_an_illegal_program_is_refused(mlp: tuple[ExplicitProgram, Graph]) -> No
             check_explicit(wrong, graph)
 
 
-def formulated(fun: Any, *args: Any) -> Formulation:
-    graph = program_of(fun, args, carry=None, donate=None).graph
-    groups = program_groups(graph, {}).groups
-    return formulate(graph, groups, parse_mesh("2x4"), SLOW, pins={}, memory_budget_bytes=None)
-
-
 def test_gathered_parts_that_begin_elsewhere_send_rows_to_the_neighbour() -> None:
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 32), (32, 258), (258, 16))]
-    f = formulated(lambda a, b, c: (a @ b) @ c, *shapes)
+    f = formulated(lambda a, b, c: (a @ b) @ c, *shapes, mesh="2x4")
     fine, coarse = ((), ("data", "model")), ((), ("data",))
     (flow,) = (flow for flow in f.flows if f.graph.values[flow.value].shape == (16, 258))
     choices = [0] * len(f.decisions)
@@ -139,8 +138,8 @@ def test_gathered_parts_that_begin_elsewhere_send_rows_to_the_neighbour() -> Non
 
 def test_the_sum_of_a_scatter_is_whole_before_several_dims_are_split() -> None:
     rows, updates = jax.ShapeDtypeStruct((32,), "int32"), jax.ShapeDtypeStruct((32, 128), "float32")
-    scatter = formulated(lambda i, x: jax.numpy.zeros((64, 128)).at[i].add(x), rows, updates)
-    matmul = formulated(lambda x: x.T @ x, updates)
+    scatter = formulated(lambda i, x: jax.numpy.zeros((64, 128)).at[i].add(x), rows, updates, mesh="2x4")
+    matmul = formulated(lambda x: x.T @ x, updates, mesh="2x4")
     pending = TensorSharding(((), ()), ("data", "model"))
 
     def kinds(f: Formulation, *dims: tuple[str, ...]) -> list[str]:

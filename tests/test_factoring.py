@@ -282,16 +282,16 @@ def by_head(batch: int) -> tuple[programs.Program, Any]:
 
 
 def test_attention_is_split_by_head_and_only_weights_move() -> None:
-    """One sequence, so no batch to split: Megatron's four all-reduces, and one gather of the fused weight."""
+    """One sequence, so no batch to split: Megatron's four all-reduces, and gathers of the fused weight, its bias and the vocabulary."""
     program, planned = by_head(batch=1)
     plan = planned.plan(*program.abstract_args())
     reduced = [use for use in plan.collectives if use.kind == "all-reduce"]
     moved = [use for use in plan.collectives if use.kind != "all-reduce"]
     assert len(reduced) == 4 and {use.num_bytes for use in reduced} == {128 * 64 * 4.0}
-    assert {use.kind for use in moved} == {"all-gather"}
-    assert max(use.num_bytes for use in moved) == 64 * 3 * 64 * 4
+    fused, bias, table = 64 * 3 * 64 * 4, 3 * 64 * 4, 32 * 64 * 4
+    assert {(use.kind, use.num_bytes) for use in moved} == {("all-gather", size) for size in (fused, bias, table)}
     counts = hlo.count(planned.lower(*program.abstract_args()).compile().as_text() or "")
-    assert counts["all-reduce"] == 4
+    assert counts["all-reduce"] == 4 and counts["all-gather"] == len(moved) == 3
     assert "all-to-all" not in counts and "collective-permute" not in counts
 
 
