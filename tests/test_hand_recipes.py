@@ -37,6 +37,8 @@ CHOSEN = (
     "vocabulary split 2x4",
     "context parallel 2x4",
     "expert parallel 2x4",
+    "EP x TP + SP 1x4x2",
+    "EP x CP 1x4x2",
 )
 
 
@@ -138,6 +140,21 @@ def test_experts_go_to_their_own_axis() -> None:
     assert found["state/params/layer_0/self_attn/q_proj/kernel"] == P(("data", "expert"))
 
 
+def test_experts_with_tensor_or_context_parallelism_split_an_example() -> None:
+    """16 GPUs share 8 examples."""
+    args = model("mixture").target[1]
+    found = {one.name: one.pins(args, one.mesh) for one in recipes(16, args) if one.kind.startswith("EP")}
+    up, query = "state/params/layer_0/experts/up_experts", "state/params/layer_0/self_attn/q_proj/kernel"
+    tensor, context = found["EP x TP + SP 2x4x2"], found["EP x CP 2x4x2"]
+    assert tensor[up] == P("expert", None, ("data", "model"))
+    assert tensor[query] == P(("data", "expert"), "model")
+    assert tensor["batch/tokens"] == P(("data", "expert"))
+    assert context[up] == P("expert", None, ("data", "context"))
+    assert context[query] == P(("data", "expert", "context"))
+    assert context["batch/tokens"] == P(("data", "expert"), "context")
+    assert "EP x CP 1x4x4" in found and "EP x CP 4x2x2" not in found
+
+
 def test_a_fused_kernel_is_sharded_by_its_input_under_sequence_parallelism() -> None:
     path = "state/params/transformer/h/0/attn/c_attn/kernel"
     assert pins("data x tensor 2x4", "gpt2")[path] == P("model")
@@ -165,7 +182,7 @@ def test_a_recipe_that_shards_nothing_of_a_model_is_left_out() -> None:
     graph = {one.kind for one in recipes(8, small.graph_network_().target[1])}
     assert graph <= {"data parallel", "ZeRO-1", "FSDP", "MaxText rules"}
     images = {one.kind for one in recipes(8, small.vit().target[1])}
-    assert not {"context parallel", "vocabulary split", "expert parallel"} & images
+    assert not {"context parallel", "vocabulary split", "expert parallel", "EP x CP", "EP x TP + SP"} & images
 
 
 def test_maxtext_names_an_axis_once_and_keeps_a_dim_that_does_not_divide() -> None:
@@ -184,6 +201,8 @@ def test_maxtext_names_an_axis_once_and_keeps_a_dim_that_does_not_divide() -> No
         ("vocabulary split 2x4", "llama", ['[{"data", "model"}, {}, {}]', '[{"data"}, {}, {"model"}]']),
         ("vocabulary split 2x4", "gpt2", ['[{"data"}, {}, {"model"}]']),
         ("expert parallel 2x4", "mixture", ['[{"expert"}, {"data"}, {}, {}]']),
+        ("EP x TP + SP 1x4x2", "mixture", ['[{"expert"}, {}, {"model"}, {}]', '[{"expert"}, {"model"}, {}]']),
+        ("EP x CP 1x4x2", "mixture", ['[{"expert"}, {}, {"context"}, {}]', '[{"expert"}, {"context"}, {}]']),
         ("MaxText rules 2x4", "llama", ['[{"fsdp"}, {}, {"tensor"}]']),
     ],
 )
@@ -227,7 +246,7 @@ CASES = [
     (of, name)
     for of in ("llama", "gpt2", "mixture")
     for name in CHOSEN
-    if not (name.startswith("expert") and of != "mixture")
+    if not (name.startswith(("expert", "EP")) and of != "mixture")
 ]
 
 

@@ -84,14 +84,21 @@ def context_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
 
 
 def expert_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
-    """Experts over `expert`; all other state as ZeRO-3, and the batch, over all axes."""
+    """Experts over `expert`; all other state as ZeRO-3, and the batch, over all axes. With an axis `model`, what tensor parallelism shards is
+    over that; with `context`, the tokens are. Both axes shard the experts' weights, too."""
+    batch = tuple(axis for axis in mesh.axis_names if axis not in ("model", "context"))
+    others = tuple(axis for axis in mesh.axis_names if axis != "expert")
+    tokens = tuple(axis for axis in mesh.axis_names if axis == "context")
 
     def dims(path: str, shape: Shape) -> Dims:
         if roles.is_expert(path) and shape[0] % mesh.size("expert") == 0:
-            return largest(shape, mesh, ("data",), placed={0: "expert"})
-        return largest(shape, mesh, mesh.axis_names)
+            return largest(shape, mesh, others, placed={0: "expert"})
+        dim = roles.tensor_dim(path, shape) if "model" in mesh.axis_names else None
+        if dim is None or shape[dim] % mesh.size("model"):
+            return largest(shape, mesh, mesh.axis_names)
+        return largest(shape, mesh, batch, placed={dim: "model"})
 
-    return pins(args, mesh, dims, mesh.axis_names)
+    return pins(args, mesh, dims, batch, tokens)
 
 
 def largest(shape: Shape, mesh: MeshShape, axes: tuple[str, ...], placed: dict[int, str] | None = None) -> Dims:

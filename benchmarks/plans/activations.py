@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -50,6 +50,8 @@ class Activations:
         experts, by_batch: `(experts, batch, capacity, width)` in the experts, and before and after them. Without the
             second, XLA gathers the tokens instead of exchanging them in an all-to-all.
         everywhere: whether all modules' results count as residuals, and of any rank, by the batch only.
+        router: `(batch, sequence, experts)` of the router. The places of tokens in an expert are counted along the sequence, which is slow
+            in parts.
     """
 
     residual: Entries | None = None
@@ -61,6 +63,7 @@ class Activations:
     experts: Entries | None = None
     by_batch: Entries | None = None
     everywhere: bool = False
+    router: Entries | None = None
 
     def in_step(self, step: Callable[..., Any], mesh: MeshShape, batch: Any) -> Callable[..., Any]:
         """The step with these constraints."""
@@ -79,23 +82,23 @@ def batch_only(*axes: str) -> Activations:
     return Activations(residual=(axes,), everywhere=True)
 
 
-def sequence_tensor(logits: bool = True) -> Activations:
-    """Megatron-LM's tensor and sequence parallelism, batch over `data`; the logits split by vocabulary if it divides, else
-    by sequence."""
-    data, model, whole = ("data",), ("model",), ()
+def sequence_tensor(*batch: str) -> Activations:
+    """Megatron-LM's tensor and sequence parallelism, the batch over `data` or the given axes; the logits split by vocabulary if it divides,
+    else by sequence."""
+    data, model, whole = batch or ("data",), ("model",), ()
     return Activations(
         residual=(data, model, whole),
         column=(data, whole, model),
-        logits=(data, whole, model) if logits else None,
+        logits=(data, whole, model),
         query=(data, whole, model, whole),
         key=(data, whole, model, whole),
         weights=(data, model, whole, whole),
     )
 
 
-def gathered_keys() -> Activations:
-    """Context parallelism: all activations by sequence over `context`, keys and values gathered."""
-    data, context, whole = ("data",), ("context",), ()
+def gathered_keys(*batch: str) -> Activations:
+    """Context parallelism: all activations by sequence over `context`, keys and values gathered; the batch over `data` or the given axes."""
+    data, context, whole = batch or ("data",), ("context",), ()
     residual = (data, context, whole)
     return Activations(
         residual=residual,
@@ -116,6 +119,17 @@ def tensor(axis: str = "model") -> Activations:
         query=(data, whole, model, whole),
         key=(data, whole, model, whole),
         weights=(data, model, whole, whole),
+    )
+
+
+def exchanged(others: Activations, axis: str) -> Activations:
+    """Expert parallelism within another recipe: tokens are exchanged over `expert`, and an expert's are split over the recipe's inner axis."""
+    batch, inner, whole = ("data", "expert"), (axis,), ()
+    return replace(
+        others,
+        experts=(("expert",), ("data",), inner, whole),
+        by_batch=(whole, batch, inner, whole),
+        router=(batch, whole, whole),
     )
 
 
@@ -157,6 +171,8 @@ class _Constraint:
             return self.on(self.on(result, kind.experts), kind.by_batch)
         if context.method_name != "__call__":
             return result
+        if kind.router is not None and module.name == "router":
+            return self.on(result, kind.router)
         if kind.everywhere:
             return jax.tree.map(lambda leaf: self._batch(leaf, kind.residual), result)
         path = "/".join(map(str, module.path))

@@ -6,7 +6,7 @@ their own, and reductions that start early, by the same rewriting of the same tr
 version, which the tables below mark, compare with hand plans that had none of these.
 
 Recipes: data parallel, ZeRO-1, FSDP, HSDP, tensor parallel, TP + SP (Megatron's sequence parallelism), FSDP x TP + SP, a
-split vocabulary, context parallel with gathered keys, expert parallel, MaxText's default rules; each on every number of
+split vocabulary, context parallel with gathered keys, expert parallel, alone and with TP + SP or context parallel, MaxText's default rules; each on every number of
 GPUs that divides. Two versions: as users write it, with the shardings of inputs and outputs, and with constraints on
 activations where the recipe needs them; and tuned. Every recipe is priced by autopar's planner with everything pinned;
 `case.py` says which are compiled. XLA compiles for absent H100s; hosts have 8 GPUs. The step time is that of the replay

@@ -24,7 +24,7 @@ from autopar.runtime.jit import abstract_mesh
 from benchmarks.baselines import maxtext_rules, pinned, roles
 from benchmarks.baselines.jitted import jitted
 from benchmarks.baselines.pinned import Pins
-from benchmarks.plans.activations import Activations, batch_only, gathered_keys, sequence_tensor, tensor
+from benchmarks.plans.activations import Activations, batch_only, exchanged, gathered_keys, sequence_tensor, tensor
 
 DATA, MODEL, FSDP, CONTEXT, EXPERT, TENSOR = "data", "model", "fsdp", "context", "expert", "tensor"
 GPUS_PER_HOST = 8
@@ -146,6 +146,21 @@ def _grids(outer: int, inner: int) -> Iterator[Recipe]:
         everywhere=True,
     )
     yield Recipe("expert parallel", f"expert parallel {grid}", expert, pinned.expert_parallel, sent, sent)
+    yield from _expert_grids(outer, inner)
+
+
+def _expert_grids(outer: int, inner: int) -> Iterator[Recipe]:
+    """Expert parallelism with tensor or context parallelism inside: an example is split, too. The two fill one host or two."""
+    with_tensor = exchanged(sequence_tensor(DATA, EXPERT), MODEL)
+    with_context = exchanged(gathered_keys(DATA, EXPERT), CONTEXT)
+    for size in _INNER:
+        if outer % size or not min(outer * inner, GPUS_PER_HOST) <= size * inner <= 2 * GPUS_PER_HOST:
+            continue
+        sizes = (outer // size, size, inner)
+        grid = "x".join(map(str, sizes))
+        for kind, axis, kept in (("EP x TP + SP", MODEL, with_tensor), ("EP x CP", CONTEXT, with_context)):
+            mesh = MeshShape((DATA, EXPERT, axis), sizes)
+            yield Recipe(kind, f"{kind} {grid}", mesh, pinned.expert_parallel, kept, kept)
 
 
 def _maxtext_mesh(outer: int, inner: int) -> MeshShape:
@@ -173,16 +188,16 @@ def _applies(recipe: Recipe, args: tuple[Any, Any]) -> bool:
         found = recipe.pins(args, recipe.mesh)
     except ValueError:
         return False
-    state = [path for path, _ in pinned.leaves(args[0])]
-    if recipe.kind == "expert parallel":
-        return any(map(roles.is_expert, state))
+    state, axes = [path for path, _ in pinned.leaves(args[0])], recipe.mesh.axis_names
+    if EXPERT in axes and not any(map(roles.is_expert, state)):
+        return False
     if recipe.kind == "vocabulary split":
         return any(roles.vocabulary_dim(path, ()) is not None for path in state)
-    if recipe.kind == "context parallel":
+    if CONTEXT in axes:
         arrays = [leaf for _, leaf in pinned.leaves(args[1]) if leaf.ndim > 1]
         return bool(arrays) and all(leaf.ndim == 2 and jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in arrays)
-    inner = MODEL if MODEL in recipe.mesh.axis_names else TENSOR
-    if inner not in recipe.mesh.axis_names:
+    inner = MODEL if MODEL in axes else TENSOR
+    if inner not in axes:
         return True
     return any(path.startswith("state/params") and inner in _axes(spec) for path, spec in found.items())
 
