@@ -1,13 +1,13 @@
 """Compare autopar's plans with sharding recipes by hand, on any number of the setting's GPUs.
 
-**Did the hand plans get the same kernels and flags? Yes**, in rows of this version: the tuned version of a recipe may have
-XLA's combine thresholds of 1, 8 and 30 MiB, the loss's gradient by comparison (one-hot), column reductions in kernels of
-their own, and reductions that start early, by the same rewriting of the same trace as autopar's plan. Rows of the earlier
+**Did the hand plans get the same kernels and flags? Yes, but for combine thresholds above 30 MiB**, in rows of this version:
+the tuned version of a recipe may have XLA's combine thresholds of 1, 8 and 30 MiB, the loss's gradient by comparison
+(one-hot), column reductions in kernels of their own, and reductions that start early, by the same rewriting of the same trace as autopar's plan. Rows of the earlier
 version, which the tables below mark, compare with hand plans that had none of these.
 
 Recipes: data parallel, ZeRO-1, FSDP, HSDP, tensor parallel, TP + SP (Megatron's sequence parallelism), FSDP x TP + SP, a
-split vocabulary, context parallel with gathered keys, expert parallel, alone and with TP + SP or context parallel, MaxText's default rules; each on every number of
-GPUs that divides. Two versions: as users write it, with the shardings of inputs and outputs, and with constraints on
+split vocabulary, context parallel with gathered keys, expert parallel, alone and with TP + SP or context parallel,
+MaxText's default rules; each on every number of GPUs that divides. Two versions: as users write it, with the shardings of inputs and outputs, and with constraints on
 activations where the recipe needs them; and tuned. Every recipe is priced by autopar's planner with everything pinned;
 `case.py` says which are compiled. XLA compiles for absent H100s; hosts have 8 GPUs. The step time is that of the replay
 (`autopar replay`) of the compiled program, an estimate by formulas that the planner does not use; XLA's own estimate is
