@@ -93,10 +93,8 @@ def expert_parallel(args: Sequence[Any], mesh: MeshShape) -> Pins:
     def dims(path: str, shape: Shape) -> Dims:
         if roles.is_expert(path) and shape[0] % mesh.size("expert") == 0:
             return largest(shape, mesh, others, placed={0: "expert"})
-        dim = roles.tensor_dim(path, shape) if "model" in mesh.axis_names else None
-        if dim is None or shape[dim] % mesh.size("model"):
-            return largest(shape, mesh, mesh.axis_names)
-        return largest(shape, mesh, batch, placed={dim: "model"})
+        placed = _tensor_placed(path, shape, mesh) if "model" in mesh.axis_names else {}
+        return largest(shape, mesh, batch if placed else mesh.axis_names, placed)
 
     return pins(args, mesh, dims, batch, tokens)
 
@@ -147,13 +145,12 @@ def leaves(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _tensor_and(args: Sequence[Any], mesh: MeshShape, others: tuple[str, ...]) -> Pins:
-    size = mesh.size("model")
+    return pins(args, mesh, lambda path, shape: largest(shape, mesh, others, _tensor_placed(path, shape, mesh)))
 
-    def dims(path: str, shape: Shape) -> Dims:
-        dim = roles.tensor_dim(path, shape)
-        if dim is not None and roles.is_fused(path):
-            dim = 1 - dim if len(shape) == 2 else None
-        placed = {} if dim is None or shape[dim] % size else {dim: "model"}
-        return largest(shape, mesh, others, placed)
 
-    return pins(args, mesh, dims)
+def _tensor_placed(path: str, shape: Shape, mesh: MeshShape) -> dict[int, str]:
+    """The dim that tensor and sequence parallelism shard over `model`, if there is one that divides."""
+    dim = roles.tensor_dim(path, shape)
+    if dim is not None and roles.is_fused(path):
+        dim = 1 - dim if len(shape) == 2 else None
+    return {} if dim is None or shape[dim] % mesh.size("model") else {dim: "model"}

@@ -122,9 +122,10 @@ def tensor(axis: str = "model") -> Activations:
     )
 
 
-def exchanged(others: Activations, axis: str) -> Activations:
-    """Expert parallelism within another recipe: tokens are exchanged over `expert`, and an expert's are split over the recipe's inner axis."""
-    batch, inner, whole = ("data", "expert"), (axis,), ()
+def exchanged(others: Activations, *inner: str) -> Activations:
+    """Expert parallelism within another recipe: tokens are exchanged over `expert`, and an expert's are split over the recipe's inner axis,
+    if it has one."""
+    batch, whole = ("data", "expert"), ()
     return replace(
         others,
         experts=(("expert",), ("data",), inner, whole),

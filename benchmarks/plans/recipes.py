@@ -138,13 +138,7 @@ def _grids(outer: int, inner: int) -> Iterator[Recipe]:
     context, keys = MeshShape((DATA, CONTEXT), (outer, inner)), gathered_keys()
     yield Recipe("context parallel", f"context parallel {grid}", context, pinned.context_parallel, keys, keys)
     expert = MeshShape((DATA, EXPERT), (outer, inner))
-    both, whole = (DATA, EXPERT), ()
-    sent = Activations(
-        residual=(both,),
-        experts=((EXPERT,), (DATA,), whole, whole),
-        by_batch=(whole, both, whole, whole),
-        everywhere=True,
-    )
+    sent = exchanged(batch_only(DATA, EXPERT))
     yield Recipe("expert parallel", f"expert parallel {grid}", expert, pinned.expert_parallel, sent, sent)
     yield from _expert_grids(outer, inner)
 
