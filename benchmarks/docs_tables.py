@@ -1,7 +1,7 @@
 """Print the documentation's tables from the newest committed results: prediction errors, budgets met, start times.
 
-Usage: `python -m benchmarks.docs_tables predictions` (or `held_out`, `together`, `plans`, `experts`, `starts`). Out: a table in
-Markdown. Each figure is the median or the worst over all cases of a benchmark. This module measures nothing and leaves
+Usage: `python -m benchmarks.docs_tables predictions` (or `held_out`, `together`, `plans`, `experts`,
+`faster_by_hand`, `starts`). Out: a table in Markdown. Each figure is the median or the worst over all cases of a benchmark. This module measures nothing and leaves
 no case out.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from benchmarks.held_out.draw import NUM_MODELS
 from benchmarks.held_out.page import as_drawn, gates, groups
 from benchmarks.held_out.tuned import tuned
-from benchmarks.plans.page import ahead, cases_of
-from benchmarks.plans.split import is_current
+from benchmarks.plans.page import TIGHT, ahead, cases_of, on_part_of
+from benchmarks.plans.split import HAND, best, is_current, variant_text
 from benchmarks.proof_summary import OWN, Row, done, off, own_rank, percent, table
 from benchmarks.run import newest_rows
 
@@ -123,6 +123,18 @@ def experts() -> str:
     return table(header, lines)
 
 
+def faster_by_hand() -> str:
+    """Every case with the same memory in which a hand-written program is faster than autopar's plan, the slowest plan first."""
+    lines = []
+    for case in cases_of(newest_rows("plans")):
+        value, own, hand = ahead(case), best(case, OWN), best(case, *HAND)
+        if is_current(case) and case[0]["setting"] != TIGHT and own and hand and value is not None and value < 1:
+            program = f"{hand['recipe']}{on_part_of(hand)}; {variant_text(hand)}"
+            lines.append((value, [case[0]["model"], case[0]["setting"], program, percent(1 / value - 1)]))
+    header = ["model", "GPUs and batch", "fastest by hand", "autopar's plan takes longer by"]
+    return table(header, [line for _, line in sorted(lines)])
+
+
 def held_out() -> str:
     """The gates of the newest twelve models as they were drawn, also of those that were looked into later."""
     drawn = as_drawn(*groups(newest_rows("held_out"), tuned()))
@@ -170,5 +182,5 @@ def _of(cases: Iterable[bool]) -> str:
 
 
 if __name__ == "__main__":
-    tables = (predictions, held_out, together, plans, experts, starts)
+    tables = (predictions, held_out, together, plans, experts, faster_by_hand, starts)
     print({made.__name__: made for made in tables}[sys.argv[1]]())

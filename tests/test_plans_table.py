@@ -14,10 +14,11 @@ import pytest
 
 from autopar.hardware.profile import load as load_profile
 from autopar.ir.mesh import MeshShape
+from autopar.planner import overlap_search
 from autopar.xla_compiler.compiler import CompiledStep
 from benchmarks.baselines import pinned
 from benchmarks.compile_cache import save
-from benchmarks.plans import audit, case, judge, page, tuned
+from benchmarks.plans import audit, case, judge, page, parts, tuned
 from benchmarks.plans.audit import draw
 from benchmarks.plans.case import ByHand, Candidate, chosen
 from benchmarks.plans.judge import Judge
@@ -32,6 +33,8 @@ from benchmarks.zoo.training import Training
 from transformers import LlamaConfig
 
 Row = dict[str, Any]
+#: What progress shows of a row besides its time and bytes.
+SHOWN = ("exposed_s", "counts", "mesh", "words")
 H100 = load_profile("h100-sxm")
 
 
@@ -86,7 +89,9 @@ def test_the_page_has_the_gates_the_split_and_what_an_earlier_version_measured()
     earlier: Row = {"model": "bert", "setting": "8 GPUs", "gpus": 8, "recipe": "FSDP", "way": "expert", "failed": ""}
     earlier |= {"step_s": 2.0, "peak_bytes": 1e9, "sent_bytes": 1e9, "exposed_s": 0.0, "counts": {}, "mesh": "8"}
     text = page.summary([*HAND, OWN, earlier, earlier | {"way": "autopar", "recipe": "autopar", "step_s": 1.0}])
-    assert "1 of 2 cases" in text
+    assert "1 of 2 cases" in text and "In 1 of them, combine thresholds by hand end at XLA's default." in text
+    larger = page.summary([*HAND, row(2.5, "variant", limit_mib=60), OWN])
+    assert "1 of 1 cases" in larger and "end at XLA's default" not in larger
     assert "| tuned over the user's version of the same recipe, worst of 1 | 0.333 (FSDP of gpt2, 8 GPUs)" in text
     assert "| autopar over the best tuned expert on any number of GPUs, worst | 0.833 (gpt2 (8 GPUs)); 1 of 1" in text
     assert "| 8 GPUs | 1 | 1.200 | 4.000 | 1.440 | 2.000 | 1.250 | 1.111 |" in text
@@ -104,13 +109,19 @@ def test_xla_s_estimate_is_shown_only_where_it_is_sound() -> None:
 def test_one_flag_away_is_every_other_limit_and_every_other_flag() -> None:
     away = list(Extras(constraints=True, limit_mib=8, kernels=True).one_flag_away())
     assert away == [
-        Extras(constraints=True, limit_mib=None, kernels=True),
-        Extras(constraints=True, limit_mib=1, kernels=True),
+        *(Extras(constraints=True, limit_mib=limit, kernels=True) for limit in (None, 60, 120, 15, 7.5, 1)),
         Extras(limit_mib=8, kernels=True),
         Extras(constraints=True, limit_mib=8, kernels=True, early_reductions=True),
         Extras(constraints=True, limit_mib=8),
     ]
-    assert tuned.LIMITS_MIB == (None, 8, 1)
+
+
+def test_hands_have_every_threshold_that_autopar_chooses_from() -> None:
+    """One that autopar makes from XLA's default, to the byte, is the same number of MiB here."""
+    default = H100.combine_threshold_bytes
+    own = {round(share * default / 2**20, 1) for share in overlap_search._THRESHOLDS}
+    assert own == {7.5, 15, 60, 120} and own < set(tuned.LIMITS_MIB)
+    assert {None, 8, 1} < set(tuned.LIMITS_MIB)
 
 
 def test_rows_are_drawn_by_the_seed_alone() -> None:
@@ -122,10 +133,10 @@ def test_rows_are_drawn_by_the_seed_alone() -> None:
 
 def test_one_more_flag_s_gain_is_that_of_the_fastest_program() -> None:
     tuned_row = row(10.0, "tuned", model="small", gpus_used=8, constraints=True)
-    times = Times(10.5, 9.0, 11.0, 9.5)
+    times = Times(10.5, 9.0, 11.0, 9.5, 9.9, 9.9, 9.9, 9.9)
     with mock.patch.dict(audit.MODELS, {"small": Model("", 1, lambda _: language_model())}):
         most, extras = audit.gain(tuned_row, times)  # pyright: ignore[reportArgumentType]
-    assert most == pytest.approx(0.1) and extras == Extras(constraints=True, limit_mib=1)
+    assert most == pytest.approx(0.1) and extras == Extras(constraints=True, limit_mib=120)
 
 
 def priced(name: str, seconds: float, num_gpus: int = 8, kind: str = "", **more: Any) -> Candidate:
@@ -174,25 +185,95 @@ def fsdp() -> Candidate:
 
 
 def test_each_variant_adds_one_thing_to_the_best_so_far() -> None:
-    """Constraints help, 8 MiB helps more, 1 MiB does not, kernels help."""
-    times = Times(8.0, 7.0, 7.5, 6.0)
+    """Constraints help, 60 MiB helps more, 120 MiB is a little slower, 15 MiB so much that 8 is not tried, kernels help."""
+    times = Times(8.0, 7.0, 7.1, 7.5, 6.0)
     rows = by_hand(times).tuned(fsdp(), row(10.0))
-    assert [one["step_s"] for one in rows] == [8.0, 7.0, 7.5, 6.0, 6.0]
+    assert [one["step_s"] for one in rows] == [8.0, 7.0, 7.1, 7.5, 6.0, 6.0]
     assert [variant_text(one) for one in rows[:-1]] == [
         "constraints",
-        "constraints, combine 8 MiB",
-        "constraints, combine 1 MiB",
-        "constraints, kernels, combine 8 MiB",
+        "constraints, combine 60 MiB",
+        "constraints, combine 120 MiB",
+        "constraints, combine 15 MiB",
+        "constraints, kernels, combine 60 MiB",
     ]
-    assert rows[-1]["way"] == "tuned" and rows[-1]["variant"] == "constraints, kernels, combine 8 MiB"
+    assert rows[-1]["way"] == "tuned" and rows[-1]["variant"] == "constraints, kernels, combine 60 MiB"
     limits = [one and set(one.values()) for one in times.options]
-    assert limits == [None, {8 << 20}, {1 << 20}, {8 << 20}]
+    assert limits == [None, {60 << 20}, {120 << 20}, {15 << 20}, {60 << 20}]
+
+
+def test_thresholds_on_one_side_of_the_default_end_where_they_get_slow() -> None:
+    times = Times(8.0, 9.0, 7.9, 7.7, 7.7, 7.6, 9.0)
+    rows = by_hand(times).tuned(fsdp(), row(10.0))
+    assert [one["limit_mib"] for one in rows] == [None, 60, 15, 8, 7.5, 1, 1, 1]
+    assert times.options[4] == dict.fromkeys(times.options[4], 7.5 * 2**20)
+
+
+def test_a_case_is_tuned_again_with_what_it_lacks_only() -> None:
+    """The known rows stay; a recipe near to the fastest is tuned, one that is far is not."""
+    known = [
+        row(10.0, price_bytes=1.0),
+        row(8.0, "variant", constraints=True),
+        row(7.0, "variant", constraints=True, limit_mib=8),
+        row(6.0, "variant", constraints=True, limit_mib=8, kernels=True),
+        row(6.0, "tuned", constraints=True, limit_mib=8, kernels=True, variant="constraints, kernels, combine 8 MiB"),
+        row(10.2, recipe="data parallel", price_bytes=1.0),
+        row(11.0, recipe="ZeRO-1", price_bytes=1.0),
+    ]
+    # FSDP with 60 and 15 MiB; data parallel with constraints, 60, 15 MiB, kernels.
+    times = Times(9.0, 7.5, 10.1, 12.0, 12.0, 10.0)
+    rows = by_hand(times).tuned_again(known)
+    assert [one["step_s"] for one in rows if one["way"] == "user"] == [10.0, 10.2, 11.0]
+    made = [(one["recipe"], one["way"], variant_text(one), one["step_s"]) for one in rows if one["way"] != "user"]
+    assert made == [
+        ("FSDP", "variant", "constraints", 8.0),
+        ("FSDP", "variant", "constraints, combine 8 MiB", 7.0),
+        ("FSDP", "variant", "constraints, kernels, combine 8 MiB", 6.0),
+        ("FSDP", "variant", "constraints, combine 60 MiB", 9.0),
+        ("FSDP", "variant", "constraints, combine 15 MiB", 7.5),
+        ("FSDP", "tuned", "constraints, kernels, combine 8 MiB", 6.0),
+        ("data parallel", "variant", "constraints", 10.1),
+        ("data parallel", "variant", "constraints, combine 60 MiB", 12.0),
+        ("data parallel", "variant", "constraints, combine 15 MiB", 12.0),
+        ("data parallel", "variant", "constraints, kernels", 10.0),
+        ("data parallel", "tuned", "constraints, kernels", 10.0),
+    ]
+    assert not times.seconds
 
 
 def test_a_tuned_version_is_never_slower_than_the_user_s() -> None:
     rows = by_hand(Times(11.0, 12.0, 13.0, 14.0)).tuned(fsdp(), row(10.0))
     assert rows[-1]["way"] == "tuned" and rows[-1]["step_s"] == 10.0
     assert rows[-1]["variant"] == "as the user's"
+
+
+def test_a_changed_recipe_is_compiled_again() -> None:
+    known = [
+        row(10.0, price_bytes=1.0),
+        row(8.0, "variant", constraints=True),
+        row(8.0, "tuned", constraints=True, variant="constraints"),
+    ]
+    rows = by_hand(Times(9.0, 7.0, 8.0, 8.0, 8.0)).tuned_again(known, changed=["FSDP"])
+    assert [(one["way"], variant_text(one), one["step_s"]) for one in rows] == [
+        ("user", "as the user's", 9.0),
+        ("variant", "constraints", 7.0),
+        ("variant", "constraints, combine 60 MiB", 8.0),
+        ("variant", "constraints, combine 15 MiB", 8.0),
+        ("variant", "constraints, kernels", 8.0),
+        ("tuned", "constraints", 7.0),
+    ]
+
+
+@pytest.mark.parametrize(("peak_bytes", "step_s"), [(1e9, 1.0), (2e9, 3.0)])
+def test_autopar_plans_again_if_its_memory_is_another(peak_bytes: float, step_s: float) -> None:
+    known, by_hand = [row(5.0), OWN], [row(5.0), row(4.0, "tuned", peak_bytes=peak_bytes)]
+    planned = mock.Mock(return_value={"step_s": 3.0, "peak_bytes": 1.0, "sent_bytes": 0.0} | dict.fromkeys(SHOWN))
+    with (
+        mock.patch.object(ByHand, "tuned_again", lambda *_: by_hand),
+        mock.patch.object(parts._Case, "_planned", lambda _, budget: planned(budget)),
+    ):
+        rows = parts.tuned_again("gpt2: 8 GPUs, 40 % of the memory", known)
+    assert [one["step_s"] for one in rows] == [5.0, 4.0, step_s]
+    assert planned.call_args_list == ([] if step_s == 1.0 else [mock.call(0.4 * peak_bytes)])
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ and in the loss. The models stay as they are: Flax can intercept calls of module
 loss are replaced while the step is traced.
 
 Megatron-LM's sequence parallelism: between blocks `(batch, sequence over model, width)`, from norms and row-parallel
-modules; `(batch, sequence, width over model)` from column-parallel ones. What a column-parallel module reads has no
+modules; `(batch, sequence, width over model)` from column-parallel ones and into row-parallel ones. What a column-parallel module reads has no
 constraint of its own: with one, each of several readers would gather its input, and sum its gradient, on its own.
 """
 
@@ -43,7 +43,7 @@ class Activations:
 
     Args:
         residual: `(batch, sequence, width)`: embeddings, norms, row-parallel results.
-        column: the same of column-parallel results.
+        column: the same of column-parallel results, and of what row-parallel modules read.
         logits: `(batch, sequence, vocabulary)`; the loss is then written so that it gathers no logits.
         query, key: `(batch, sequence, heads, width)`.
         weights: `(batch, heads, queries, keys)` of attention.
@@ -165,6 +165,9 @@ class _Constraint:
         is_head = module.name in _HEADS and context.method_name == "__call__"
         if kind.logits is not None and is_head and isinstance(module, nn.Dense):
             return self._head(module, *given)
+        path = "/".join(map(str, module.path))
+        if context.method_name == "__call__" and roles.is_split_by_rows(path) and kind.column != kind.residual:
+            given = (self._activation(given[0], kind.column), *given[1:])
         result = method(*given, **named)
         if context.method_name == "to_experts":
             return self.on(self.on(result, kind.by_batch), kind.experts)
@@ -176,7 +179,6 @@ class _Constraint:
             return self.on(result, kind.router)
         if kind.everywhere:
             return jax.tree.map(lambda leaf: self._batch(leaf, kind.residual), result)
-        path = "/".join(map(str, module.path))
         if roles.is_split_by_columns(path) and not roles.is_fused(f"{path}/kernel"):
             return self._activation(result, kind.column)
         is_residual = isinstance(module, nn.Embed | nn.Dense) or "Norm" in type(module).__name__

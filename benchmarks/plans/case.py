@@ -2,27 +2,31 @@
 
 In: a model's step, the GPUs. Out: rows. Every recipe is first priced by autopar's planner with everything pinned; then
 XLA compiles, as users write them, the best grid of each kind of recipe on all GPUs, and the best four on any number of
-GPUs (one grid of a kind on each number). Of the two best by price and the fastest as compiled, tuned versions follow. Each variant differs from
-the best one so far in one thing, and the best stays:
+GPUs (one grid of a kind on each number). Tuned versions follow: of the two best by price, the fastest as compiled, and all
+within 3 % of it. Each variant differs from the best one so far in one thing, and the best stays:
 
 1. `constraints`: the shardings of activations and gradients that an expert adds, if the recipe has any;
-2. `combiner`: combine thresholds of 8 MiB, and of 1 MiB unless 8 MiB made the step slower by more than 2 %;
+2. `combiner`: combine thresholds above XLA's default, then below it; each direction ends once one made the step slower
+   by more than 2 %;
 3. `kernels`: the one-hot gradient of the loss and separate column reductions; then early reductions.
 
 The tuned version is the fastest of these and the user's program, so it is never slower.
+
+A case that was measured before may be tuned again (`ByHand.tuned_again`): its rows stay, and only variants that it lacks
+are compiled, e.g. those of a new combine threshold.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.plans.judge import Judge
 from benchmarks.plans.recipes import Recipe, gpu_counts, recipes
 from benchmarks.plans.split import MEMORY_BYTES, fits, variant_text
-from benchmarks.plans.tuned import LIMITS_MIB, Extras, Programs, price
+from benchmarks.plans.tuned import LARGER_MIB, SMALLER_MIB, Extras, Programs, price
 from benchmarks.zoo.training import Target
 
 Row = dict[str, Any]
@@ -34,7 +38,9 @@ _KINDS_KEPT = 4
 #: Fewer GPUs are not priced once the best price on some is this much above the best so far.
 _STOP = 1.5
 _NUM_COMPILED, _NUM_TUNED = 4, 2
-#: A still smaller combine threshold is not tried once one made the step this much slower.
+#: Recipes this near to the fastest as compiled are tuned, too.
+_NEAR = 1.03
+#: Combine thresholds still farther from the default are not tried once one made the step this much slower.
 _HOPELESS_THRESHOLD = 1.02
 
 
@@ -76,17 +82,35 @@ class ByHand:
         candidates = self.priced()
         rows = [self._user(one) for one in chosen(candidates, self.num_gpus)]
         by_name = {(one.recipe.name, one.recipe.num_gpus): one for one in candidates}
-        compiled = sorted(filter(fits, rows), key=lambda row: row["step_s"])[:1]
-        best = [by_name[row["recipe"], row["gpus_used"]] for row in compiled]
-        best += best_by_price(candidates)[:_NUM_TUNED]
+        best = [by_name[_recipe_of(row)] for row in _near(rows)] + best_by_price(candidates)[:_NUM_TUNED]
+        users = {_recipe_of(row): row for row in rows}
         for one in dict.fromkeys(best):
-            user = next(
-                (row for row in rows if (row["recipe"], row["gpus_used"]) == (one.recipe.name, one.recipe.num_gpus)),
-                None,
-            )
+            user = users.get((one.recipe.name, one.recipe.num_gpus))
             if user is not None:
                 rows += self.tuned(one, user)
         return rows
+
+    def tuned_again(self, known: Sequence[Row], changed: Collection[str] = ()) -> list[Row]:
+        """The known rows by hand of this case, with the variants that they lack and new tuned versions.
+
+        Args:
+            changed: kinds of recipe that are written otherwise now: their rows are made again.
+        """
+        users = [row for row in known if row["way"] == "user"]
+        users = [self._user(self._candidate(row)) if row["kind"] in changed else row for row in users]
+        variants = [row for row in known if row["way"] == "variant" and row["kind"] not in changed]
+        before = {_recipe_of(row) for row in known if row["way"] == "tuned"}
+        near, rows = {_recipe_of(row) for row in _near(users)}, list(users)
+        for user in users:
+            if (name := _recipe_of(user)) in before | near:
+                rows += self.tuned(self._candidate(user), user, [row for row in variants if _recipe_of(row) == name])
+        return rows
+
+    def _candidate(self, user: Row) -> Candidate:
+        """The recipe of a row and its price there."""
+        name, num_gpus = _recipe_of(user)
+        recipe = next(one for one in recipes(num_gpus, self.target()[1]) if one.name == name)
+        return Candidate(recipe, user["price_s"], user["price_bytes"])
 
     def priced(self) -> list[Candidate]:
         """Recipes on all GPUs, then on fewer as long as these may be faster, and on one GPU."""
@@ -129,31 +153,43 @@ class ByHand:
 
         return self._row(one, "user", Extras(), figures)
 
-    def tuned(self, one: Candidate, user: Row) -> list[Row]:
-        """Rows of the variants, then the fastest of them and the user's program once more, as the tuned version."""
-        found, programs = [user], self._programs(one.recipe)
+    def tuned(self, one: Candidate, user: Row, known: Sequence[Row] = ()) -> list[Row]:
+        """Rows of the variants, then the fastest of them and the user's program once more, as the tuned version.
+
+        Args:
+            known: variants that were measured before.
+        """
+        found, programs = [user, *known], self._programs(one.recipe)
 
         def best() -> Extras:
-            return Extras.of(min(filter(fits, found), key=lambda row: row["step_s"], default=user))
+            """The best so far without kernels, which come last."""
+            plain = [row for row in found if fits(row) and not row["kernels"]]
+            return Extras.of(min(plain, key=lambda row: row["step_s"], default=user))
 
         def compile_if_new(extras: Extras) -> Row | None:
+            """The program's row; None if there is no such program."""
+            before = [row for row in found if Extras.of(row) == extras]
+            if before:
+                return before[0]
             try:
-                is_new = programs.has(extras) and extras not in map(Extras.of, found)
+                exists = programs.has(extras)
             except Exception as error:  # without a plan, there is nothing to take from it
                 print(f"no plan: {error}", flush=True)
                 return None
-            if is_new:
+            if exists:
                 found.append(self._row(one, "variant", extras, lambda: self._figures(programs, extras)))
-            return found[-1] if is_new else None
+            return found[-1] if exists else None
 
         compile_if_new(Extras(constraints=True))
-        for limit in LIMITS_MIB:
-            before = min((row["step_s"] for row in filter(fits, found)), default=float("inf"))
-            made = compile_if_new(Extras(best().constraints, limit))
-            if made is not None and fits(made) and made["step_s"] > _HOPELESS_THRESHOLD * before:
-                break
+        constraints = best().constraints
+        for limits in (LARGER_MIB, SMALLER_MIB):
+            for limit in limits:
+                before = min((row["step_s"] for row in found if fits(row) and not row["kernels"]), default=float("inf"))
+                made = compile_if_new(Extras(constraints, limit))
+                if made is not None and fits(made) and made["step_s"] > _HOPELESS_THRESHOLD * before:
+                    break
         compile_if_new(replace(best(), kernels=True))
-        compile_if_new(Extras(best().constraints, best().limit_mib, kernels=True, early_reductions=True))
+        compile_if_new(replace(best(), kernels=True, early_reductions=True))
         fastest = min(filter(fits, found), key=lambda row: row["step_s"], default=user)
         return [*found[1:], fastest | {"way": "tuned", "variant": variant_text(fastest)}]
 
@@ -193,6 +229,16 @@ def best_by_price(candidates: Sequence[Candidate]) -> list[Candidate]:
     for one in sorted((one for one in candidates if one.fits), key=lambda one: one.price_s):
         found.setdefault((one.recipe.kind, one.recipe.num_gpus), one)
     return list(found.values())
+
+
+def _near(users: Sequence[Row]) -> list[Row]:
+    """The fastest of these programs, and those almost as fast."""
+    running = sorted(filter(fits, users), key=lambda row: row["step_s"])
+    return [row for row in running if row["step_s"] <= _NEAR * running[0]["step_s"]]
+
+
+def _recipe_of(row: Row) -> tuple[str, int]:
+    return row["recipe"], row["gpus_used"]
 
 
 def _best_of_kinds(ranked: Sequence[Candidate]) -> list[Candidate]:

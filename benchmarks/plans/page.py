@@ -17,6 +17,8 @@ from benchmarks.plans.split import HAND, OWN, Split, best, fits, is_current, mea
 Row = Mapping[str, Any]
 
 TIGHT = "8 GPUs, 40 % of the memory"
+#: XLA's default combine threshold.
+DEFAULT_MIB = 30
 #: The gates: the most that a tuned recipe may be behind its user's version, that autopar may be behind the best tuned
 #: expert on any number of GPUs, and behind the best by hand with less memory.
 TUNED_BEHIND, NEVER_BEHIND, TIGHT_BEHIND = 1.0, 1.02, 1.25
@@ -60,6 +62,8 @@ def summary(rows: Sequence[Row]) -> str:
     current = [case for case in cases if is_current(case)]
     replays = dict.fromkeys(row["replay"] for case in current for row in case if row.get("replay"))
     parts = [f"{len(current)} of {len(cases)} cases are of this version, timed by the replay {' or '.join(replays)}."]
+    less = [case for case in current if not has_every_threshold(case)]
+    parts[0] += f" In {len(less)} of them, combine thresholds by hand end at XLA's default." if less else ""
     parts += [_gates(current), _means(current)] if current else []
     for setting in dict.fromkeys(row["setting"] for row in rows):
         here = [case for case in cases if case[0]["setting"] == setting]
@@ -76,6 +80,11 @@ def summary(rows: Sequence[Row]) -> str:
                 parts += [title, _table(columns, [line(case) for case in of])]
     parts.append("Every program of every model follows.")
     return "\n\n".join(parts)
+
+
+def has_every_threshold(case: Sequence[Row]) -> bool:
+    """Whether programs by hand had combine thresholds above XLA's default, as autopar's plans may have."""
+    return any((row.get("limit_mib") or 0) > DEFAULT_MIB for row in case)
 
 
 def cases_of(rows: Sequence[Row]) -> list[list[Row]]:
@@ -189,7 +198,7 @@ def _line(case: Sequence[Row]) -> list[str]:
         _named(on_all),
         _named(user),
         _named(hand),
-        "none" if own is None else _time(own) + _on(own),
+        "none" if own is None else _time(own) + on_part_of(own),
         "" if found is None else f"**{found.over_tuned:.3f}**",
         *(_factors(found) if found else [""] * 5),
         ", ".join("none" if row is None else _gb(row["peak_bytes"]) for row in (hand, own)),
@@ -220,11 +229,11 @@ def _named(row: Row | None) -> str:
     if row is None:
         return "none fits"
     variant = f"; {row['variant']}" if row.get("variant") else ""
-    return f"{_time(row)} ({row['recipe']}{_on(row)}{variant})"
+    return f"{_time(row)} ({row['recipe']}{on_part_of(row)}{variant})"
 
 
-def _on(row: Row) -> str:
-    """On how many GPUs a program runs, if not on all."""
+def on_part_of(row: Row) -> str:
+    """Text for how many GPUs a program runs on, if not on all."""
     used = row.get("gpus_used", row["gpus"])
     return "" if used == row["gpus"] else f", on {used} of {row['gpus']} GPUs"
 

@@ -1,9 +1,10 @@
 """Compare autopar's plans with sharding recipes by hand, on any number of the setting's GPUs.
 
-**Did the hand plans get the same kernels and flags? Yes, but for combine thresholds above 30 MiB**, in rows of this version:
-the tuned version of a recipe may have XLA's combine thresholds of 1, 8 and 30 MiB, the loss's gradient by comparison
-(one-hot), column reductions in kernels of their own, and reductions that start early, by the same rewriting of the same trace as autopar's plan. Rows of the earlier
-version, which the tables below mark, compare with hand plans that had none of these.
+**Did the hand plans get the same kernels and flags? Yes**: the tuned version of a recipe may have every combine threshold
+that autopar chooses from, the loss's gradient by comparison (one-hot), column reductions in kernels of their own, and
+reductions that start early, by the same rewriting of the same trace as autopar's plan. In cases that were tuned before 2026-11-29,
+thresholds end at 30 MiB, and autopar's go up to 120; the gates below say how many these are. Rows of the earlier version, which
+the tables below mark, compare with hand plans that had none of these.
 
 Recipes: data parallel, ZeRO-1, FSDP, HSDP, tensor parallel, TP + SP (Megatron's sequence parallelism), FSDP x TP + SP, a
 split vocabulary, context parallel with gathered keys, expert parallel, alone and with TP + SP or context parallel,
@@ -30,8 +31,9 @@ GPUs, `devices` is 1.
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +46,7 @@ from autopar.verification.compile_plan import hosts_needed
 from benchmarks.plans.case import ByHand, Row
 from benchmarks.plans.judge import Judge, new_compiler
 from benchmarks.plans.models import MODELS
-from benchmarks.plans.split import MEMORY_BYTES, fits, variant_text
+from benchmarks.plans.split import HAND, MEMORY_BYTES, best, variant_text
 from benchmarks.zoo.training import Target
 
 HARDWARE = "h100-sxm"
@@ -88,6 +90,17 @@ def measure(program: str, again: bool = False) -> list[Row]:
         return _Case(model, setting, Judge(compiler, hardware.load(HARDWARE), again)).rows()
 
 
+def tuned_again(program: str, known: Sequence[Row], changed: Collection[str] = ()) -> list[Row]:
+    """The known rows of a case, with the variants that its recipes lack and new tuned versions.
+
+    Args:
+        changed: kinds of recipe that are written otherwise now: their rows are made again.
+    """
+    model, setting = program.split(": ", 1)
+    with new_compiler() as compiler:
+        return _Case(model, setting, Judge(compiler, hardware.load(HARDWARE))).tuned_again(known, changed)
+
+
 @dataclass(frozen=True, slots=True)
 class _Case:
     model: str
@@ -107,15 +120,32 @@ class _Case:
 
     def rows(self) -> list[Row]:
         """The rows, hand-written ones first, because autopar's memory may be a share of theirs."""
-        hand = ByHand(self.target, self.setting.num_gpus, HARDWARE, self.judge, self._row)
-        by_hand, budget = hand.rows(), None
-        if self.setting.tight:
-            best = min(filter(fits, by_hand), key=lambda row: row["step_s"], default=None)
-            if best is None:
-                return by_hand
-            budget = SHARE_OF_MEMORY * best["peak_bytes"]
+        by_hand = self.by_hand.rows()
+        return [*by_hand, *self._own(self._budget(by_hand))]
+
+    def tuned_again(self, known: Sequence[Row], changed: Collection[str]) -> list[Row]:
+        """The known rows, with what the recipes lack. Autopar's stays unless its memory is another now."""
+        by_hand = self.by_hand.tuned_again(known, changed)
+        own = [row for row in known if row["way"] == "autopar"]
+        budget = self._budget(by_hand)
+        return [*by_hand, *(own if budget == self._budget(known) else self._own(budget))]
+
+    @property
+    def by_hand(self) -> ByHand:
+        return ByHand(self.target, self.setting.num_gpus, HARDWARE, self.judge, self._row)
+
+    def _budget(self, rows: Sequence[Row]) -> float | None:
+        """Autopar's memory in bytes; None for the GPU's, and NaN if it is a share of nothing."""
+        if not self.setting.tight:
+            return None
+        hand = best(rows, *HAND)
+        return SHARE_OF_MEMORY * hand["peak_bytes"] if hand else math.nan
+
+    def _own(self, budget: float | None) -> list[Row]:
+        """Autopar's row; none without a budget to keep."""
         about = {"recipe": "autopar", "kind": "autopar", "way": "autopar"}
-        return [*by_hand, self._row(about, functools.partial(self._planned, budget))]
+        is_of_nothing = budget is not None and math.isnan(budget)
+        return [] if is_of_nothing else [self._row(about, functools.partial(self._planned, budget))]
 
     def _row(self, about: Row, make: Callable[[], Row]) -> Row:
         row = {"model": self.model, "setting": self.name, "gpus": self.setting.num_gpus, "batch": self.batch}

@@ -7,7 +7,8 @@ program with autopar's kernels:
   same trace is lowered.
 - **column reductions**: each in its own kernel, where the planner finds that to be faster for the recipe's shardings.
 - **early reductions**: barriers that start reductions early, where the planner finds them for the recipe's shardings.
-- **combiner**: XLA's combine thresholds of 1 and 8 MiB beside its default of 30 MiB, by the options that a plan sets.
+- **combiner**: combine thresholds from 1 to 120 MiB beside XLA's default of 30 MiB, by the options that a plan sets. All
+  that autopar chooses from are among them.
 
 The trace is replayed with the hand's shardings only: its inputs and outputs, and its own `with_sharding_constraint`s. All
 else is left to XLA's partitioner, as in the hand's program.
@@ -33,8 +34,10 @@ from autopar.runtime.xla_options import compiler_options
 from autopar.transforms.program import Program
 from benchmarks.plans.recipes import Recipe
 
-#: XLA's default combine threshold is 30 MiB; `None` leaves it.
-LIMITS_MIB: tuple[int | None, ...] = (None, 8, 1)
+#: Combine thresholds above and below XLA's default of 30 MiB, the nearest first.
+LARGER_MIB, SMALLER_MIB = (60, 120), (15, 8, 7.5, 1)
+#: All of them; `None` leaves the default.
+LIMITS_MIB: tuple[float | None, ...] = (None, *LARGER_MIB, *SMALLER_MIB)
 #: More than any recipe takes: the price of one that does not fit is known, too.
 _NO_BUDGET = 1e15
 
@@ -51,7 +54,7 @@ class Extras:
     """
 
     constraints: bool = False
-    limit_mib: int | None = None
+    limit_mib: float | None = None
     kernels: bool = False
     early_reductions: bool = False
 
@@ -161,9 +164,9 @@ class Programs:
         return module_bytes(lower_for("cuda", jitted, self.args)), options
 
 
-def combiner_options(limit_mib: int | None, plan: Plan) -> dict[str, int]:
+def combiner_options(limit_mib: float | None, plan: Plan) -> dict[str, int]:
     """XLA's options for a combine threshold, as autopar sets them; empty for XLA's default."""
-    threshold = None if limit_mib is None else limit_mib << 20
+    threshold = None if limit_mib is None else round(limit_mib * 2**20)
     return compiler_options(replace(plan, combine_threshold_bytes=threshold))
 
 
