@@ -127,10 +127,11 @@ def faster_by_hand() -> str:
     """Every case with the same memory in which a hand-written program is faster than autopar's plan, the slowest plan first."""
     lines = []
     for case in cases_of(newest_rows("plans")):
-        value, own, hand = ahead(case), best(case, OWN), best(case, *HAND)
-        if is_current(case) and case[0]["setting"] != TIGHT and own and hand and value is not None and value < 1:
+        own, hand = best(case, OWN), best(case, *HAND)
+        if is_current(case) and case[0]["setting"] != TIGHT and own and hand and hand["step_s"] < own["step_s"]:
             program = f"{hand['recipe']}{on_part_of(hand)}; {variant_text(hand)}"
-            lines.append((value, [case[0]["model"], case[0]["setting"], program, percent(1 / value - 1)]))
+            longer = own["step_s"] / hand["step_s"] - 1
+            lines.append((-longer, [case[0]["model"], case[0]["setting"], program, percent(longer)]))
     header = ["model", "GPUs and batch", "fastest by hand", "autopar's plan takes longer by"]
     return table(header, [line for _, line in sorted(lines)])
 

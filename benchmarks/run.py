@@ -537,7 +537,7 @@ def main() -> None:
 
 def _run(name: str, again: bool, only: str = "") -> bool:
     """Measure a benchmark's programs without a result whose name is, or else contains, `only`; False if one failed."""
-    done = set() if again else {_key(record) for record in _records(name)}
+    done = set() if again else {_key(record) for record in records(name)}
     succeeded = True
     programs = BENCHMARKS[name].programs
     for program in [only] if only in programs else [one for one in programs if only in one]:
@@ -552,7 +552,7 @@ def _run(name: str, again: bool, only: str = "") -> bool:
             continue
         with _path(name, "jsonl").open("a") as file:
             file.write(json.dumps(record | {"rows": rows}) + "\n")
-    if _records(name):
+    if records(name):
         _path(name, "md").write_text(_page(name))
         print(f"{name}: {_path(name, 'md').relative_to(ROOT)}")
         summary = importlib.import_module(BENCHMARKS[name].summary) if BENCHMARKS[name].summary else None
@@ -602,7 +602,8 @@ def _key(record: Record) -> tuple[str, str, str]:
     return record["program"], record["sources"], record["versions"]["jax"]
 
 
-def _records(name: str) -> list[Record]:
+def records(name: str) -> list[Record]:
+    """All that was measured of a benchmark, the newest last."""
     path = _path(name, "jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -624,7 +625,7 @@ def _page(name: str) -> str:
 
 
 def _newest(name: str) -> list[Record]:
-    found = {(record["program"], record["versions"]["jax"]): record for record in _records(name)}
+    found = {(record["program"], record["versions"]["jax"]): record for record in records(name)}
     order = BENCHMARKS[name].programs
     known = [record for record in found.values() if record["program"] in order]
     return sorted(known, key=lambda record: order.index(record["program"]))

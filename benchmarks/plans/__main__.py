@@ -7,16 +7,13 @@ table's row is of an earlier version if its times are XLA's estimates.
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from benchmarks.plans.models import MODELS
 from benchmarks.plans.page import ahead
 from benchmarks.plans.parts import SETTINGS, measure
 from benchmarks.plans.split import HAND, best
-
-COMMITTED = Path(__file__).parents[1] / "results" / "plans.jsonl"
+from benchmarks.run import records
 
 
 def main() -> None:
@@ -28,8 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     program = f"{options.model}: {options.setting}"
     print(_told("now", measure(program, again=True)))
-    lines = COMMITTED.read_text(encoding="utf-8").splitlines() if COMMITTED.exists() else []
-    known = [record for record in map(json.loads, lines) if record["program"] == program]
+    known = [record for record in records("plans") if record["program"] == program]
     print(
         _told(f"in the table of {known[-1]['date']}", known[-1]["rows"]) if known else "The table has no such row yet."
     )

@@ -161,16 +161,16 @@ class ByHand:
         """
         found, programs = [user, *known], self._programs(one.recipe)
 
-        def best() -> Extras:
-            """The best so far without kernels, which come last."""
+        def best() -> Row:
+            """The fastest so far without kernels, which come last."""
             plain = [row for row in found if fits(row) and not row["kernels"]]
-            return Extras.of(min(plain, key=lambda row: row["step_s"], default=user))
+            return min(plain, key=lambda row: row["step_s"], default=user)
 
         def compile_if_new(extras: Extras) -> Row | None:
             """The program's row; None if there is no such program."""
-            before = [row for row in found if Extras.of(row) == extras]
-            if before:
-                return before[0]
+            measured = [row for row in found if Extras.of(row) == extras]
+            if measured:
+                return measured[0]
             try:
                 exists = programs.has(extras)
             except Exception as error:  # without a plan, there is nothing to take from it
@@ -181,15 +181,18 @@ class ByHand:
             return found[-1] if exists else None
 
         compile_if_new(Extras(constraints=True))
-        constraints = best().constraints
+        constraints = best()["constraints"]
         for limits in (LARGER_MIB, SMALLER_MIB):
             for limit in limits:
-                before = min((row["step_s"] for row in found if fits(row) and not row["kernels"]), default=float("inf"))
+                before = best()
                 made = compile_if_new(Extras(constraints, limit))
-                if made is not None and fits(made) and made["step_s"] > _HOPELESS_THRESHOLD * before:
+                if made is None or not (fits(made) and fits(before)):
+                    continue
+                if made["step_s"] > _HOPELESS_THRESHOLD * before["step_s"]:
                     break
-        compile_if_new(replace(best(), kernels=True))
-        compile_if_new(replace(best(), kernels=True, early_reductions=True))
+        plain = Extras.of(best())
+        compile_if_new(replace(plain, kernels=True))
+        compile_if_new(replace(plain, kernels=True, early_reductions=True))
         fastest = min(filter(fits, found), key=lambda row: row["step_s"], default=user)
         return [*found[1:], fastest | {"way": "tuned", "variant": variant_text(fastest)}]
 

@@ -18,7 +18,7 @@ Row = Mapping[str, Any]
 
 TIGHT = "8 GPUs, 40 % of the memory"
 #: XLA's default combine threshold.
-DEFAULT_MIB = 30
+_DEFAULT_MIB = 30
 #: The gates: the most that a tuned recipe may be behind its user's version, that autopar may be behind the best tuned
 #: expert on any number of GPUs, and behind the best by hand with less memory.
 TUNED_BEHIND, NEVER_BEHIND, TIGHT_BEHIND = 1.0, 1.02, 1.25
@@ -62,7 +62,7 @@ def summary(rows: Sequence[Row]) -> str:
     current = [case for case in cases if is_current(case)]
     replays = dict.fromkeys(row["replay"] for case in current for row in case if row.get("replay"))
     parts = [f"{len(current)} of {len(cases)} cases are of this version, timed by the replay {' or '.join(replays)}."]
-    less = [case for case in current if not has_every_threshold(case)]
+    less = [case for case in current if not _has_larger_thresholds(case)]
     parts[0] += f" In {len(less)} of them, combine thresholds by hand end at XLA's default." if less else ""
     parts += [_gates(current), _means(current)] if current else []
     for setting in dict.fromkeys(row["setting"] for row in rows):
@@ -82,9 +82,9 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
-def has_every_threshold(case: Sequence[Row]) -> bool:
+def _has_larger_thresholds(case: Sequence[Row]) -> bool:
     """Whether programs by hand had combine thresholds above XLA's default, as autopar's plans may have."""
-    return any((row.get("limit_mib") or 0) > DEFAULT_MIB for row in case)
+    return any((row.get("limit_mib") or 0) > _DEFAULT_MIB for row in case)
 
 
 def cases_of(rows: Sequence[Row]) -> list[list[Row]]:

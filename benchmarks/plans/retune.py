@@ -13,7 +13,7 @@ import datetime
 import json
 
 from benchmarks.plans.parts import tuned_again
-from benchmarks.run import BENCHMARKS, RESULTS
+from benchmarks.run import BENCHMARKS, RESULTS, records
 
 
 def main() -> None:
@@ -21,14 +21,13 @@ def main() -> None:
     parser.add_argument("program", choices=BENCHMARKS["plans"].programs, metavar="MODEL: SETTING")
     parser.add_argument("--changed", nargs="*", default=(), metavar="KIND", help="kinds of recipe to compile again")
     options = parser.parse_args()
-    program, file = options.program, RESULTS / "plans.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines()
-    known = [record for record in map(json.loads, lines) if record["program"] == program]
+    program = options.program
+    known = [record for record in records("plans") if record["program"] == program]
     if not known:
         parser.error(f"{program} has no rows yet: python -m benchmarks.run plans --only {program!r}")
     today = datetime.date.today().isoformat()
     rows = tuned_again(program, known[-1]["rows"], options.changed)
-    with file.open("a", encoding="utf-8") as out:
+    with (RESULTS / "plans.jsonl").open("a", encoding="utf-8") as out:
         out.write(json.dumps(known[-1] | {"rows": rows, "tuned_again": today}) + "\n")
 
 
