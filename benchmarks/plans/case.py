@@ -18,6 +18,7 @@ are compiled, e.g. those of a new combine threshold.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -53,7 +54,7 @@ class Candidate:
     """
 
     recipe: Recipe
-    price_s: float = float("inf")
+    price_s: float = math.inf
     peak_bytes: float = 0.0
     failed: str = ""
 
@@ -128,9 +129,9 @@ class ByHand:
             ranked = sorted(here, key=lambda one: one.price_s)
             seen |= {one.recipe.kind for one in here}
             kept = {(one.recipe.kind, one.recipe.inner) for one in _best_of_kinds(ranked)[:_KINDS_KEPT]}
-            best = min((one.price_s for one in found if one.fits), default=float("inf"))
+            best = min((one.price_s for one in found if one.fits), default=math.inf)
             found += here
-            is_slower |= min((one.price_s for one in here if one.fits), default=float("inf")) > _STOP * best
+            is_slower |= min((one.price_s for one in here if one.fits), default=math.inf) > _STOP * best
         return found
 
     def _price(self, recipe: Recipe, step: Any, args: Any) -> Candidate:
@@ -161,9 +162,10 @@ class ByHand:
         """
         found, programs = [user, *known], self._programs(one.recipe)
 
-        def best() -> Row:
-            """The fastest so far without kernels, which come last."""
+        def best(*, by_default: bool = False) -> Row:
+            """The fastest so far without kernels, which come last; with XLA's combine threshold if asked."""
             plain = [row for row in found if fits(row) and not row["kernels"]]
+            plain = [row for row in plain if row["limit_mib"] is None] if by_default else plain
             return min(plain, key=lambda row: row["step_s"], default=user)
 
         def compile_if_new(extras: Extras) -> Row | None:
@@ -181,14 +183,15 @@ class ByHand:
             return found[-1] if exists else None
 
         compile_if_new(Extras(constraints=True))
-        constraints = best()["constraints"]
+        walked = [best(by_default=True)]
+        constraints = walked[0]["constraints"]
         for limits in (LARGER_MIB, SMALLER_MIB):
             for limit in limits:
-                before = best()
-                made = compile_if_new(Extras(constraints, limit))
-                if made is None or not (fits(made) and fits(before)):
+                if (made := compile_if_new(Extras(constraints, limit))) is None:
                     continue
-                if made["step_s"] > _HOPELESS_THRESHOLD * before["step_s"]:
+                before = min((row["step_s"] for row in walked if fits(row)), default=math.inf)
+                walked.append(made)
+                if fits(made) and made["step_s"] > _HOPELESS_THRESHOLD * before:
                     break
         plain = Extras.of(best())
         compile_if_new(replace(plain, kernels=True))

@@ -31,7 +31,6 @@ GPUs, `devices` is 1.
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -121,31 +120,26 @@ class _Case:
     def rows(self) -> list[Row]:
         """The rows, hand-written ones first, because autopar's memory may be a share of theirs."""
         by_hand = self.by_hand.rows()
-        return [*by_hand, *self._own(self._budget(by_hand))]
+        return [*by_hand, *self._own(by_hand)]
 
     def tuned_again(self, known: Sequence[Row], changed: Collection[str]) -> list[Row]:
         """The known rows, with what the recipes lack. Autopar's stays unless its memory is another now."""
         by_hand = self.by_hand.tuned_again(known, changed)
         own = [row for row in known if row["way"] == "autopar"]
-        budget = self._budget(by_hand)
-        return [*by_hand, *(own if budget == self._budget(known) else self._own(budget))]
+        is_same = not self.setting.tight or _share(by_hand) == _share(known)
+        return [*by_hand, *(own if is_same else self._own(by_hand))]
 
     @property
     def by_hand(self) -> ByHand:
         return ByHand(self.target, self.setting.num_gpus, HARDWARE, self.judge, self._row)
 
-    def _budget(self, rows: Sequence[Row]) -> float | None:
-        """Autopar's memory in bytes; None for the GPU's, and NaN if it is a share of nothing."""
-        if not self.setting.tight:
-            return None
-        hand = best(rows, *HAND)
-        return SHARE_OF_MEMORY * hand["peak_bytes"] if hand else math.nan
-
-    def _own(self, budget: float | None) -> list[Row]:
-        """Autopar's row; none without a budget to keep."""
+    def _own(self, by_hand: Sequence[Row]) -> list[Row]:
+        """Autopar's row; none if its memory is a share of nothing."""
+        budget = _share(by_hand) if self.setting.tight else None
+        if self.setting.tight and budget is None:
+            return []
         about = {"recipe": "autopar", "kind": "autopar", "way": "autopar"}
-        is_of_nothing = budget is not None and math.isnan(budget)
-        return [] if is_of_nothing else [self._row(about, functools.partial(self._planned, budget))]
+        return [self._row(about, functools.partial(self._planned, budget))]
 
     def _row(self, about: Row, make: Callable[[], Row]) -> Row:
         row = {"model": self.model, "setting": self.name, "gpus": self.setting.num_gpus, "batch": self.batch}
@@ -183,6 +177,12 @@ class _Case:
             "merge_bytes": plan.combine_threshold_bytes,
             "attempts": attempts,
         }
+
+
+def _share(rows: Sequence[Row]) -> float | None:
+    """Autopar's memory in bytes in the setting of little memory; None if nothing by hand fits."""
+    hand = best(rows, *HAND)
+    return SHARE_OF_MEMORY * hand["peak_bytes"] if hand else None
 
 
 def _say(row: Row) -> None:
