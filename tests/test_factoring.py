@@ -298,12 +298,12 @@ def test_attention_is_split_by_head_and_only_weights_move() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 16])
 def test_both_forms_run_and_compute_the_same(batch: int) -> None:
-    """With one sequence the plan splits heads; with many it splits the batch, and equations run as written."""
+    """With one sequence the plan splits heads, and gathers weights; with many it splits the batch, and equations run as written."""
     program, planned = by_head(batch)
     state = jax.jit(program.create_state)(jax.random.key(0))
     expected_state, expected_loss = jax.jit(program.step)(state, program.make_batch(0))
     text = planned.lower(*program.abstract_args()).compile().as_text() or ""
-    assert ("all-to-all" in hlo.count(text)) is (batch == 1)
+    assert ("all-gather" in hlo.count(text)) is (batch == 1)
     got_state, got_loss = planned(state, program.make_batch(0))
     np.testing.assert_allclose(got_loss, expected_loss, rtol=1e-5)
     for got, expected in zip(jax.tree.leaves(got_state.params), jax.tree.leaves(expected_state.params), strict=True):
