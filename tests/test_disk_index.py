@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import signal
 import subprocess
@@ -32,6 +34,7 @@ from autopar.vector_search.on_disk.pages import PAGE_BYTES, PAYLOAD_BYTES
 from autopar.vector_search.on_disk.reader_table import READERS, open_reader
 from autopar.vector_search.on_disk.readers import Run
 from autopar.vector_search.on_disk.spill import Spill
+from autopar.vector_search.on_disk.uring_reader import why_no_read
 from benchmarks.synthetic_vectors import faiss_synthetic
 
 NUM, DIM, NUM_LISTS = 1500, 16, 40
@@ -213,6 +216,58 @@ def test_reader_returns_the_pages_and_counts_them(tmp_path: Path, name: str) -> 
     reader.close()
     with pytest.raises(IndexFileError, match="cannot be opened"):
         open_reader(name, tmp_path / "missing")
+
+
+#: Stands for the wheel; `TROUBLE` is run where a ring is made.
+_WHEEL = """
+import os, signal
+class Ring:
+    def __init__(self): TROUBLE
+class Cqe:
+    def __getitem__(self, at): return self
+class Entry: pass
+entry, cqe_fields = Entry(), []
+def io_uring_queue_init(depth, ring): pass
+def io_uring_get_sqe(ring): return entry
+def io_uring_prep_read(entry, handle, buffer, offset): entry.read = (handle, [buffer], offset)
+def io_uring_submit(ring): entry.res = os.preadv(*entry.read)
+def io_uring_wait_cqe(ring, done): done.user_data, done.res = entry.user_data, entry.res
+def io_uring_cqe_seen(ring, completion): pass
+def io_uring_queue_exit(ring): pass
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="io_uring is Linux's")
+@pytest.mark.parametrize(
+    ("trouble", "text"),
+    [
+        ("pass", ""),
+        ("os.kill(os.getpid(), signal.SIGILL)", "the installed liburing needs a newer processor than this one"),
+        (
+            "raise PermissionError(1, 'Operation not permitted')",
+            "io_uring does not work here (PermissionError: [Errno 1] Oper",
+        ),
+        ("os._exit(3)", "io_uring does not work here (exit status 3)"),
+    ],
+)
+def test_a_wheel_that_does_not_run_here_ends_another_process(tmp_path: Path, trouble: str, text: str) -> None:
+    (tmp_path / "liburing.py").write_text(_WHEEL.replace("TROUBLE", trouble))
+    found = why_no_read(str(tmp_path))
+    assert (found[: len(text)], found == "") == (text, trouble == "pass")
+    assert not found or found.endswith("use reader='direct'")
+
+
+def test_io_uring_is_used_where_processor_and_kernel_have_it() -> None:
+    """The wheel is built for AVX-512."""
+    cpu = Path("/proc/cpuinfo")
+    if not cpu.exists() or "avx512vl" not in cpu.read_text() or importlib.util.find_spec("liburing") is None:
+        pytest.skip("the processor has no AVX-512, or liburing is not installed")
+    io_uring_setup, ring = 425, ctypes.create_string_buffer(120)
+    handle = ctypes.CDLL(None).syscall(io_uring_setup, 2, ring)
+    if handle < 0:
+        pytest.skip("the kernel does not allow io_uring")
+    os.close(handle)
+    assert READERS["uring"].why_not() == ""
 
 
 def _read_bytes() -> int:

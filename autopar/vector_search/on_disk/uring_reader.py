@@ -1,15 +1,20 @@
 """Read pages with O_DIRECT by io_uring: one system call submits many requests, and no thread waits for them.
 
 The `liburing` wheel (the extra `disk`) has the calls; the kernel has to allow io_uring. The wheel reads into a
-`bytearray` per request, which O_DIRECT needs to be aligned.
+`bytearray` per request, which O_DIRECT needs to be aligned. A wheel may be built for newer processors than this one, where
+its first call ends the process (2026.3.30 needs AVX-512), so another process tries it first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import importlib.util
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +30,25 @@ from autopar.vector_search.on_disk.readers import ReadCounts, Run, read_error, r
 
 #: Requests in flight.
 _DEPTH = 64
+#: Seconds until a process that tries io_uring is given up.
+_TRY_S = 30
+#: What it runs: every call that `UringReader` makes.
+_READ = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import liburing
+ring, done = liburing.Ring(), liburing.Cqe()
+liburing.io_uring_queue_init(2, ring)
+entry = liburing.io_uring_get_sqe(ring)
+buffer = bytearray(16)
+liburing.io_uring_prep_read(entry, os.open(liburing.__file__, os.O_RDONLY), buffer, 0)
+entry.user_data = 1
+liburing.io_uring_submit(ring)
+liburing.io_uring_wait_cqe(ring, done)
+assert (done[0].user_data, done[0].res) == (1, 16)
+liburing.io_uring_cqe_seen(ring, done[0])
+liburing.io_uring_queue_exit(ring)
+"""
 
 
 class UringEngine:
@@ -34,20 +58,29 @@ class UringEngine:
         """See `Engine.why_not`."""
         if not hasattr(os, "O_DIRECT"):
             return "this operating system has no O_DIRECT: use reader='mmap'"
-        if importlib.util.find_spec("liburing") is None:
+        if (found := importlib.util.find_spec("liburing")) is None:
             return f"the package liburing is missing: {install_command('disk')}, or use reader='direct'"
-        liburing, ring = importlib.import_module("liburing"), None
-        try:
-            ring = liburing.Ring()
-            liburing.io_uring_queue_init(2, ring)
-        except OSError as error:
-            return f"the kernel refuses io_uring ({error.strerror or error}): use reader='direct'"
-        liburing.io_uring_queue_exit(ring)
-        return ""
+        return why_no_read(str(Path(found.origin).parents[1]) if found.origin else "")
 
     def open(self, path: Path) -> UringReader:
         """See `Engine.open`."""
         return UringReader(path)
+
+
+@functools.cache
+def why_no_read(folder: str) -> str:
+    """Why another process cannot read by the `liburing` in this folder; empty if it can."""
+    command = [sys.executable, "-I", "-S", "-c", _READ, folder]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TRY_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"no process could try io_uring ({error}): use reader='direct'"
+    if tried.returncode == -signal.SIGILL:
+        return "the installed liburing needs a newer processor than this one: use reader='direct'"
+    if tried.returncode:
+        *_, reason = [f"exit status {tried.returncode}", *tried.stderr.splitlines()]
+        return f"io_uring does not work here ({reason}): use reader='direct'"
+    return ""
 
 
 @dataclass(slots=True)
