@@ -54,12 +54,12 @@ pythons() {
     fi
 }
 
-# Install into DIR. pip's words go to a file: they matter only where it fails.
+# Install into DIR. Python compiles what is imported, once. pip's words go to a file: they matter only where it fails.
 install() {
     echo "Installing autopar${EXTRAS:+ and what its extra '$EXTRAS' needs} into $DIR (once; a minute or two)" >&2
     set -- --editable ".${EXTRAS:+[$EXTRAS]}"
     [ -z "$JAX" ] || set -- "$@" "$JAX"
-    PIP_DISABLE_PIP_VERSION_CHECK=1 "$DIR/bin/python" -m pip install --quiet "$@" >"$DIR/install.log" 2>&1
+    PIP_DISABLE_PIP_VERSION_CHECK=1 "$DIR/bin/python" -m pip install --quiet --no-compile "$@" >"$DIR/install.log" 2>&1
 }
 
 if "$DIR/bin/python" -c 'import pip' 2>/dev/null; then

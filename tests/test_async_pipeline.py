@@ -88,7 +88,7 @@ def run(stream: Stream, each: list[list[Any]]) -> tuple[list[Any], list[Any]]:
 # -- numbers -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("m", [1, 2, 8])
@@ -108,7 +108,7 @@ def test_weights_are_those_of_numpy(rule: str, p: int, m: int) -> None:
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(18)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("p", range(2, 9))
 def test_weights_are_bit_for_bit_those_of_the_pieces_run_in_sequence(rule: str, p: int) -> None:
@@ -127,6 +127,7 @@ def test_weights_are_bit_for_bit_those_of_the_pieces_run_in_sequence(rule: str, 
         np.testing.assert_array_equal(found[position], value, strict=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("rule", "options", "dtype"),
     [

@@ -140,6 +140,7 @@ FORMS: dict[str, tuple[Step, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("name", FORMS)
 def test_results_are_equal(name: str) -> None:
@@ -172,6 +173,7 @@ def decoder(attention: Step, *, remat: bool, scan: bool, layers: int = 3) -> Ste
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("scan", [False, True])
@@ -217,6 +219,7 @@ def test_microbatches() -> None:
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("kind", ["mask", "bias"])

@@ -100,7 +100,7 @@ def assert_close(got: Any, expected: Any, atol: float = 1e-5, rtol: float = 1e-5
 # -- equal to attention on one device ------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2)])
@@ -112,6 +112,7 @@ def test_sharded_attention_equals_plain_attention(
     assert_close(both(*sharded(method, sizes, is_causal=is_causal))(*args), plain(*args, is_causal=is_causal))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_batch_and_heads_are_sharded_too(method: str) -> None:
     mesh = jax.make_mesh((2, 2, 2), ("data", "s", "model"), axis_types=(AxisType.Auto,) * 3)
@@ -126,6 +127,7 @@ def test_batch_and_heads_are_sharded_too(method: str) -> None:
     assert_close(got, plain(*args, is_causal=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_devices", "is_causal"), [(1, True), (3, False), (3, True), (7, True)])
 def test_any_number_of_devices(num_devices: int, is_causal: bool) -> None:
     args = operands(num_devices * 4, heads=2)
@@ -144,6 +146,7 @@ def test_a_large_ring_is_a_loop(num_devices: int, monkeypatch: pytest.MonkeyPatc
         assert "while" in run.lower(*args).as_text()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_packed_sequences(method: str, is_causal: bool) -> None:
@@ -180,6 +183,7 @@ def test_cross_attention(method: str) -> None:
     assert_close(got, (out, *vjp(d_out)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_bfloat16(method: str) -> None:
     """Within 2 % of the largest element of the float32 result: each device rounds a few times to 8 bits."""
@@ -234,6 +238,7 @@ def shape_of(args: list[Any]) -> AttentionShape:
     return AttentionShape(batch, tokens, tokens, heads, key_heads, dim, dim, args[0].dtype.itemsize)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_work_and_communication_by_formula(method: str, is_causal: bool) -> None:
@@ -359,6 +364,7 @@ def blockwise_as_cudnn() -> None:
         mlir.register_lowering(one, mlir.lower_fun(function, multiple_results=True), platform="cpu")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("blockwise_as_cudnn")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", ["BTNH", pytest.param("BNTH", marks=pytest.mark.slow)])

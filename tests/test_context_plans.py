@@ -93,6 +93,7 @@ def run_whole(monkeypatch: pytest.MonkeyPatch, mesh: str, spec: Any, shapes: Any
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), rtol=0.05, atol=0.1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", ["ring", "gathered"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_split_attention_equals_the_whole(monkeypatch: pytest.MonkeyPatch, causal: bool, method: str) -> None:

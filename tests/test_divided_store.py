@@ -52,6 +52,7 @@ def same(first: dict[str, jax.Array], second: dict[str, jax.Array]) -> None:
         assert array.dtype == second[key].dtype
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("update", "consistency"),
     [

@@ -61,7 +61,7 @@ EXACT = (
     "parameter-servers",
     "schedules",
 )
-IN_FIGURES = ("../README", "how-a-plan-is-made", "vector-search-on-paper", "asynchronous-pipelines")
+IN_FIGURES = ("../README", "how-a-plan-is-made", "asynchronous-pipelines", "vector-search-on-paper")
 IN_WORDS = ("tutorial", "reading-a-plan", "checkpoints")
 NOT_HELD = (
     "replay",

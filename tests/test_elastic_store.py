@@ -125,6 +125,7 @@ def as_sent(entry: Entry) -> Entry:
     return Entry.unpacked(json.loads(json.dumps(message)), [np.asarray(one) for one in arrays])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["bsp", "ssp(2)", "async", "backup(1)", "discard(3)", "partial(2)"])
 def test_replicas_follow_and_nothing_is_lost_or_applied_twice(policy: str) -> None:
     rng = random.Random(1)

@@ -203,6 +203,7 @@ def test_stages_are_planned_where_one_program_cannot_have_the_pins() -> None:
         planned(program, hardware="cpu-host", num_devices=8, pin=pin, stages=1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mesh", ["dp=2,tp=4", "dp=2,tp=2"], ids=["one program", "stages"])
 def test_metadata_hints_are_followed_where_they_are_not_slower(mesh: str) -> None:
     """The mesh of all eight devices is that of one program, the mesh of four that of a stage."""
@@ -222,6 +223,7 @@ def test_metadata_hints_are_followed_where_they_are_not_slower(mesh: str) -> Non
         check_reasons(plan, load("cpu-host").usable_bytes)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", [{}, {"stages": 2, "num_microbatches": 2}, {"stages": 1}], ids=str)
 def test_a_second_step_is_like_the_first_and_both_run(options: dict[str, Any]) -> None:
     step = autopar.parallelize(everything="auto", hardware="cpu-host", cache=False, **options)(trained(forward))
@@ -270,7 +272,12 @@ def test_other_values_and_a_given_plan_are_refused() -> None:
         ({"num_devices": None, "hardware": {}}, ClusterError, "`hardware` names no devices: give the number by kind"),
         ({"num_devices": None, "hardware": {"cpu-host": -4}}, ClusterError, "number of 'cpu-host' in `hardware` is -4"),
         ({"mesh": "8"}, MeshError, "or another `num_devices`, which is 4"),
-        ({"memory_budget_bytes": 1000}, BudgetError, "no plan on mesh .* Nor in stages: no stages of"),
+        pytest.param(
+            {"memory_budget_bytes": 1000},
+            BudgetError,
+            "no plan on mesh .* Nor in stages: no stages of",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_wrong_options_name_the_rule_and_the_value(options: dict[str, Any], error: type, message: str) -> None:
@@ -306,6 +313,7 @@ def test_records_are_saved_and_plans_without_one_stay_as_they_were(tmp_path: Pat
         assert plan_from_json(without.to_json()) == without
 
 
+@pytest.mark.slow
 def test_the_cache_tells_plans_with_and_without_a_record_apart(tmp_path: Path) -> None:
     for options in ({"stages": 1}, {"stages": 2}, {}):
         own = {"hardware": "cpu-host", "cache": tmp_path, "num_microbatches": 1, **options}
@@ -374,6 +382,7 @@ def test_verify_compiles_what_was_chosen() -> None:
         check_reasons(found.plan, load("h100-sxm").usable_bytes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hosts", [None, 2])
 @pytest.mark.parametrize(
     "hardware", [{"hardware": "h100-sxm", "num_devices": 8}, {"hardware": {"h100-sxm": 8}}], ids=str

@@ -44,7 +44,7 @@ def made_of(name: str, mesh: str, solver: Solver) -> tuple[Formulation, tuple[in
     return f, solver.solve(f.problem).choices
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mesh", ["8", "2x4", "2x2x2"])
 @pytest.mark.parametrize("name", programs.PROGRAMS)
@@ -69,7 +69,7 @@ def copied_s(update: InPlaceUpdate | None, op: Communicate, program: ExplicitPro
     return copied + len(update.itemsizes) * SLOW.kernel_launch_s
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh", ["8", "2x4"])
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_its_communication_is_what_the_problem_prices(name: str, mesh: str) -> None:

@@ -59,6 +59,7 @@ def test_all_devices_a_mesh_or_a_pin_leave_no_choice() -> None:
         assert not any("more do not help" in note for note in plan.notes)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("program", "hardware"),
     [
@@ -76,6 +77,7 @@ def test_more_devices_never_make_the_plan_slower(program: programs.Program, hard
         assert seconds <= (1 + TIE) * min(fewer, default=seconds), (n, times)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hardware", ["cpu-host", "h100-sxm"])
 @pytest.mark.parametrize(
     "program", [programs.mlp(batch=512, width=256), programs.bert_layers(), programs.cnn_batchnorm()]

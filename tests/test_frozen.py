@@ -50,6 +50,7 @@ def test_both_ways_to_freeze_give_one_plan() -> None:
     assert zero.prediction.peak_bytes == pytest.approx(own.prediction.peak_bytes, rel=0.02)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("freezing", FREEZINGS)
 def test_lora_trains_as_unsharded(freezing: Freezing) -> None:
     training = lora(TINY, 16, 32, freezing)

@@ -168,6 +168,7 @@ def cudnn_on_cpu() -> None:
 LENGTHS = {"query_seq_lengths": jnp.array([64, 50, 9, 64]), "key_value_seq_lengths": jnp.array([64, 40, 64, 8])}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("cudnn_on_cpu")
 @pytest.mark.parametrize(
     ("options", "num_heads", "bias"),
@@ -222,6 +223,7 @@ def splash_attention(q: Any, k: Any, v: Any) -> Any:
     return jax.vmap(make(mask, block_sizes=sizes, interpret=True))(q, k, v)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
@@ -239,6 +241,7 @@ def test_pallas_attention_runs_by_every_strategy(kind: str, rule: str) -> None:
     assert run_every_strategy(step, args, "2x4", most=3) == 9
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_heads", [4, 0])
 def test_splash_attention_runs_by_every_strategy(num_heads: int) -> None:
     """Grouped heads are split with their groups. JAX 0.10 keeps scratch memory in results, which no device can share."""
@@ -255,6 +258,7 @@ def test_splash_attention_runs_by_every_strategy(num_heads: int) -> None:
     assert run_every_strategy(step, args, "2x4", most=2) >= 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mesh", "num_microbatches"), [("data=8", 1), ("data=2,model=4", 1), ("data=4,model=2", 2), ("data=8", 2)]
 )

@@ -60,6 +60,7 @@ def of_all(store: autopar.GossipStore, workers: int) -> np.ndarray:
 # -- D-PSGD ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.contract
 @pytest.mark.parametrize(("mixing", "workers"), [*GRAPHS, (MATRIX, 4)])
 def test_the_mean_takes_the_steps_of_sgd_on_averaged_gradients(mixing: Any, workers: int) -> None:
@@ -312,6 +313,7 @@ def test_misuse_is_named(call: Any, message: str) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_processes_compute_what_threads_do() -> None:
     """Also the bytes; then workers of other matrices, one that leaves early and one that dies are named."""
     ended = run("gossip", processes=3, devices=1, programs=PROGRAMS)

@@ -62,6 +62,7 @@ def test_recall_distances_and_ids(index: vector_search.GraphDiskIndex) -> None:
     np.testing.assert_array_equal(one.ids, found.ids[3])
 
 
+@pytest.mark.slow
 def test_a_search_by_coarse_codes_reads_few_blocks(tmp_path: Path) -> None:
     """The codes are so coarse that all neighbours of a query have the same: their distances are too small by the error."""
     places = np.random.default_rng(1).normal(size=(6, 48))

@@ -250,7 +250,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("of", "name"), CASES)
 def test_user_expert_and_kernels_give_the_result_of_plain_jit(of: str, name: str) -> None:
     step, args = model(of).target

@@ -96,6 +96,7 @@ def test_seeds_draw_every_architecture_and_grouped_heads() -> None:
     assert any(isinstance(one, Text) and one.tied for one in drawn)
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("architecture", ["gpt_neo", "gemma", "mbart", "t5_v1_1", "vit"])
 def test_a_drawn_model_is_a_train_step(architecture: str) -> None:
     check_step(next(one for one in every_model() if one.sizes.architecture == architecture))

@@ -152,6 +152,7 @@ def test_times_are_predictions_of_the_plans() -> None:
     assert one.figures.per_layer == {"all-reduce": 2.0}
 
 
+@pytest.mark.slow
 def test_latency_chooses_one_replica_and_throughput_one_per_device() -> None:
     one, two = estimate().options
     fast, many = case(), case(objective="throughput")

@@ -334,6 +334,7 @@ def test_greedy_accepts_what_greedy_would_have_generated() -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 0.8, "top_k": 5}], ids=str)
 @pytest.mark.parametrize("by", ["certainty", "draft"])
 def test_verified_tokens_have_the_target_distribution_for_any_draft(by: str, options: dict[str, Any]) -> None:

@@ -264,6 +264,7 @@ CASES |= {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_grid_is_split_where_devices_can_share_it(name: str) -> None:
     function, args, expected = CASES[name]

@@ -45,6 +45,7 @@ def primitives(pick: Pick, x: Any, at: Any) -> list[str]:
     return [equation.primitive for equation in trace(gradient(pick), (x, at)).equations]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("places", ["int32", "uint8", "int16"])
 @pytest.mark.parametrize("pick", [of_last, of_first, mapped, clipped])

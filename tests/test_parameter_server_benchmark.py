@@ -20,6 +20,7 @@ def loss(weights: dict[str, jax.Array], target: jax.Array) -> jax.Array:
     return jnp.mean((weights["w"] - target) ** 2)
 
 
+@pytest.mark.slow
 def test_every_policy_is_trained_at_the_best_rate_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     start, ones = {"w": np.zeros(2, np.float32)}, np.ones(2, np.float32)

@@ -80,7 +80,7 @@ def read_reversed(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return x @ narrow + x[:, ::-1] @ narrow[::-1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 @pytest.mark.parametrize("layer", [read_uncast, read_reversed])
 def test_a_parameter_with_other_readers_is_gathered_as_it_is(

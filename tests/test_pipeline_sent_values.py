@@ -116,6 +116,7 @@ def off(found: StagesVerification) -> list[str]:
     return [name for stage in found.stages for name in stage.off if "all-reduce" not in name]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_resharded_values_are_in_the_plans_of_their_stages(absent_gpus: Compiler) -> None:
     found = verified(absent_gpus, num_devices=8, stages=2, mesh="data=2,model=2", pin=PINS)

@@ -53,6 +53,7 @@ def failures(nodes: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(nodes, k) for k in range(1, most + 1))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("survive", [1, 2, 3])
 @pytest.mark.parametrize("fewest", [1, 2, 3, 4, 5, 6])
 def test_every_failure_leaves_a_cover_without_an_idle_node(survive: int, fewest: int) -> None:

@@ -316,6 +316,7 @@ def priced(pipeline: Pipeline, forward_s: Sequence[float]) -> Pipeline:
     return Pipeline(stages, pipeline.schedule, count, literals, timeline=timeline, compiler_options=QUICKLY)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_tasks_are_dispatched_in_the_order_of_the_planned_timeline(schedule: str) -> None:
     """Other prices give another order and the same numbers; a stage's own order stays that of the schedule."""

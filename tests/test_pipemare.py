@@ -65,6 +65,7 @@ def test_a_whole_step_has_the_numbers_of_one_that_is_not_scaled() -> None:
     assert annealed.plans[-1].schedule == "ampnet"
 
 
+@pytest.mark.slow
 def test_annealing_goes_on_after_draining() -> None:
     """A run that drains, and one that is resumed from what was saved with its number of updates, have the same numbers."""
     step, state, batches = decorated("pipemare(12, 0.3)", stages=4, num_microbatches=1)

@@ -50,7 +50,7 @@ def assert_equal_replicas(tree: Any) -> int:
 # -- the executor ------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("schedule", "num_stages", "num_microbatches", "mesh"),
     [
@@ -130,6 +130,7 @@ def test_replicas_are_equal_after_twenty_steps_and_are_not_copied() -> None:
         assert len(array.sharding.device_set) == 8
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["max", "min", "sum", "count", "any"])
 def test_what_microbatches_accumulate_is_combined_by_its_own_operation(kind: str) -> None:
     reduced = {
@@ -166,6 +167,7 @@ def test_rows_of_each_microbatch_come_from_both_replicas() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_state_with_more_than_floats() -> None:
     """Keys, counters, dropout, a tied table, an argument that is returned, an empty array, and one that is not read."""
 
@@ -219,6 +221,7 @@ def same_numbers(step: Callable[..., Any], other: Callable[..., Any], steps: int
     return here, there
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
 def test_the_decorator_and_the_saved_plan(schedule: str, tmp_path: Path) -> None:
     options = in_replicas(schedule=schedule, num_microbatches=8)
@@ -324,6 +327,7 @@ def layers_batch(seed: int) -> dict[str, Any]:
     return {"x": jax.random.normal(jax.random.key(seed), (8, 8))}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
 def test_stacked_layers_are_built_saved_and_restored(schedule: str, tmp_path: Path) -> None:
     step = autopar.parallelize(trained_layers, **in_replicas(stages=2, schedule=schedule, mesh="2"))
@@ -366,6 +370,7 @@ def test_an_evaluation_reads_the_state_where_it_is() -> None:
     step(state, layers_batch(1))  # which the evaluation has not consumed
 
 
+@pytest.mark.slow
 def test_a_measured_step_has_each_task() -> None:
     step = autopar.parallelize(mlp_step, **in_replicas())
     state, _ = step(mlp_state(), mlp_batch(0))
@@ -384,6 +389,7 @@ def test_a_measured_step_has_each_task() -> None:
     assert updates == {(s, submesh) for s, places in enumerate(schedule.replicas) for submesh in places}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [WIDTH, 50])  # 50: some values have uneven parts on four devices
 def test_pieces_are_those_of_the_executor_on_both_replicas(width: int) -> None:
     args = arguments(width)

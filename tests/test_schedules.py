@@ -256,8 +256,8 @@ def test_orders_obey_pairwise_rules() -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("interleaved", "81aa6d67614d3488"),
-        ("interleaved-zb", "3031763bc98d8f07"),
+        pytest.param("interleaved", "81aa6d67614d3488", marks=pytest.mark.slow),
+        pytest.param("interleaved-zb", "3031763bc98d8f07", marks=pytest.mark.slow),
         ("zb-v", "3d9d19c99b6bd7af"),
         ("dualpipe-v", "c4b4146fea790545"),
     ],
@@ -625,6 +625,7 @@ def a_timeline(kind: ScheduleKind, num_microbatches: int = 8) -> PipelineTimelin
     return even_timeline(schedule, EvenPipeline(PipelineShape(4, num_microbatches, virtual), 1, 1, 1))
 
 
+@pytest.mark.sampled(3)
 @EVERY
 @pytest.mark.parametrize("num_microbatches", [8, 64])
 def test_svg_shows_every_task_where_it_runs(kind: ScheduleKind, num_microbatches: int) -> None:

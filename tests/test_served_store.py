@@ -43,6 +43,7 @@ def test_bsp_over_processes_is_the_synchronous_step_bit_for_bit(servers: int) ->
         assert worker["versions"] == {str(server): clocks - 1 for server in range(servers)}
 
 
+@pytest.mark.slow
 def test_processes_that_are_workers_and_servers_share_the_rows() -> None:
     """Decentralized: each has a third of the bytes, calls its own store directly, and trains as one store does."""
     clocks = 6
@@ -77,6 +78,7 @@ def test_what_servers_announce_must_be_every_row_once() -> None:
         served_keys([first])
 
 
+@pytest.mark.slow
 def test_ssp_over_processes_is_at_most_s_clocks_stale_and_reaches_it() -> None:
     (server, *_) = all_told(ran("served", "ssp(2)", "30", "1", "slow"))
     seen = {int(staleness) for counts in server["staleness"] for staleness in counts}
@@ -139,6 +141,7 @@ def test_a_store_is_not_served_in_one_process() -> None:
         autopar.StoreClient(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["every(2, bsp)", pytest.param("largest(600, 2)", marks=pytest.mark.slow)])
 def test_workers_hold_back_what_they_push_as_in_one_process(policy: str) -> None:
     server, *workers = all_told(ran("held_back", policy, "7", "1"))

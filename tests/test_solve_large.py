@@ -76,7 +76,7 @@ def sound(solution: Solution, problem: Problem, expected: Solution) -> None:
         assert not expected.choices
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=500, deadline=None)
 @given(problems())
 def test_any_small_problem_is_solved_as_by_trying_everything(problem: Problem) -> None:
     expected = oracles.exhaustive(problem)
@@ -99,7 +99,7 @@ def test_memory_at_fewer_instants_is_the_same_limit(problem: Problem) -> None:
 # -- messages and bounds -------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems(), st.integers(0, 2**32), st.integers(0, 6))
 def test_a_bound_holds_at_any_prices_and_after_any_number_of_passes(problem: Problem, seed: int, passes: int) -> None:
     reduced = reduce(problem, rules=(delete_forbidden,))
@@ -173,7 +173,7 @@ def ring(num_nodes: int = 40, *, seed: int = 0, share: float = 0.6) -> Problem:
     return replace(problem, memory_limit=float(round(share * peak)))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=problems(most_nodes=5), seed=st.integers(0, 3))
 def test_the_search_of_large_problems_is_sound(everything_is_large: None, problem: Problem, seed: int) -> None:
     solution = Ilp(seed=seed, step_limit=24).solve(problem)

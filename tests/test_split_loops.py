@@ -96,6 +96,7 @@ def contractions(trace: Any) -> list[list[int]]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_results_are_those_of_the_step(name: str) -> None:
     step = step_of(SGD, LOSSES[name])
@@ -117,6 +118,7 @@ def test_a_step_without_such_loops_is_left_alone() -> None:
     assert with_split_loops(short.as_traced.trace) is short.as_traced.trace
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("schedule", "num_stages"), [("zb-h1", 3), ("zb-v", 4)])
 def test_it_is_planned_saved_and_run(schedule: str, num_stages: int, tmp_path: Any) -> None:
     step, state = step_of(ADAM), state_of(ADAM)

@@ -84,6 +84,7 @@ def evaluated_beside(
     return plan, other
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("forward", "create", "evaluate"),
     [(forward, create, evaluation(forward)), (forward, create, predictions), (scanned, stacked, evaluation(scanned))],
@@ -135,6 +136,7 @@ def test_a_tied_embedding_and_moments_that_the_other_step_does_not_read() -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_step_may_be_trained_like_its_evaluation() -> None:
     evaluate = autopar.parallelize(**OPTIONS | {"schedule": "auto"})(evaluation(forward))
     abstract = jax.eval_shape(create, jax.random.key(0))
@@ -214,6 +216,7 @@ def test_the_command_line_and_saved_plans(tmp_path: Path, capsys: pytest.Capture
     assert "has 2 stages, but `stages` is 3" in capsys.readouterr().err
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

@@ -79,6 +79,7 @@ def test_a_mixer_in_two_processes() -> None:
     assert all(one.last["held"] for one in ended)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("microbatches", "own"), [(1, False), (4, True)])
 def test_normalized_layers_run_by_the_plan_that_was_made(microbatches: int, own: bool) -> None:
     """What is rematerialized together crosses the layers of the plan: both give one program."""

@@ -88,6 +88,7 @@ def devices_of(leaf: jax.Array) -> list[int]:
     return sorted(device.id for device in leaf.sharding.device_set)
 
 
+@pytest.mark.slow
 def test_a_partitioner_of_ones_own_puts_one_stage_on_each_submesh() -> None:
     def plan(schedule: str, stages: Any, sizes: tuple[int, ...]) -> Any:
         step = autopar.parallelize(
@@ -152,6 +153,7 @@ def created(key: jax.Array) -> Any:
     return params, jax.tree.map(jnp.zeros_like, params)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("sizes", "begins"), [((2, 2, 2, 2), [0, 4, 2, 6]), ((2, 4, 2), [0, 4, 2])], ids=["equal", "unequal"]
 )

@@ -125,6 +125,7 @@ def test_the_batch_may_be_pinned() -> None:
     assert str(x.sharding) == "P('data')" and x.pinned
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_pinned_in_parts() -> None:
     pins = {"state/layers/*": P(None, "model"), "state/layers/down": P("data", None, "model")}
     state, plan = run(scanned, stacked, mesh="2x2", pin=pins)
@@ -185,6 +186,7 @@ def apply(params: Any, x: jax.Array) -> Any:
 RULES = [("embed", None), ("mlp", "tp")]
 
 
+@pytest.mark.slow
 def test_metadata_is_followed_in_stages() -> None:
     assert annotations_in(jax.eval_shape(create_model, jax.random.key(0)), "state")
     state, plan = run(apply, create_model, mesh="dp=2,tp=2", logical_axis_rules=RULES)

@@ -133,6 +133,7 @@ def new_store(policy: str = "ssp(2)", **options: Any) -> VersionedStore:
     return VersionedStore(values, **{"update": optax.adam(0.1), "workers": 2, "consistency": policy} | options)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "policy", [pytest.param("bsp", marks=pytest.mark.slow), "ssp(2)", "every(2, ssp(1))", "largest(8, 2, ssp(1))"]
 )

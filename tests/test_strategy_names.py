@@ -26,6 +26,7 @@ def bert(**sizes: Any) -> programs.Program:
     return programs.bert_layers(**usual | sizes)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("pins", "mesh", "name"),
     [

@@ -65,6 +65,7 @@ def assert_same(one: Any, other: Any) -> None:
         np.testing.assert_array_equal(one_raw, other_raw)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("consistency", ["pipedream", "2bw", "pipemare(12, 0.3)"])
 def test_batches_in_flight_are_saved(consistency: str, tmp_path: Path) -> None:
     step, batches = random_streamed(consistency), [x for x, _ in batches_of(9, 8)]

@@ -76,6 +76,7 @@ def test_a_plan_is_saved_and_runs(tmp_path: Path) -> None:
     assert isinstance(step.latest_plan, PipelinePlan) and step.latest_plan.token_slices == (4, 1, 2)
 
 
+@pytest.mark.slow
 def test_slices_are_chosen_with_microbatches() -> None:
     plan = _planned("terapipe", num_microbatches="auto")
     assert sum(plan.token_slices) == TOKENS and EXAMPLES % plan.num_microbatches == 0
@@ -105,6 +106,7 @@ def test_refusals() -> None:
         _planned("terapipe(4, 0)")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -119,6 +119,7 @@ def _run(trace: Trace, leaves: Sequence[Any]) -> list[Any]:
 TOKEN_BATCH = np.random.default_rng(0).integers(0, WORDS, (3, TOKENS))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lengths", [(7,), (4, 3), (1, 5, 1), (1,) * 7])
 @pytest.mark.parametrize(
     "mix", [causal, transposed, additive, multiplied, windowed, shifted, rematerialized, twice, one_ahead]
@@ -152,6 +153,7 @@ def test_every_value_is_ready_when_it_is_read(mix: Mix):
         assert all(times[made[v]] <= times[n] for v in one.reads if v in made), one.primitive
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("token", range(1, TOKENS))
 @pytest.mark.parametrize("mix", [causal, transposed, additive, windowed, shifted, twice])
 def test_nan_probe(mix: Mix, token: int):

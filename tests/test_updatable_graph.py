@@ -147,6 +147,7 @@ def test_filters_metadata_and_deleted_ids(tmp_path: Path) -> None:
         assert again.stats().details["cache"].hits > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num", [1, 2, 10])
 def test_a_tiny_graph_grows(tmp_path: Path, num: int) -> None:
     vectors, queries = drawn(700), drawn(40, 8, 1)
@@ -162,6 +163,7 @@ def test_a_tiny_graph_grows(tmp_path: Path, num: int) -> None:
     index.close()
 
 
+@pytest.mark.slow
 def test_all_vectors_are_deleted_and_others_come(tmp_path: Path) -> None:
     vectors, queries = drawn(900), drawn(40, 8, 1)
     index = made(tmp_path, vectors[:400])
@@ -184,6 +186,7 @@ def test_all_vectors_are_deleted_and_others_come(tmp_path: Path) -> None:
     index.close()
 
 
+@pytest.mark.slow
 def test_equal_vectors_outlive_each_other(tmp_path: Path) -> None:
     vectors = drawn(300)
     vectors[10:20] = vectors[0]

@@ -317,6 +317,7 @@ def exported(text: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 def test_an_output_that_is_gathered_is_exported_too() -> None:
     register(STRANGE)
     program = programs.PROGRAMS["mlp_adam"]()

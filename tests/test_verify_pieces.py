@@ -261,6 +261,7 @@ def test_pieces_on_absent_gpus_are_those_on_devices_here() -> None:
 H100 = {"num_devices": 4, "hardware": "h100-sxm", "stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_compiler")
 def test_a_plan_is_compared_with_its_pieces(absent_gpus: Compiler, tmp_path: Path) -> None:
     args = jax.eval_shape(lambda: arguments(512, 2048))

@@ -42,6 +42,7 @@ def reads_of(name: str, schedule: Schedule, per_update: int) -> dict[Task, int]:
     return versions_read(schedule, find(name).reads, per_update)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 @pytest.mark.parametrize("p", range(2, 9))
 def test_reads_copies_and_delays_are_those_of_the_papers(name: str, p: int) -> None:

@@ -183,6 +183,7 @@ NAMES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_trains(name: str) -> None:
     policy, count = NAMES[name]
