@@ -68,7 +68,7 @@ verify: $(VENV)/test.stamp
 	@USE_TORCH=0 HF_HUB_OFFLINE=1 $(VENV)/bin/autopar verify benchmarks/models.py:gpt2_small_target \
 	    --hardware h100-sxm --mesh 1x8
 
-# A row of benchmarks/results/plans.md: some ten compiles of half a minute each. SETTING="2 hosts" is another row.
+# A row of benchmarks/results/plans.md: some twenty compiles of up to a minute each. SETTING="2 hosts" is another row.
 MODEL ?= gpt2
 SETTING ?= 8 GPUs
 bench-plans: $(VENV)/test.stamp
