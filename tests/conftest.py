@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 @pytest.hookimpl(tryfirst=True)  # before `-m "not slow"` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test that is `sampled(n)`, one case among each n neighbours stays in the fast tier: at each place in turn, so that
-    of two parameters that are crossed neither keeps one value. The others are `slow`."""
+    of two parameters that are crossed neither keeps one value. The others are `slow`; a case that is so already does not count."""
     num_seen = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("sampled")
-        if mark is None:
+        if mark is None or item.get_closest_marker("slow"):
             continue
         test = item.nodeid.partition("[")[0]
         block, place = divmod(num_seen[test], mark.args[0])

@@ -226,7 +226,7 @@ class Ring:
 class Cqe:
     def __getitem__(self, at): return self
 class Entry: pass
-entry, cqe_fields = Entry(), []
+entry = Entry()
 def io_uring_queue_init(depth, ring): pass
 def io_uring_get_sqe(ring): return entry
 def io_uring_prep_read(entry, handle, buffer, offset): entry.read = (handle, [buffer], offset)

@@ -142,7 +142,7 @@ def test_a_store_is_not_served_in_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["every(2, bsp)", pytest.param("largest(600, 2)", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["every(2, bsp)", "largest(600, 2)"])
 def test_workers_hold_back_what_they_push_as_in_one_process(policy: str) -> None:
     server, *workers = all_told(ran("held_back", policy, "7", "1"))
     assert workers[0] == workers[1] == server

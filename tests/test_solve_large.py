@@ -76,9 +76,11 @@ def sound(solution: Solution, problem: Problem, expected: Solution) -> None:
         assert not expected.choices
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", range(3))
 @settings(max_examples=500, deadline=None)
-@given(problems())
-def test_any_small_problem_is_solved_as_by_trying_everything(problem: Problem) -> None:
+@given(problem=problems())
+def test_any_small_problem_is_solved_as_by_trying_everything(part: int, problem: Problem) -> None:
     expected = oracles.exhaustive(problem)
     solution = Ilp().solve(problem)
     sound(solution, problem, expected)
@@ -99,9 +101,13 @@ def test_memory_at_fewer_instants_is_the_same_limit(problem: Problem) -> None:
 # -- messages and bounds -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", range(3))
 @settings(max_examples=100, deadline=None)
-@given(problems(), st.integers(0, 2**32), st.integers(0, 6))
-def test_a_bound_holds_at_any_prices_and_after_any_number_of_passes(problem: Problem, seed: int, passes: int) -> None:
+@given(problem=problems(), seed=st.integers(0, 2**32), passes=st.integers(0, 6))
+def test_a_bound_holds_at_any_prices_and_after_any_number_of_passes(
+    part: int, problem: Problem, seed: int, passes: int
+) -> None:
     reduced = reduce(problem, rules=(delete_forbidden,))
     if reduced is None:
         return
@@ -173,9 +179,13 @@ def ring(num_nodes: int = 40, *, seed: int = 0, share: float = 0.6) -> Problem:
     return replace(problem, memory_limit=float(round(share * peak)))
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", range(3))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(problem=problems(most_nodes=5), seed=st.integers(0, 3))
-def test_the_search_of_large_problems_is_sound(everything_is_large: None, problem: Problem, seed: int) -> None:
+def test_the_search_of_large_problems_is_sound(
+    everything_is_large: None, part: int, problem: Problem, seed: int
+) -> None:
     solution = Ilp(seed=seed, step_limit=24).solve(problem)
     sound(solution, problem, oracles.exhaustive(problem))
 

@@ -14,8 +14,9 @@ import autopar
 from benchmarks.pipeline.models import MODELS, WIDE, Case, Model, apart, by_sgd, errors, trained, unsharded
 from benchmarks.zoo.patches_and_branches import mlp_mixer
 
-#: Sums of float32 in another order, at most 1.6e-5 on a CPU without AVX-512.
-TOLERANCE = 2e-5
+TOLERANCE = 1e-5
+#: Of a small mixer, whose float32 sums are 1.6e-5 off on a CPU without AVX-512.
+OF_SMALL = 2e-5
 #: Of a U-Net in float32, which is compared in float64 too. A bias before a normalization has no gradient but rounding: 1e-8 of
 #: all changes, of which a thousandth counts.
 ROUNDING = 3e-5
@@ -30,12 +31,12 @@ def test_a_small_mixer_and_its_saved_plan(tmp_path: Path) -> None:
     """On four devices each, which divide none of its microbatches."""
     model, case = tiny(), Case(2, 2, "1f1b", 8)
     losses, parameters, step = errors(model, case)
-    assert max(losses, parameters) < TOLERANCE
+    assert max(losses, parameters) < OF_SMALL
     assert len(step.latest_plan.stages) == 2
     step.latest_plan.save(tmp_path / "mixer.plan.json")
     state, found = trained(model, autopar.parallelize(model.of.step, plan=tmp_path / "mixer.plan.json"))
     there, expected = trained(model, unsharded(model.of.step, case))
-    assert max(apart(found, state, expected, there, model.state())) < TOLERANCE
+    assert max(apart(found, state, expected, there, model.state())) < OF_SMALL
 
 
 @pytest.fixture
